@@ -1,0 +1,121 @@
+"""Every error this application raises on purpose.
+
+    RayappError
+    ├── UserError                       the user can fix it: exit code 2
+    │   ├── ConfigError                 a key, a value, or two values that contradict each other
+    │   ├── InputError                  a model, dataset, task or file that can't be used
+    │   └── RunFolderError              the run folder is taken, torn, or belongs to another config
+    ├── SandboxError                    the *sandbox* failed; says nothing about the code that ran in it
+    │   ├── SandboxUnavailableError     none could be created or leased in time
+    │   │   ├── SandboxQuotaError       the provider's quota is reached
+    │   │   └── SandboxRateLimitError   the provider asks to wait (`retry_after_s`)
+    │   ├── SandboxGoneError            it died or was deleted while we used it
+    │   ├── SandboxDeadlineError        the provider did not answer within our own deadline
+    │   ├── SandboxProtocolError        the provider answered something that makes no sense
+    │   ├── SandboxConfigError          key, template or endpoint is wrong: retrying can't help
+    │   └── IsolationUnavailableError   this node can't isolate model-written code
+    ├── EngineError                     a vLLM server can't generate
+    │   ├── EngineDeadError             its process is gone
+    │   └── StaleVersionError           it holds another policy version than the caller requires
+    ├── WeightSyncError                 new weights did not reach a server whole
+    ├── LearnerError                    the learners can't train on what they were given
+    ├── CheckpointError                 a checkpoint can't be written or read whole
+    └── TrainingAbortedError            too many failed rollouts: the run stops rather than train on noise
+
+Code that fails or is stopped *inside* a sandbox is not an error but data: see `ExecResult.outcome`.
+Errors cross Ray, so they must pickle: no subclass takes more than its message, except where `__reduce__` says how.
+"""
+
+from __future__ import annotations
+
+
+class RayappError(Exception):
+    """Base of every error raised on purpose."""
+
+
+class UserError(RayappError):
+    """Something the user can correct. The CLI prints the message without a traceback and exits with 2."""
+
+
+class ConfigError(UserError, ValueError):
+    """A configuration key or value is wrong, or two values contradict each other."""
+
+
+class InputError(UserError, ValueError):
+    """A model, dataset, task or file can't be used."""
+
+
+class RunFolderError(UserError):
+    """The run folder is in use, torn, or was made by another configuration."""
+
+
+class SandboxError(RayappError):
+    """The sandbox failed. Never raised because of what the code in it did."""
+
+
+class SandboxUnavailableError(SandboxError):
+    """No sandbox could be created or leased before the deadline."""
+
+
+class SandboxQuotaError(SandboxUnavailableError):
+    """The provider refuses more sandboxes: the pool goes on with fewer."""
+
+
+class SandboxRateLimitError(SandboxUnavailableError):
+    """The provider asks us to slow down."""
+
+    def __init__(self, message: str, retry_after_s: float | None = None) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+        """Seconds the provider asked for; None when it did not say."""
+
+    def __reduce__(self) -> tuple[type[SandboxRateLimitError], tuple[str, float | None]]:
+        return type(self), (str(self), self.retry_after_s)
+
+
+class SandboxGoneError(SandboxError):
+    """The sandbox died or was deleted: never use it again."""
+
+
+class SandboxDeadlineError(SandboxError, TimeoutError):
+    """The provider did not answer within our deadline; the sandbox's state is unknown, so it is thrown away."""
+
+
+class SandboxProtocolError(SandboxError):
+    """The provider's answer can't be understood."""
+
+
+class SandboxConfigError(SandboxError, UserError):
+    """Wrong key, template, endpoint or permission: retrying can't help, so the run stops with this message."""
+
+
+class IsolationUnavailableError(SandboxConfigError):
+    """This node offers no isolation that model-written code may run under."""
+
+
+class EngineError(RayappError):
+    """A server can't generate."""
+
+
+class EngineDeadError(EngineError):
+    """The engine's process is gone."""
+
+
+class StaleVersionError(EngineError):
+    """A server holds another policy version than the caller requires."""
+
+
+class WeightSyncError(RayappError):
+    """New weights did not reach a server whole; that server must not serve."""
+
+
+class LearnerError(RayappError):
+    """The learners can't train on what they were given."""
+
+
+class CheckpointError(RayappError):
+    """A checkpoint can't be written or read whole."""
+
+
+class TrainingAbortedError(RayappError):
+    """The run stops because going on would train on noise; the message says what failed and how often."""

@@ -1,0 +1,272 @@
+"""The data that moves between the parts: frozen, slotted, numpy inside, no behaviour beyond derived values.
+
+Numpy arrays keep these objects zero-copy in Ray's object store. Shapes: T tokens, G trajectories of a group.
+A *trajectory* is one whole sequence: prompt, completions and (in multi-turn tasks) tool results, in the order the
+policy saw them. Token in, token out: `token_ids` is what the engine read and sampled, never a re-tokenization.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+Int32Array = NDArray[np.int32]
+FloatArray = NDArray[np.float32]
+BoolArray = NDArray[np.bool_]
+FinishReason = Literal["stop", "length", "abort"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """How one completion is sampled. Only what changes the distribution, its length, or its randomness."""
+
+    max_tokens: int
+    """Most tokens to sample."""
+    temperature: float = 1.0
+    """0 is greedy. Training samples at the temperature its log-probs are computed at."""
+    top_p: float = 1.0
+    top_k: int = 0
+    """0 keeps every token. Below 1 / above 0 these bias the importance ratio, so training refuses them."""
+    stop: tuple[str, ...] = ()
+    """Texts that end the completion; the text that matched is not part of `Completion.text`."""
+    seed: int | None = None
+    """The same seed, weights and prompt give the same tokens."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Completion:
+    """What the engine sampled for one prompt."""
+
+    token_ids: Int32Array
+    """(T,) sampled tokens, with the stop token or the tokens of the stop text: all of them are trained on."""
+    log_probs: FloatArray
+    """(T,) log-probability of each token under the distribution it was sampled from."""
+    text: str
+    """Decoded, without the stop text."""
+    finish_reason: FinishReason
+    policy_version: int
+    """Weights that sampled it. A completion never spans two versions: a server drains before it takes new weights."""
+    time_queued_s: float = 0.0
+    time_generate_s: float = 0.0
+
+
+class RolloutStatus(StrEnum):
+    """How a trajectory ended. Everything but ERROR_* is the policy's own doing and may be trained on."""
+
+    COMPLETED = "completed"
+    TRUNCATED = "truncated"
+    """Ran into max_completion_tokens."""
+    ERROR_ENGINE = "error_engine"
+    ERROR_SANDBOX = "error_sandbox"
+    ERROR_TASK = "error_task"
+
+    @property
+    def is_error(self) -> bool:
+        return self.value.startswith("error_")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reward:
+    """A verdict on one completion.
+
+    Example: `Reward(value=0.6, terms={"pass_rate": 0.6, "solved": 0.0}, status="scored")`, or, when the sandbox died
+    twice, `Reward.invalid("sandbox_gone", "…")`: no value, left out of the group's baseline and of the loss.
+    """
+
+    value: float
+    """The scalar that training uses; 0.0 when not valid, and then nobody may read it."""
+    terms: dict[str, float] = field(default_factory=dict)
+    """Named parts, each recorded. `pass_rate` and `solved` (0 or 1) are there for every task scored by tests."""
+    status: str = "scored"
+    """What the verdict rests on: scored, banned, syntax_error, error, timeout, no_code…; counted in the metrics."""
+    valid: bool = True
+    """False when infrastructure failed: that says nothing about the policy."""
+    failure_kind: str = ""
+    """Why it is not valid, e.g. sandbox_gone; empty otherwise."""
+    detail: str = ""
+    """One line for a person, e.g. the exception the code raised. Never the expected values."""
+    time_score_s: float = 0.0
+
+    @classmethod
+    def invalid(cls, failure_kind: str, detail: str) -> Reward:
+        return cls(value=0.0, status="invalid", valid=False, failure_kind=failure_kind, detail=detail)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prompt:
+    """One rendered prompt, ready for the engine."""
+
+    task: str
+    """Name of the task, which scores what comes back."""
+    text: str
+    """What the policy reads, template and prefill included."""
+    token_ids: Int32Array
+    """(T,)"""
+    prefill: str = ""
+    """The part of the answer already written at the end of `text`; code is read from prefill + completion."""
+    stop: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trajectory:
+    """One episode.
+
+    Example: prompt [5, 9], completion [7, 2] -> token_ids [5, 9, 7, 2], response_mask [F, F, T, T],
+    rollout_log_probs [0, 0, -0.1, -2.3].
+    """
+
+    token_ids: Int32Array
+    """(T,) everything the policy read and wrote."""
+    response_mask: BoolArray
+    """(T,) True exactly where the policy sampled the token."""
+    rollout_log_probs: FloatArray
+    """(T,) the engine's log-probability where `response_mask`, 0 elsewhere."""
+    completion_text: str
+    reward: Reward
+    status: RolloutStatus
+    min_policy_version: int
+    max_policy_version: int
+    num_turns: int = 1
+    time_generate_s: float = 0.0
+
+    @property
+    def num_tokens(self) -> int:
+        return int(self.token_ids.size)
+
+    @property
+    def num_response_tokens(self) -> int:
+        return int(self.response_mask.sum())
+
+    @property
+    def is_trainable(self) -> bool:
+        """An invalid verdict or a failed rollout carries no signal about the policy."""
+        return self.reward.valid and not self.status.is_error and self.num_response_tokens > 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Group:
+    """G trajectories of one prompt: the unit of admission, of advantage, and of staleness."""
+
+    group_id: int
+    """Position in the run's prompt order: 0, 1, 2, … It never repeats, and a resumed run reuses it."""
+    prompt: Prompt
+    trajectories: tuple[Trajectory, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupSummary:
+    """What the driver sees of a group: scalars only. The group itself stays in the object store."""
+
+    group_id: int
+    task: str
+    rewards: FloatArray
+    """(G,) 0 where not valid."""
+    valid: BoolArray
+    """(G,) trainable trajectories."""
+    num_tokens: Int32Array
+    """(G,) prompt and completion."""
+    num_response_tokens: Int32Array
+    """(G,)"""
+    num_prompt_tokens: int
+    statuses: tuple[str, ...]
+    """(G,) RolloutStatus values."""
+    reward_statuses: tuple[str, ...]
+    """(G,) `Reward.status` values."""
+    failure_kinds: tuple[str, ...]
+    """(G,) empty where valid."""
+    reward_terms: dict[str, FloatArray]
+    """Each (G,), NaN where a trajectory has no such term."""
+    min_policy_version: int
+    max_policy_version: int
+    time_generate_s: float
+    """From admission to the last completion."""
+    time_score_s: float
+    """Sum over trajectories."""
+    time_total_s: float
+
+
+class ExecOutcome(StrEnum):
+    """What became of code that ran in a sandbox. None of these is the sandbox's failure (that is a SandboxError)."""
+
+    OK = "ok"
+    CODE_FAILED = "code_failed"
+    """It raised, returned non-zero, or crashed by itself."""
+    CODE_STOPPED = "code_stopped"
+    """We ended it: see `ExecResult.stopped_for`."""
+
+
+class StopCause(StrEnum):
+    """Why we ended code that was running."""
+
+    TIMEOUT = "timeout"
+    OUTPUT = "output"
+    """It wrote more than max_output_bytes."""
+    MEMORY = "memory"
+    CPU = "cpu"
+    PROCESSES = "processes"
+    KILLED = "killed"
+    """The lease was released or the sandbox killed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExecResult:
+    """Result of running code or a command in a sandbox."""
+
+    outcome: ExecOutcome
+    exit_code: int
+    """Process exit status; negative is the signal that ended it."""
+    stdout: str
+    """At most max_output_bytes, cut at the end with `truncated` set; undecodable bytes are replaced."""
+    stderr: str
+    duration_s: float
+    truncated: bool = False
+    stopped_for: StopCause | None = None
+    """Set exactly when outcome is CODE_STOPPED."""
+    error: str = ""
+    """`ValueError: …` when Python code raised: last line of its traceback."""
+    isolation: str = ""
+    """What kept the code in: ns+proc, ns, ll, unisolated, or the provider's name."""
+
+    @property
+    def ok(self) -> bool:
+        return self.outcome is ExecOutcome.OK
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CallResult:
+    """One call of the candidate's function. `value` is plain data rebuilt by us; it was never the candidate's object."""
+
+    ok: bool
+    value: object = None
+    """None, bool, int, float, str, list, tuple, dict, set or bytes of exactly these types."""
+    error: str = ""
+    """Why there is no value: the exception, an unsupported return type, too large."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CallReport:
+    """Result of defining code and calling one function of it on several inputs (`Sandbox.call_function`)."""
+
+    exec: ExecResult
+    """The execution as a whole. Not `ok` when the definition raised or the whole run was stopped."""
+    calls: tuple[CallResult, ...]
+    """One per input, in order, whatever the code did: calls that gave no result are `ok=False`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SandboxSpec:
+    """What kind of sandbox a task needs. Equal specs share a pool."""
+
+    template: str = ""
+    """Provider's template, snapshot or image; empty is the provider's default."""
+    packages: tuple[str, ...] = ()
+    """Extra packages preloaded by the local provider, e.g. ("numpy",)."""
+    env: tuple[tuple[str, str], ...] = ()
+    """Environment of the sandboxed code: nothing else is in it. Never a secret."""
+    memory_mib: int = 512
+    disk_mib: int = 16
+    max_processes: int = 16
