@@ -1,0 +1,252 @@
+"""The one configuration: every key, its unit, its bounds, and why its default is what it is.
+
+`configs/*.yaml` state only what differs from these defaults. Loading (files, `key.sub=value` overrides, the nearest
+valid key for a typo) is in `config_loading.py`; this module is the schema and the arithmetic between keys. It imports
+nothing heavy, so that `rayapp --help` is instant.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from rayapp.sandbox.config import SandboxConfig
+
+LossAggMode = Literal[
+    "token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-sum-norm", "seq-mean-token-mean"
+]
+Dtype = Literal["float32", "bfloat16"]
+
+
+class FrozenModel(BaseModel):
+    """A section of the configuration: immutable, and a key it doesn't know is an error."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
+
+
+class RunSection(FrozenModel):
+    name: str = Field("run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$")
+    """Names the run folder, the Ray namespace and the sandboxes' labels."""
+    output_dir: Path = Path("outputs")
+    """The run folder is `<output_dir>/<name>`."""
+    resume: Literal["auto", "never", "must"] = "auto"
+    """auto: go on from the last whole checkpoint if there is one. never: refuse a folder that has a run in it.
+    must: refuse to start from nothing."""
+    seed: int = Field(0, ge=0, lt=2**31)
+    """Draws prompts' order, sampling, hidden tests. The same seed and config give the same run (synchronous CPU)."""
+
+
+class ModelSection(FrozenModel):
+    path: str = "models/smollm2-135m"
+    """A local Hugging Face folder or a hub id. `rayapp model fetch smollm2-135m` makes the default."""
+    trust_remote_code: bool = False
+    """Run Python code that comes with the model. It runs with your credentials: leave it off for models you don't know."""
+
+
+class RolloutCorrectionSection(FrozenModel):
+    """Importance sampling between the engine that sampled and the learner that trains (verl's rollout correction)."""
+
+    level: Literal["none", "token", "sequence"] = "none"
+    """none measures the difference but does not correct it."""
+    threshold: float = Field(2.0, gt=1.0)
+    """Weights above it are truncated to it (TIS)."""
+
+
+class AlgorithmSection(FrozenModel):
+    adv_estimator: str = "grpo"
+    """A name of verl's ADV_ESTIMATOR_REGISTRY that needs no critic."""
+    norm_adv_by_std: bool = True
+    """Divide by the group's standard deviation. False is Dr. GRPO."""
+    policy_loss: str = "vanilla"
+    """A name of verl's POLICY_LOSS_REGISTRY."""
+    policy_loss_options: dict[str, float | int | str | bool] = {}
+    """Further keys of verl's PolicyLossConfig, for the losses that have their own (clip_cov, kl_cov, …)."""
+    loss_agg_mode: LossAggMode = "token-mean"
+    clip_ratio_low: float = Field(0.2, ge=0.0)
+    clip_ratio_high: float = Field(0.2, ge=0.0)
+    """Above clip_ratio_low it is DAPO's clip-higher."""
+    clip_ratio_c: float = Field(3.0, gt=1.0)
+    """Dual clip: bound of the loss for negative advantages."""
+    kl_loss_coef: float = Field(0.0, ge=0.0)
+    """Weight of the KL to the frozen reference. At 0 no reference model is loaded."""
+    kl_loss_type: Literal["k1", "k2", "k3", "low_var_kl"] = "k3"
+    entropy_coef: float = Field(0.0, ge=0.0)
+    """Weight of the entropy bonus. Entropy is measured every step whatever this is."""
+    rollout_correction: RolloutCorrectionSection = RolloutCorrectionSection()
+
+
+class RolloutSection(FrozenModel):
+    group_size: int = Field(16, ge=2)
+    """Trajectories per prompt (G). At 1 every group-relative advantage is zero."""
+    max_prompt_tokens: int = Field(512, ge=1)
+    """A longer prompt is refused before training starts."""
+    max_completion_tokens: int = Field(256, ge=1)
+    temperature: float = Field(1.0, gt=0.0)
+    """Log-probs are those of this temperature, in the engine and in the learner."""
+    num_workers: int = Field(1, ge=1)
+    """Rollout worker processes; each runs many groups at once."""
+    group_deadline_s: float = Field(300.0, gt=0)
+    """A group not finished by then is a failed rollout. Longer than the slowest honest group."""
+    max_failed_ratio: float = Field(0.3, ge=0.0, le=1.0)
+    """Share of trajectories of the last ten steps that may fail for reasons that are not the policy's. Past it the
+    run stops."""
+
+
+class TrainSection(FrozenModel):
+    num_steps: int = Field(100, ge=1)
+    groups_per_step: int = Field(2, ge=1)
+    """Prompts per optimizer step (P)."""
+    num_minibatches: int = Field(1, ge=1)
+    """Optimizer steps made from one batch. 1 is on-policy: old log-probs are those of the update itself."""
+    max_staleness: int = Field(0, ge=0)
+    """Optimizer steps between the weights that sampled a group and those that train on it. 0 is synchronous."""
+
+
+class OptimizerSection(FrozenModel):
+    lr: float = Field(1e-6, gt=0.0)
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = Field(1e-8, gt=0.0)
+    weight_decay: float = Field(0.0, ge=0.0)
+    max_grad_norm: float = Field(1.0, gt=0.0)
+    schedule: Literal["constant", "cosine", "linear"] = "constant"
+    warmup_steps: int = Field(0, ge=0)
+    min_lr_ratio: float = Field(0.0, ge=0.0, le=1.0)
+    """The schedule ends at lr * min_lr_ratio."""
+
+
+class LearnerSection(FrozenModel):
+    num_learners: int = Field(1, ge=1)
+    """FSDP2 world size."""
+    max_tokens_per_microbatch: int = Field(8192, ge=16)
+    """Tokens that one forward computes: the memory of activations grows with it, nothing else does."""
+    compute_dtype: Dtype = "bfloat16"
+    """Of the forward and backward. Parameters and optimizer state are float32."""
+    share_prefixes: bool = True
+    """Compute tokens that several trajectories of a group share, such as the prompt, once. Exact."""
+    activation_checkpointing: bool = False
+    """Recompute activations in the backward: less memory, a third more time."""
+    log_prob_chunk_tokens: int = Field(1024, ge=16)
+    """Tokens whose logits exist at once: vocabulary x this x 4 bytes."""
+    cpu_threads: int = Field(0, ge=0)
+    """Threads of a learner on CPU; 0 divides the cores among the learners."""
+    step_timeout_s: float = Field(1800.0, gt=0)
+    optimizer: OptimizerSection = OptimizerSection()
+
+
+class ServerSection(FrozenModel):
+    num_servers: int = Field(1, ge=1)
+    tensor_parallel_size: int = Field(1, ge=1)
+    dtype: Dtype = "bfloat16"
+    gpu_memory_utilization: float = Field(0.85, gt=0.0, le=1.0)
+    """Share of the GPU's memory that vLLM takes; unused on CPU."""
+    kv_cache_gib: int = Field(2, ge=1)
+    """KV cache on CPU; unused on GPU."""
+    max_num_seqs: int = Field(64, ge=1)
+    """Sequences decoded at once."""
+    enforce_eager: bool = True
+    """Skip compilation: on CPU it adds 45 s to the start for 10% of speed."""
+    cpu_threads: int = Field(0, ge=0)
+    """Threads of a server on CPU; 0 divides the cores among the servers."""
+    start_timeout_s: float = Field(600.0, gt=0)
+    request_timeout_s: float = Field(300.0, gt=0)
+    sync_timeout_s: float = Field(120.0, gt=0)
+
+
+class CheckpointSection(FrozenModel):
+    every_steps: int = Field(10, ge=0)
+    """0 saves only at the end."""
+    keep_last: int = Field(2, ge=1)
+
+
+class EvalSection(FrozenModel):
+    every_steps: int = Field(0, ge=0)
+    """0 never evaluates during training."""
+    samples_per_task: int = Field(16, ge=1)
+    temperature: float = Field(1.0, ge=0.0)
+    """0 is greedy."""
+
+
+class ClusterSection(FrozenModel):
+    address: str = ""
+    """Ray address to attach to. Empty: RAY_ADDRESS, else a Ray already running here, else one of our own."""
+    device: Literal["auto", "cpu", "gpu"] = "auto"
+    """auto takes GPUs if the cluster has any."""
+    num_gpus: int | None = Field(None, ge=0)
+    """GPUs this run may use; None asks the cluster. Given, the arithmetic is checked before anything starts."""
+    object_store_mib: int = Field(1024, ge=100)
+    """Object store of a Ray that we start. It holds two copies of the weights and the groups in flight."""
+    start_timeout_s: float = Field(120.0, gt=0)
+    """Deadline for placing each actor."""
+
+
+class TrackingSection(FrozenModel):
+    trackers: tuple[Literal["console", "jsonl"], ...] = ("console", "jsonl")
+    trajectories: bool = True
+    """Write trajectories/step=NNNNNN.parquet."""
+
+
+class Config(FrozenModel):
+    """A whole run."""
+
+    run: RunSection = RunSection()
+    model: ModelSection = ModelSection()
+    tasks: tuple[str, ...] = ("sort_numbers", "max_subarray_sum")
+    """Names of shipped tasks, or paths of .yaml or .py files. Prompts go round them in a seeded order."""
+    algorithm: AlgorithmSection = AlgorithmSection()
+    rollout: RolloutSection = RolloutSection()
+    train: TrainSection = TrainSection()
+    learner: LearnerSection = LearnerSection()
+    server: ServerSection = ServerSection()
+    sandbox: SandboxConfig = SandboxConfig()
+    checkpoint: CheckpointSection = CheckpointSection()
+    eval: EvalSection = EvalSection()
+    cluster: ClusterSection = ClusterSection()
+    tracking: TrackingSection = TrackingSection()
+
+    @property
+    def max_model_tokens(self) -> int:
+        """Longest sequence the engine must hold."""
+        return self.rollout.max_prompt_tokens + self.rollout.max_completion_tokens
+
+    @property
+    def run_folder(self) -> Path:
+        return self.run.output_dir / self.run.name
+
+    @model_validator(mode="after")
+    def _values_agree(self) -> Self:
+        self._gpus_suffice()
+        self._minibatches_divide()
+        self._sequence_fits_microbatch()
+        return self
+
+    def _gpus_suffice(self) -> None:
+        have = self.cluster.num_gpus
+        if have is None or self.cluster.device == "cpu":
+            return
+        servers, tp, learners = self.server.num_servers, self.server.tensor_parallel_size, self.learner.num_learners
+        need = servers * tp + learners
+        if need > have:
+            raise ValueError(
+                f"GPUs: {servers} servers x TP {tp} + {learners} learners = {need}, but cluster.num_gpus is {have}. "
+                "Lower server.num_servers, server.tensor_parallel_size or learner.num_learners."
+            )
+
+    def _minibatches_divide(self) -> None:
+        groups, minibatches = self.train.groups_per_step, self.train.num_minibatches
+        if groups % minibatches:
+            raise ValueError(
+                f"train.groups_per_step = {groups} groups x rollout.group_size = {self.rollout.group_size} cannot be "
+                f"split into train.num_minibatches = {minibatches} equal parts of whole groups: "
+                f"{groups} / {minibatches} = {groups / minibatches:g}. Use a divisor of {groups}."
+            )
+
+    def _sequence_fits_microbatch(self) -> None:
+        longest, budget = self.max_model_tokens, self.learner.max_tokens_per_microbatch
+        if longest > budget:
+            raise ValueError(
+                f"rollout.max_prompt_tokens {self.rollout.max_prompt_tokens} + rollout.max_completion_tokens "
+                f"{self.rollout.max_completion_tokens} = {longest} tokens, but learner.max_tokens_per_microbatch is "
+                f"{budget}: the longest trajectory would fit in no micro-batch. Raise it to at least {longest}."
+            )
