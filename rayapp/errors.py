@@ -19,6 +19,8 @@
     │   └── StaleVersionError           it holds another policy version than the caller requires
     ├── WeightSyncError                 new weights did not reach a server whole
     ├── LearnerError                    the learners can't train on what they were given
+    ├── ProcessDiedError                a Ray actor is gone (`EngineDeadError` when it is a server)
+    ├── DeadlineError                   a Ray actor did not answer in time; the message names it
     ├── CheckpointError                 a checkpoint can't be written or read whole
     └── TrainingAbortedError            too many failed rollouts: the run stops rather than train on noise
 
@@ -111,6 +113,14 @@ class WeightSyncError(RayappError):
 
 class LearnerError(RayappError):
     """The learners can't train on what they were given."""
+
+
+class ProcessDiedError(RayappError):
+    """The process behind a Ray actor is gone."""
+
+
+class DeadlineError(RayappError, TimeoutError):
+    """A Ray actor did not answer within its deadline."""
 
 
 class CheckpointError(RayappError):

@@ -1,0 +1,141 @@
+"""One group from prompt to verdicts: G completions sampled side by side, each scored the moment it ends.
+
+Called by the rollout worker; needs no Ray. A trajectory that fails for reasons that are not the policy's is data with an
+ERROR_* status, never an exception, so one bad sandbox can't take its group along.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import replace
+
+import numpy as np
+
+from rayapp.errors import EngineError, StaleVersionError
+from rayapp.protocols import RolloutEngine, SandboxSource, Task
+from rayapp.rollout.order import GroupRequest, sampling_seed, scoring_seed
+from rayapp.types import (
+    Completion,
+    Group,
+    GroupSummary,
+    Prompt,
+    Reward,
+    RolloutStatus,
+    SamplingParams,
+    Trajectory,
+)
+
+
+async def run_group(
+    request: GroupRequest,
+    *,
+    task: Task,
+    prompt: Prompt,
+    engine: RolloutEngine,
+    sandboxes: SandboxSource,
+    sampling: SamplingParams,
+    group_size: int,
+    seed: int,
+    deadline_s: float,
+) -> tuple[Group, GroupSummary]:
+    """Sample and score `group_size` trajectories of one prompt.
+
+    Args:
+        sampling: for every trajectory; its seed and stop texts are filled in here.
+        seed: the run's seed.
+        deadline_s: trajectories not finished by then are recorded as failed.
+    Raises:
+        StaleVersionError: the server no longer holds the version asked for; nothing of the group is kept.
+    """
+    started = time.monotonic()
+    sampling = replace(sampling, stop=prompt.stop)
+
+    async def one(index: int) -> Trajectory:
+        own = replace(sampling, seed=sampling_seed(request.group_id, index, seed=seed))
+        request_id = f"group={request.group_id}/trajectory={index}"
+        try:
+            async with asyncio.timeout(deadline_s):
+                completion = await engine.generate(request_id, prompt.token_ids.tolist(), own)
+                reward = await task.score(
+                    prompt, completion.text, sandboxes, seed=scoring_seed(request.group_id, seed=seed)
+                )
+        except TimeoutError:
+            return _failed(prompt, request, "deadline", f"not finished after rollout.group_deadline_s = {deadline_s:g}")
+        except StaleVersionError:
+            raise
+        except EngineError as error:
+            return _failed(prompt, request, "engine", str(error))
+        return _trajectory(prompt, completion, reward)
+
+    trajectories = await _gather([one(index) for index in range(group_size)])
+    group = Group(group_id=request.group_id, prompt=prompt, trajectories=tuple(trajectories))
+    return group, summarize_group(group, time_total_s=time.monotonic() - started)
+
+
+async def _gather(coroutines: list) -> list[Trajectory]:  # type: ignore[type-arg]
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            running = [tasks.create_task(coroutine) for coroutine in coroutines]
+    except* StaleVersionError as stale:
+        raise stale.exceptions[0] from None
+    return [task.result() for task in running]
+
+
+def _trajectory(prompt: Prompt, completion: Completion, reward: Reward) -> Trajectory:
+    num_prompt, num_response = prompt.token_ids.size, completion.token_ids.size
+    status = RolloutStatus.TRUNCATED if completion.finish_reason == "length" else RolloutStatus.COMPLETED
+    if not reward.valid:
+        status = RolloutStatus.ERROR_SANDBOX
+    return Trajectory(
+        token_ids=np.concatenate([prompt.token_ids, completion.token_ids]).astype(np.int32),
+        response_mask=np.concatenate([np.zeros(num_prompt, np.bool_), np.ones(num_response, np.bool_)]),
+        rollout_log_probs=np.concatenate([np.zeros(num_prompt, np.float32), completion.log_probs]).astype(np.float32),
+        completion_text=completion.text,
+        reward=reward,
+        status=status,
+        min_policy_version=completion.policy_version,
+        max_policy_version=completion.policy_version,
+        time_generate_s=completion.time_queued_s + completion.time_generate_s,
+    )
+
+
+def _failed(prompt: Prompt, request: GroupRequest, kind: str, detail: str) -> Trajectory:
+    """A trajectory with no response: it keeps its place in the group and carries no signal."""
+    return Trajectory(
+        token_ids=prompt.token_ids,
+        response_mask=np.zeros(prompt.token_ids.size, np.bool_),
+        rollout_log_probs=np.zeros(prompt.token_ids.size, np.float32),
+        completion_text="",
+        reward=Reward.invalid(kind, detail),
+        status=RolloutStatus.ERROR_ENGINE,
+        min_policy_version=request.policy_version,
+        max_policy_version=request.policy_version,
+    )
+
+
+def summarize_group(group: Group, *, time_total_s: float) -> GroupSummary:
+    """The scalars that the driver needs; see `GroupSummary`."""
+    trajectories = group.trajectories
+    rewards = [t.reward for t in trajectories]
+    names = sorted({name for reward in rewards for name in reward.terms})
+    return GroupSummary(
+        group_id=group.group_id,
+        task=group.prompt.task,
+        rewards=np.array([r.value if r.valid else 0.0 for r in rewards], np.float32),
+        valid=np.array([t.is_trainable for t in trajectories], np.bool_),
+        num_tokens=np.array([t.num_tokens for t in trajectories], np.int32),
+        num_response_tokens=np.array([t.num_response_tokens for t in trajectories], np.int32),
+        num_prompt_tokens=int(group.prompt.token_ids.size),
+        statuses=tuple(t.status.value for t in trajectories),
+        reward_statuses=tuple(r.status for r in rewards),
+        failure_kinds=tuple(r.failure_kind for r in rewards),
+        reward_terms={
+            name: np.array([r.terms.get(name, np.nan) for r in rewards], np.float32) for name in names
+        },
+        min_policy_version=min(t.min_policy_version for t in trajectories),
+        max_policy_version=max(t.max_policy_version for t in trajectories),
+        time_generate_s=max((t.time_generate_s for t in trajectories), default=0.0),
+        time_score_s=sum(r.time_score_s for r in rewards),
+        time_total_s=time_total_s,
+    )

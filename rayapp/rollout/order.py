@@ -1,0 +1,53 @@
+"""Which prompt the n-th group of a run is, and every seed that follows from it.
+
+All of it is a pure function of (run seed, group id): nothing has to be saved to resume in the middle of an epoch, and a
+group that is generated again, after a crash or on another worker, is the same group.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+import numpy as np
+
+MAX_SEED = 2**31 - 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupRequest:
+    """One group to be generated.
+
+    Example: with two tasks and two groups a step, step 3 is `GroupRequest(group_id=4, policy_version=2, cohort=(4, 5))`
+    and `GroupRequest(group_id=5, policy_version=2, cohort=(4, 5))`.
+    """
+
+    group_id: int
+    policy_version: int
+    """The weights that must sample it."""
+    cohort: tuple[int, ...] = ()
+    """Ids of the groups that start together with this one. A server admits a cohort's requests in one go, so that the
+    batches it computes, and with them the last bits of its log-probs, do not depend on arrival times. Empty: at once."""
+
+
+def prompt_index(group_id: int, *, num_prompts: int, seed: int) -> int:
+    """Position of the prompt that group `group_id` samples: each epoch is one seeded permutation of all prompts."""
+    epoch, position = divmod(group_id, num_prompts)
+    order = list(range(num_prompts))
+    random.Random(f"prompt-order:{seed}:{epoch}").shuffle(order)
+    return order[position]
+
+
+def sampling_seed(group_id: int, index: int, *, seed: int) -> int:
+    """Seed of the `index`-th trajectory of a group."""
+    return _mix(seed, group_id, 1 + index)
+
+
+def scoring_seed(group_id: int, *, seed: int) -> int:
+    """Seed that draws a group's hidden tests: the same for all its trajectories, which are compared with each other."""
+    return _mix(seed, group_id, 0)
+
+
+def _mix(*words: int) -> int:
+    # SeedSequence and not a sum: seeds of neighbouring groups and runs must not collide.
+    return int(np.random.SeedSequence(words).generate_state(1, np.uint32)[0] & MAX_SEED)

@@ -1,0 +1,150 @@
+"""The bounded store between rollouts and training, and the ledger of every group that passes through it.
+
+    feed --reserve--> [admitted] --finish--> [ready] --take--> [training] --release--> (trained)
+                          |                     |
+                          '------- drop --------'            (dropped, with a reason)
+
+It holds at most `(max_staleness + 1) * groups_per_step` groups that are not yet trained. A slot is freed by `release`
+only, and the driver calls that after the new weights have reached every server: a slot freed earlier would let a prompt
+start on weights about to be replaced. So a group is never older than `max_staleness` optimizer steps, and with
+`max_staleness == 0` this is synchronous GRPO. Pure asyncio, one event loop, no Ray: what it stores is opaque.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from rayapp.types import GroupSummary
+
+RefT = TypeVar("RefT")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredGroup(Generic[RefT]):
+    """A finished group: its numbers, and where it is."""
+
+    summary: GroupSummary
+    ref: RefT
+    """Reference to the `Group` in the object store; never resolved by the driver."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ledger:
+    """How many groups are in each state. Every group is in exactly one."""
+
+    admitted: int
+    ready: int
+    training: int
+    trained: int
+    dropped: int
+    issued: int
+    """Ids handed out so far; the five above add up to it."""
+
+    def balances(self) -> bool:
+        return self.admitted + self.ready + self.training + self.trained + self.dropped == self.issued
+
+
+class TrajectoryStore(Generic[RefT]):
+    """See the module's diagram.
+
+    Args:
+        groups_per_step: groups that one optimizer step trains on.
+        max_staleness: optimizer steps a group may be behind the weights that train on it.
+        version: policy version that the servers hold now.
+        next_group_id: first id to hand out; on resume, the number of groups already trained or dropped.
+    """
+
+    def __init__(self, *, groups_per_step: int, max_staleness: int, version: int, next_group_id: int = 0) -> None:
+        self._max_staleness = max_staleness
+        self._version = version
+        self._next_id = next_group_id
+        self._first_id = next_group_id
+        self._slots = asyncio.Semaphore((max_staleness + 1) * groups_per_step)
+        self._admitted: dict[int, int] = {}
+        self._ready: dict[int, StoredGroup[RefT]] = {}
+        self._training: set[int] = set()
+        self._num_trained = 0
+        self.dropped_for: Counter[str] = Counter()
+        self._changed = asyncio.Condition()
+
+    @property
+    def version(self) -> int:
+        """Policy version on which a group admitted now is generated."""
+        return self._version
+
+    async def reserve(self) -> tuple[int, int]:
+        """Wait for a slot. Returns the new group's id and the policy version it must be generated on."""
+        await self._slots.acquire()
+        group_id, self._next_id = self._next_id, self._next_id + 1
+        self._admitted[group_id] = self._version
+        return group_id, self._version
+
+    async def finish(self, summary: GroupSummary, ref: RefT) -> None:
+        """A group is generated and scored. Each admitted group finishes or is dropped exactly once."""
+        if self._admitted.pop(summary.group_id, None) is None:
+            raise AssertionError(f"group {summary.group_id} finished, but it is not being generated")
+        async with self._changed:
+            self._ready[summary.group_id] = StoredGroup(summary=summary, ref=ref)
+            self._changed.notify_all()
+
+    async def drop(self, group_id: int, reason: str) -> None:
+        """Give a group up, admitted or ready: it is counted, and its slot goes to the next prompt."""
+        if self._admitted.pop(group_id, None) is None and self._ready.pop(group_id, None) is None:
+            raise AssertionError(f"group {group_id} dropped for {reason}, but it is not in the store")
+        self.dropped_for[reason] += 1
+        self._slots.release()
+        async with self._changed:
+            self._changed.notify_all()
+
+    async def take(self, num_groups: int) -> list[StoredGroup[RefT]]:
+        """The next `num_groups` groups in id order, once that many are ready.
+
+        Order of ids, not of arrival: what a step trains on must not depend on which server was faster, and a straggler
+        must not be left behind to grow stale.
+        """
+        async with self._changed:
+            await self._changed.wait_for(lambda: self._next_in_order(num_groups) is not None)
+            ids = self._next_in_order(num_groups)
+            assert ids is not None
+            groups = [self._ready.pop(group_id) for group_id in ids]
+        self._training.update(ids)
+        for group in groups:
+            self._check_staleness(group.summary)
+        return groups
+
+    def _next_in_order(self, num_groups: int) -> list[int] | None:
+        """Ids of the next step, or None while one with a lower id is still being generated."""
+        ids = sorted(self._ready)[:num_groups]
+        if len(ids) < num_groups or any(running < ids[-1] for running in self._admitted):
+            return None
+        return ids
+
+    def _check_staleness(self, summary: GroupSummary) -> None:
+        staleness = self._version - summary.min_policy_version
+        if staleness > self._max_staleness:
+            raise AssertionError(
+                f"group {summary.group_id} was sampled by version {summary.min_policy_version} and would be trained by "
+                f"{self._version}: {staleness} steps stale, the bound is {self._max_staleness}"
+            )
+
+    def release(self, version: int) -> None:
+        """The taken groups are trained and every server holds `version`: their slots admit new prompts."""
+        num_groups = len(self._training)
+        self._training.clear()
+        self._num_trained += num_groups
+        self._version = version
+        for _ in range(num_groups):
+            self._slots.release()
+
+    def ledger(self) -> Ledger:
+        return Ledger(
+            admitted=len(self._admitted),
+            ready=len(self._ready),
+            training=len(self._training),
+            trained=self._num_trained,
+            dropped=self.dropped_for.total(),
+            issued=self._next_id - self._first_id,
+        )
