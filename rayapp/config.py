@@ -177,6 +177,8 @@ class ClusterSection(FrozenModel):
     """GPUs this run may use; None asks the cluster. Given, the arithmetic is checked before anything starts."""
     object_store_mib: int = Field(1024, ge=100)
     """Object store of a Ray that we start. It holds two copies of the weights and the groups in flight."""
+    log_to_driver: bool = False
+    """Show what the actors print. It is in Ray's logs and the dashboard anyway."""
     start_timeout_s: float = Field(120.0, gt=0)
     """Deadline for placing each actor."""
 

@@ -54,16 +54,21 @@ class TrajectoryStore(Generic[RefT]):
         groups_per_step: groups that one optimizer step trains on.
         max_staleness: optimizer steps a group may be behind the weights that train on it.
         version: policy version that the servers hold now.
-        next_group_id: first id to hand out; on resume, the number of groups already trained or dropped.
+        num_groups: groups that this run still trains on; no more than these, and those in place of dropped ones, are
+            ever admitted.
+        next_group_id: first id to hand out; on resume, `next_untrained_id` of the run before.
     """
 
-    def __init__(self, *, groups_per_step: int, max_staleness: int, version: int, next_group_id: int = 0) -> None:
+    def __init__(
+        self, *, groups_per_step: int, max_staleness: int, version: int, num_groups: int, next_group_id: int = 0
+    ) -> None:
         self._max_staleness = max_staleness
+        self._capacity = (max_staleness + 1) * groups_per_step
+        self._num_groups = num_groups
         self._version = version
         self._next_id = next_group_id
         self._first_id = next_group_id
-        self._slots = asyncio.Semaphore((max_staleness + 1) * groups_per_step)
-        self._admitted: dict[int, int] = {}
+        self._admitted: set[int] = set()
         self._ready: dict[int, StoredGroup[RefT]] = {}
         self._training: set[int] = set()
         self._num_trained = 0
@@ -75,28 +80,41 @@ class TrajectoryStore(Generic[RefT]):
         """Policy version on which a group admitted now is generated."""
         return self._version
 
-    async def reserve(self) -> tuple[int, int]:
-        """Wait for a slot. Returns the new group's id and the policy version it must be generated on."""
-        await self._slots.acquire()
-        group_id, self._next_id = self._next_id, self._next_id + 1
-        self._admitted[group_id] = self._version
-        return group_id, self._version
+    async def reserve(self) -> tuple[list[int], int]:
+        """Wait for a free slot, then take all that are free: groups that start together, on the same weights.
+
+        Returns:
+            Their ids, and the policy version they must be generated on.
+        """
+        async with self._changed:
+            await self._changed.wait_for(lambda: self._num_free() > 0)
+            ids = list(range(self._next_id, self._next_id + self._num_free()))
+            self._next_id += len(ids)
+            self._admitted.update(ids)
+        return ids, self._version
+
+    def _num_free(self) -> int:
+        in_store = len(self._admitted) + len(self._ready) + len(self._training)
+        still_wanted = self._num_groups - self._num_trained - in_store
+        return min(self._capacity - in_store, still_wanted)
 
     async def finish(self, summary: GroupSummary, ref: RefT) -> None:
         """A group is generated and scored. Each admitted group finishes or is dropped exactly once."""
-        if self._admitted.pop(summary.group_id, None) is None:
-            raise AssertionError(f"group {summary.group_id} finished, but it is not being generated")
         async with self._changed:
+            if summary.group_id not in self._admitted:
+                raise AssertionError(f"group {summary.group_id} finished, but it is not being generated")
+            self._admitted.remove(summary.group_id)
             self._ready[summary.group_id] = StoredGroup(summary=summary, ref=ref)
             self._changed.notify_all()
 
     async def drop(self, group_id: int, reason: str) -> None:
         """Give a group up, admitted or ready: it is counted, and its slot goes to the next prompt."""
-        if self._admitted.pop(group_id, None) is None and self._ready.pop(group_id, None) is None:
-            raise AssertionError(f"group {group_id} dropped for {reason}, but it is not in the store")
-        self.dropped_for[reason] += 1
-        self._slots.release()
         async with self._changed:
+            if group_id in self._admitted:
+                self._admitted.remove(group_id)
+            elif self._ready.pop(group_id, None) is None:
+                raise AssertionError(f"group {group_id} dropped for {reason}, but it is not in the store")
+            self.dropped_for[reason] += 1
             self._changed.notify_all()
 
     async def take(self, num_groups: int) -> list[StoredGroup[RefT]]:
@@ -130,14 +148,18 @@ class TrajectoryStore(Generic[RefT]):
                 f"{self._version}: {staleness} steps stale, the bound is {self._max_staleness}"
             )
 
-    def release(self, version: int) -> None:
+    async def release(self, version: int) -> None:
         """The taken groups are trained and every server holds `version`: their slots admit new prompts."""
-        num_groups = len(self._training)
-        self._training.clear()
-        self._num_trained += num_groups
-        self._version = version
-        for _ in range(num_groups):
-            self._slots.release()
+        async with self._changed:
+            self._num_trained += len(self._training)
+            self._training.clear()
+            self._version = version
+            self._changed.notify_all()
+
+    @property
+    def next_untrained_id(self) -> int:
+        """Where a resumed run starts handing out ids: groups in flight now are generated again, once."""
+        return min((*self._admitted, *self._ready, *self._training), default=self._next_id)
 
     def ledger(self) -> Ledger:
         return Ledger(

@@ -1,0 +1,69 @@
+"""Awaiting a Ray actor: always with a deadline, and with errors that name which actor did not do what.
+
+Used by the handles and the rollout worker. The only place that knows Ray's exception types.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable
+from typing import Any, TypeVar
+
+from ray.exceptions import ActorUnavailableError, ObjectStoreFullError, OutOfMemoryError, RayActorError, RayTaskError
+
+from rayapp.errors import DeadlineError, ProcessDiedError, RayappError
+
+T = TypeVar("T")
+
+
+async def answer(ref: Awaitable[T], *, timeout_s: float, what: str) -> T:
+    """The result of a remote call.
+
+    Args:
+        ref: what `.remote()` returned.
+        timeout_s: deadline of the call.
+        what: `vllm-server-0.load_weights`, for the message.
+    Raises:
+        DeadlineError: no answer in time.
+        ProcessDiedError: the actor's process is gone or can't be reached.
+        RayappError: whatever our own code raised there, as it was.
+    """
+    try:
+        return await asyncio.wait_for(_as_coroutine(ref), timeout_s)
+    except RayActorError as error:
+        raise _died(error, what) from None
+    except RayTaskError as error:
+        raise _remote_error(error, what) from error
+    except TimeoutError:
+        raise DeadlineError(f"{what} did not answer within {timeout_s:g} s") from None
+
+
+async def _as_coroutine(ref: Awaitable[T]) -> T:
+    # wait_for cancels a coroutine cleanly; cancelling Ray's own future leaves an unretrieved exception behind.
+    return await ref
+
+
+def _died(error: RayActorError, what: str) -> ProcessDiedError:
+    state = "can't be reached" if isinstance(error, ActorUnavailableError) else "its process is gone"
+    return ProcessDiedError(f"{what}: {state}. {_first_lines(error)}")
+
+
+def _remote_error(error: RayTaskError, what: str) -> BaseException:
+    cause = error.cause
+    if isinstance(cause, RayappError | TimeoutError | asyncio.CancelledError):
+        return cause
+    if isinstance(cause, ObjectStoreFullError):
+        return RayappError(
+            f"{what}: Ray's object store is full. Raise cluster.object_store_mib, or --object-store-memory of "
+            f"`ray start` if the Ray is yours. {_first_lines(cause)}"
+        )
+    if isinstance(cause, OutOfMemoryError):
+        return RayappError(f"{what}: out of memory. {_first_lines(cause)}")
+    return RayappError(f"{what} failed: {type(cause).__name__}: {cause}")
+
+
+def _first_lines(error: BaseException, num_lines: int = 3) -> str:
+    """Ray's messages run over pages; what happened is at the top."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return " ".join(lines[:num_lines])
+

@@ -1,0 +1,153 @@
+"""Typed handles of the Ray actors: what the driver and the workers call, with jump-to-definition and deadlines.
+
+A handle is plain data (a Ray handle and a name) and travels to other actors. Each method names the call, its deadline
+and its types; the work is in the class of the same name without `Handle`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from actors.calls import answer
+from rayapp.errors import EngineDeadError, ProcessDiedError
+from rayapp.rollout.order import GroupRequest
+from rayapp.types import Completion, Group, GroupSummary, SamplingParams
+
+ObjectRef = Any  # ray.ObjectRef[T] can't be named where `Group` is only a reference
+Facts = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Handle:
+    """A named actor."""
+
+    actor: Any
+    name: str
+
+    async def call(self, method: str, ref: Any, timeout_s: float) -> Any:
+        return await answer(ref, timeout_s=timeout_s, what=f"{self.name}.{method}")
+
+
+@dataclass(frozen=True, slots=True)
+class VllmServerHandle(Handle):
+    """See `actors.vllm_server.VllmServer`."""
+
+    request_timeout_s: float
+    sync_timeout_s: float
+
+    async def ready(self, timeout_s: float) -> Facts:
+        facts: Facts = await self.call("start", self.actor.start.remote(), timeout_s)
+        return facts
+
+    async def generate(
+        self,
+        request_id: str,
+        prompt_ids: Sequence[int],
+        sampling: SamplingParams,
+        *,
+        min_policy_version: int,
+        expected_requests: int = 0,
+    ) -> Completion:
+        ref = self.actor.generate.remote(
+            request_id, list(prompt_ids), sampling, min_policy_version, expected_requests
+        )
+        try:
+            completion: Completion = await self.call("generate", ref, self.request_timeout_s)
+        except ProcessDiedError as error:
+            raise EngineDeadError(str(error)) from None
+        return completion
+
+    async def load_weights(self, version: int, buckets: Sequence[ObjectRef]) -> Facts:
+        # A list of references and not the references themselves: the server maps each bucket when it needs it.
+        ref = self.actor.load_weights.remote(version, list(buckets))
+        facts: Facts = await self.call("load_weights", ref, self.sync_timeout_s)
+        return facts
+
+    async def metrics(self, timeout_s: float = 10.0) -> Facts:
+        facts: Facts = await self.call("metrics", self.actor.metrics.remote(), timeout_s)
+        return facts
+
+    async def close(self, timeout_s: float = 20.0) -> None:
+        await self.call("close", self.actor.close.remote(), timeout_s)
+
+
+@dataclass(frozen=True, slots=True)
+class LearnerHandle(Handle):
+    """See `actors.learner.Learner`. One rank; `rayapp.cluster.LearnerGroup` calls all of them."""
+
+    step_timeout_s: float
+
+    async def ready(self, timeout_s: float) -> Facts:
+        facts: Facts = await self.call("ready", self.actor.ready.remote(), timeout_s)
+        return facts
+
+    async def train_step(
+        self,
+        step: int,
+        summaries: tuple[GroupSummary, ...],
+        assignment: tuple[tuple[int, ...], ...],
+        groups: Sequence[ObjectRef],
+    ) -> dict[str, float]:
+        """`groups` are references; Ray resolves top-level arguments in the learner's process, not here."""
+        ref = self.actor.train_step.options(name=f"learner.train_step step={step}").remote(
+            step, summaries, assignment, *groups
+        )
+        metrics: dict[str, float] = await self.call("train_step", ref, self.step_timeout_s)
+        return metrics
+
+    def export_weights(self, bucket_bytes: int) -> Any:
+        """Streams references to `WeightBucket`; owned by the caller. Ranks other than 0 yield nothing."""
+        return self.actor.export_weights.options(num_returns="streaming").remote(bucket_bytes)
+
+    async def save_checkpoint(self, folder: str, version: int) -> None:
+        await self.call("save_checkpoint", self.actor.save_checkpoint.remote(folder, version), self.step_timeout_s)
+
+    async def load_checkpoint(self, folder: str) -> int:
+        version: int = await self.call(
+            "load_checkpoint", self.actor.load_checkpoint.remote(folder), self.step_timeout_s
+        )
+        return version
+
+    async def export_hf(self, folder: str) -> None:
+        await self.call("export_hf", self.actor.export_hf.remote(folder), self.step_timeout_s)
+
+
+@dataclass(frozen=True, slots=True)
+class SandboxPoolHandle(Handle):
+    """See `actors.sandbox_pool.SandboxPool`."""
+
+    async def ready(self, timeout_s: float) -> Facts:
+        facts: Facts = await self.call("ready", self.actor.ready.remote(), timeout_s)
+        return facts
+
+    async def close(self, timeout_s: float = 30.0) -> None:
+        await self.call("close", self.actor.close.remote(), timeout_s)
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutWorkerHandle(Handle):
+    """See `actors.rollout_worker.RolloutWorker`."""
+
+    group_deadline_s: float
+
+    async def ready(self, timeout_s: float) -> Facts:
+        facts: Facts = await self.call("ready", self.actor.ready.remote(), timeout_s)
+        return facts
+
+    async def run_group(self, request: GroupRequest) -> tuple[GroupSummary, ObjectRef]:
+        """Returns the summary and a *reference* to the Group."""
+        method = self.actor.run_group.options(num_returns=2, name=f"rollout group={request.group_id}")
+        group_ref, summary_ref = method.remote(request)
+        # The group's own deadline is kept in the worker; this one is for a worker that hangs.
+        summary: GroupSummary = await self.call("run_group", summary_ref, self.group_deadline_s + 60.0)
+        return summary, group_ref
+
+    async def evaluate(self, task_index: int, num_samples: int, temperature: float, version: int) -> Any:
+        method = self.actor.evaluate.options(num_returns=2, name=f"evaluate task={task_index}")
+        group_ref, summary_ref = method.remote(task_index, num_samples, temperature, version)
+        return await self.call("evaluate", summary_ref, self.group_deadline_s + 60.0), group_ref
+
+    async def close(self, timeout_s: float = 10.0) -> None:
+        await self.call("close", self.actor.close.remote(), timeout_s)

@@ -1,0 +1,73 @@
+"""All learner ranks as one: a collective call goes to every rank, and rank 0's answer is the group's."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from actors.handles import LearnerHandle
+from rayapp.types import GroupSummary
+
+
+@dataclass(frozen=True, slots=True)
+class LearnerGroup:
+    """Handles by rank. Empty when a run only evaluates."""
+
+    handles: tuple[LearnerHandle, ...]
+
+    async def train_step(self, step: int, summaries: tuple[GroupSummary, ...], refs: Sequence[Any]) -> dict[str, float]:
+        """One optimizer step on these groups, dealt out so that every rank has about as many tokens.
+
+        Args:
+            refs: references to the groups, in the order of `summaries`; only the rank that trains on one fetches it.
+        """
+        assignment = assign_by_tokens([int(summary.num_tokens.sum()) for summary in summaries], len(self.handles))
+        results = await self._all(
+            handle.train_step(step, summaries, assignment, [refs[position] for position in assignment[rank]])
+            for rank, handle in enumerate(self.handles)
+        )
+        return dict(results[0])
+
+    async def export_weights(self, bucket_bytes: int) -> AsyncIterator[Any]:
+        """References to rank 0's `WeightBucket`s, each as soon as it is in the object store."""
+        streams = [handle.export_weights(bucket_bytes) for handle in self.handles]
+        async for ref in streams[0]:
+            yield ref
+        for stream in streams[1:]:
+            # Gathering is collective: the other ranks yield nothing, but an error there must be heard.
+            async for _ in stream:
+                raise AssertionError("only rank 0 yields weights")
+
+    async def save_checkpoint(self, folder: Path, version: int) -> None:
+        await self._all(handle.save_checkpoint(str(folder), version) for handle in self.handles)
+
+    async def load_checkpoint(self, folder: Path) -> int:
+        """Version that the checkpoint holds."""
+        versions = await self._all(handle.load_checkpoint(str(folder)) for handle in self.handles)
+        return int(versions[0])
+
+    async def export_hf(self, folder: Path) -> None:
+        """Write a Hugging Face folder."""
+        await self._all(handle.export_hf(str(folder)) for handle in self.handles)
+
+    async def _all(self, calls: Any) -> list[Any]:
+        async with asyncio.TaskGroup() as tasks:
+            running = [tasks.create_task(call) for call in calls]
+        return [task.result() for task in running]
+
+
+def assign_by_tokens(num_tokens: Sequence[int], num_ranks: int) -> tuple[tuple[int, ...], ...]:
+    """Positions of the groups that each rank trains on: longest first, each to the rank with the fewest tokens so far.
+
+    Example: tokens (5, 4, 3, 2) on 2 ranks -> ((0, 3), (1, 2)).
+    """
+    loads = [0] * num_ranks
+    dealt: list[list[int]] = [[] for _ in range(num_ranks)]
+    for position in sorted(range(len(num_tokens)), key=lambda p: (-num_tokens[p], p)):
+        rank = loads.index(min(loads))
+        dealt[rank].append(position)
+        loads[rank] += num_tokens[position]
+    return tuple(tuple(sorted(positions)) for positions in dealt)

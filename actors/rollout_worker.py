@@ -1,0 +1,93 @@
+"""`rollout-worker-N`: runs many groups at once, from prompt to verdicts. A thin shell around `rayapp.rollout`.
+
+The driver calls `run_group` and gets two objects: the group, which stays in the object store and goes to a learner by
+reference, and its summary. Both are the call's return values, so the driver owns them: a worker that dies later does
+not take finished groups with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from actors.handles import VllmServerHandle
+from rayapp.config import Config
+from rayapp.protocols import SandboxSource
+from rayapp.rollout.group import run_group
+from rayapp.rollout.order import GroupRequest, prompt_index
+from rayapp.rollout.prompts import render_prompts
+from rayapp.sandbox.client import PoolClient
+from rayapp.tasks.loading import load_tasks
+from rayapp.types import Completion, Group, GroupSummary, SamplingParams
+
+
+class ServerEngine:
+    """`RolloutEngine` over one server: whole groups go to one server, whose prefix cache then holds their prompt."""
+
+    def __init__(self, server: VllmServerHandle, request: GroupRequest, expected_requests: int) -> None:
+        self._server = server
+        self._version = request.policy_version
+        self._expected_requests = expected_requests
+
+    async def generate(self, request_id: str, prompt_ids: Sequence[int], sampling: SamplingParams) -> Completion:
+        return await self._server.generate(
+            request_id,
+            prompt_ids,
+            sampling,
+            min_policy_version=self._version,
+            expected_requests=self._expected_requests,
+        )
+
+
+class RolloutWorker:
+    """See the module.
+
+    Args:
+        config: of the run.
+        index: N of the name.
+        servers: every vLLM server.
+        pool: where sandboxes come from.
+    """
+
+    def __init__(
+        self, config: Config, index: int, servers: tuple[VllmServerHandle, ...], pool: SandboxPoolHandle
+    ) -> None:
+        self._config = config
+        self._index = index
+        self._servers = servers
+        self._tasks = load_tasks(config.tasks)
+        self._prompts = render_prompts(config, self._tasks)
+        self._sandboxes: SandboxSource = PoolClient(pool, config.sandbox)
+
+    def __repr__(self) -> str:
+        return f"rollout-worker-{self._index}"
+
+    async def ready(self) -> dict[str, float]:
+        """Facts for the log, once tasks, prompts and sandboxes are usable."""
+        return {"num_prompts": float(len(self._prompts))}
+
+    async def run_group(self, request: GroupRequest) -> tuple[Group, GroupSummary]:
+        """See `rayapp.rollout.group.run_group`; Ray stores the two results as two objects."""
+        config = self._config
+        index = prompt_index(request.group_id, num_prompts=len(self._prompts), seed=config.run.seed)
+        return await run_group(
+            request,
+            task=self._tasks[index],
+            prompt=self._prompts[index],
+            engine=self._engine(request),
+            sandboxes=self._sandboxes,
+            sampling=SamplingParams(
+                max_tokens=config.rollout.max_completion_tokens, temperature=config.rollout.temperature
+            ),
+            group_size=config.rollout.group_size,
+            seed=config.run.seed,
+            deadline_s=config.rollout.group_deadline_s,
+        )
+
+    def _engine(self, request: GroupRequest) -> ServerEngine:
+        position = request.group_id % len(self._servers)
+        neighbours = [g for g in request.cohort if g % len(self._servers) == position]
+        return ServerEngine(self._servers[position], request, len(neighbours) * self._config.rollout.group_size)
+
+    async def close(self) -> None:
+        """Give every sandbox back."""
+        await self._sandboxes.close()  # type: ignore[attr-defined]

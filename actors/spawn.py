@@ -1,0 +1,91 @@
+"""The one table of Ray actors, and the only place that calls `ray.remote`.
+
+role             class           name in the dashboard    restarts
+sandbox pool     SandboxPool     sandbox-pool             0
+rollout worker   RolloutWorker   rollout-worker-N         0: the driver issues the group again, and counts it
+vLLM server      VllmServer      vllm-server-N            0: a new one must be synced before it serves
+learner          Learner         learner-N                0: its process group is gone with it
+
+Classes stay plain, so that tests construct them without Ray. What a role's process needs in its environment is in
+`runtime_env/<role>.yaml`, each line with its reason.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import ray
+import yaml
+
+RUNTIME_ENV_FOLDER = Path(__file__).parent.parent / "runtime_env"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Role:
+    """How the processes of one kind run."""
+
+    class_path: str
+    """`module:Class`, imported only when one is spawned: the driver has no use for torch or vLLM."""
+    num_cpus: float
+    """CPUs that Ray reserves. Below what the role uses: on a small machine the roles take turns on the same cores, and
+    what Ray can't place waits for ever."""
+    max_concurrency: int | None = None
+    """Calls that run at once in an async actor; None for a threaded one, which runs one."""
+
+
+ROLES: dict[str, Role] = {
+    "sandbox-pool": Role(class_path="actors.sandbox_pool:SandboxPool", num_cpus=0.01, max_concurrency=10_000),
+    "rollout-worker": Role(class_path="actors.rollout_worker:RolloutWorker", num_cpus=0.1, max_concurrency=1_000),
+    "vllm-server": Role(class_path="actors.vllm_server:VllmServer", num_cpus=0.1, max_concurrency=10_000),
+    "learner": Role(class_path="actors.learner:Learner", num_cpus=0.1),
+}
+
+
+def spawn(role: str, name: str, *args: object, num_gpus: float = 0) -> Any:
+    """Start one actor and return its Ray handle at once; the constructor runs over there.
+
+    Args:
+        role: a key of ROLES.
+        name: its name in the dashboard, unique in the namespace.
+        args: for the constructor.
+    """
+    spec = ROLES[role]
+    options: dict[str, Any] = {
+        "name": name,
+        "num_cpus": spec.num_cpus,
+        "num_gpus": num_gpus,
+        "max_restarts": 0,
+        "max_task_retries": 0,
+        "runtime_env": {"env_vars": role_env(role, num_gpus=num_gpus)},
+    }
+    if spec.max_concurrency is not None:
+        options["max_concurrency"] = spec.max_concurrency
+    return ray.remote(_load(spec.class_path)).options(**options).remote(*args)
+
+
+def role_env(role: str, *, num_gpus: float = 0) -> dict[str, str]:
+    """Environment variables of a role's process, from `runtime_env/<role>.yaml`."""
+    text = (RUNTIME_ENV_FOLDER / f"{role.replace('-', '_')}.yaml").read_text()
+    env = {key: str(value) for key, value in (yaml.safe_load(text) or {}).items()}
+    if num_gpus == 0:
+        # Since Ray 2.58 an actor with num_gpus=0 sees every GPU; CUDA must not start there by accident.
+        env["CUDA_VISIBLE_DEVICES"] = ""
+    return env
+
+
+def _load(class_path: str) -> type:
+    module_name, class_name = class_path.split(":")
+    module = __import__(module_name, fromlist=[class_name])
+    loaded: type = getattr(module, class_name)
+    return loaded
+
+
+def kill(actor: Any) -> None:
+    """End an actor's process now. Nothing happens if it is gone."""
+    try:
+        ray.kill(actor, no_restart=True)
+    except (ValueError, RuntimeError):
+        # The connection to Ray ended first, and our actors with it.
+        return

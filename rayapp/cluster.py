@@ -1,0 +1,182 @@
+"""Every actor of a run, started together and ended together. The only module that imports `actors`.
+
+`open_cluster` is a context manager: whatever happens inside, on the way out no actor, no engine process and no sandbox
+is left. The driver talks to a `Cluster`; it never sees a Ray handle.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from actors.handles import LearnerHandle, RolloutWorkerHandle, SandboxPoolHandle, VllmServerHandle
+from actors.learner_group import LearnerGroup
+from actors.spawn import kill, spawn
+from rayapp.config import Config
+from rayapp.errors import ConfigError, RayappError
+from rayapp.ray_session import ray_session
+from rayapp.store import StoredGroup
+from rayapp.types import Group
+from rayapp.weights.object_store import ObjectStoreTransport
+
+log = logging.getLogger(__name__)
+CLOSE_TIMEOUT_S = 30.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cluster:
+    """Handles of a run's actors, all of them ready."""
+
+    config: Config
+    pool: SandboxPoolHandle
+    servers: tuple[VllmServerHandle, ...]
+    learners: LearnerGroup
+    rollout_workers: tuple[RolloutWorkerHandle, ...]
+    weights: ObjectStoreTransport
+    dashboard_url: str
+
+    @property
+    def is_synchronous(self) -> bool:
+        return self.config.train.max_staleness == 0
+
+    def rollout_worker(self, group_id: int) -> RolloutWorkerHandle:
+        return self.rollout_workers[group_id % len(self.rollout_workers)]
+
+    async def sync_weights(self, version: int) -> dict[str, float]:
+        """Give every server the learners' weights under this version. Returns `weight_sync/*` metrics."""
+        return await self.weights.sync(version, source=self.learners, servers=self.servers)
+
+    async def fetch_groups(self, groups: Sequence[StoredGroup[Any]]) -> list[Group]:
+        """The groups themselves, for the trajectory file."""
+        return list(await asyncio.gather(*(group.ref for group in groups)))
+
+
+@asynccontextmanager
+async def open_cluster(config: Config, *, with_learners: bool = True) -> AsyncIterator[Cluster]:
+    """Start a run's actors.
+
+    Args:
+        with_learners: False for evaluation, which only generates and scores.
+    Raises:
+        ConfigError: Ray can't be reached, or has fewer GPUs than the config needs.
+    """
+    with ray_session(config) as dashboard_url:
+        started = _Started()
+        try:
+            yield await _start(config, started, dashboard_url, with_learners=with_learners)
+        finally:
+            # Shielded: a second Ctrl-C must not leave a paid sandbox or an engine process behind.
+            await asyncio.shield(started.close())
+
+
+class _Started:
+    """What was started so far, in order; ended in reverse."""
+
+    def __init__(self) -> None:
+        self._handles: list[Any] = []
+
+    def add(self, handle: Any) -> Any:
+        self._handles.append(handle)
+        return handle
+
+    async def close(self) -> None:
+        """Ask every actor to end cleanly, then end those that did not answer. Never raises: it runs in `finally`."""
+        for handle in reversed(self._handles):
+            if hasattr(handle, "close"):
+                try:
+                    await handle.close(CLOSE_TIMEOUT_S)
+                except (RayappError, asyncio.CancelledError) as error:
+                    log.warning("%s did not end cleanly: %s", handle.name, error)
+            kill(handle.actor)
+        self._handles.clear()
+
+
+async def _start(config: Config, started: _Started, dashboard_url: str, *, with_learners: bool) -> Cluster:
+    on_gpu = _uses_gpus(config)
+    timeout_s = config.cluster.start_timeout_s + config.server.start_timeout_s
+    pool = started.add(SandboxPoolHandle(spawn("sandbox-pool", "sandbox-pool", config.sandbox, config.run.name), "sandbox-pool"))
+    learners = LearnerGroup(_spawn_learners(config, started, on_gpu) if with_learners else ())
+    servers = _spawn_servers(config, started, on_gpu)
+    workers = _spawn_rollout_workers(config, started, servers, pool)
+    async with asyncio.TaskGroup() as starting:
+        for handle in (pool, *servers, *learners.handles, *workers):
+            starting.create_task(handle.ready(timeout_s), name=f"start {handle.name}")
+    return Cluster(
+        config=config,
+        pool=pool,
+        servers=servers,
+        learners=learners,
+        rollout_workers=workers,
+        weights=ObjectStoreTransport(config.server.sync_timeout_s),
+        dashboard_url=dashboard_url,
+    )
+
+
+def _spawn_servers(config: Config, started: _Started, on_gpu: bool) -> tuple[VllmServerHandle, ...]:
+    num_gpus = config.server.tensor_parallel_size if on_gpu else 0
+    names = [f"vllm-server-{index}" for index in range(config.server.num_servers)]
+    return tuple(
+        started.add(
+            VllmServerHandle(
+                spawn("vllm-server", name, config, index, num_gpus=num_gpus),
+                name,
+                config.server.request_timeout_s,
+                config.server.sync_timeout_s,
+            )
+        )
+        for index, name in enumerate(names)
+    )
+
+
+def _spawn_learners(config: Config, started: _Started, on_gpu: bool) -> tuple[LearnerHandle, ...]:
+    world_size = config.learner.num_learners
+    handles = tuple(
+        started.add(
+            LearnerHandle(
+                spawn("learner", f"learner-{rank}", config, rank, world_size, num_gpus=1 if on_gpu else 0),
+                f"learner-{rank}",
+                config.learner.step_timeout_s,
+            )
+        )
+        for rank in range(world_size)
+    )
+    return handles
+
+
+def _spawn_rollout_workers(
+    config: Config, started: _Started, servers: tuple[VllmServerHandle, ...], pool: SandboxPoolHandle
+) -> tuple[RolloutWorkerHandle, ...]:
+    names = [f"rollout-worker-{index}" for index in range(config.rollout.num_workers)]
+    return tuple(
+        started.add(
+            RolloutWorkerHandle(
+                spawn("rollout-worker", name, config, index, servers, pool), name, config.rollout.group_deadline_s
+            )
+        )
+        for index, name in enumerate(names)
+    )
+
+
+def _uses_gpus(config: Config) -> bool:
+    """Whether servers and learners ask Ray for GPUs.
+
+    Raises:
+        ConfigError: the cluster has fewer than the config needs.
+    """
+    import ray
+
+    have = int(ray.cluster_resources().get("GPU", 0))
+    if config.cluster.device == "cpu" or (config.cluster.device == "auto" and have == 0):
+        return False
+    servers, tp, learners = config.server.num_servers, config.server.tensor_parallel_size, config.learner.num_learners
+    need = servers * tp + learners
+    if need > have:
+        raise ConfigError(
+            f"GPUs: {servers} servers x TP {tp} + {learners} learners = {need}, but the Ray cluster has {have}. Lower "
+            "server.num_servers, server.tensor_parallel_size or learner.num_learners, or add GPUs."
+        )
+    return True

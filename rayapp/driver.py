@@ -1,0 +1,123 @@
+"""The GRPO loop. It holds scalars and object references; the work is in the actors.
+
+    feed --> TrajectoryStore.reserve --> rollout-worker-i --> (summary, group_ref) --> TrajectoryStore
+                                                                                          | take
+             servers hold version+1 <-- sync_weights <-- learners.train_step(group_refs) <-'
+                       '--> TrajectoryStore.release: only now may new groups start
+
+`max_staleness: 0` makes this synchronous; larger values let `feed` run ahead. Nothing else differs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from rayapp.cluster import Cluster
+from rayapp.config import Config
+from rayapp.failures import FailureBudget
+from rayapp.phases import Phases
+from rayapp.rollout.order import GroupRequest
+from rayapp.run_folder import RunFolder
+from rayapp.store import StoredGroup, TrajectoryStore
+from rayapp.tracking.metrics import summarize_step
+from rayapp.tracking.trackers import RunTracker
+
+Store = TrajectoryStore[object]
+
+
+async def train(config: Config, cluster: Cluster, folder: RunFolder, tracker: RunTracker) -> None:
+    """Train from the last whole checkpoint, or from the model, to `config.train.num_steps`."""
+    version, next_group_id = await restore(cluster, folder)
+    await cluster.sync_weights(version)
+    store: Store = TrajectoryStore(
+        groups_per_step=config.train.groups_per_step,
+        max_staleness=config.train.max_staleness,
+        version=version,
+        num_groups=(config.train.num_steps - version) * config.train.groups_per_step,
+        next_group_id=next_group_id,
+    )
+    failures = FailureBudget(config.rollout.max_failed_ratio)
+    async with feeding(cluster, store):
+        for step in range(version + 1, config.train.num_steps + 1):
+            phases = Phases(on_change=tracker.phase)
+            with phases("rollout"):
+                groups = await store.take(config.train.groups_per_step)
+            summaries = tuple(group.summary for group in groups)
+            failures.record(summaries)
+            with phases("train"):
+                learner_metrics = await cluster.learners.train_step(step, summaries, [group.ref for group in groups])
+            with phases("weight_sync"):
+                sync_metrics = await cluster.sync_weights(step)
+            staleness_version = store.version
+            await store.release(step)
+            with phases("record"):
+                await folder.write_trajectories(step, await cluster.fetch_groups(groups))
+            if is_due(step, config.checkpoint.every_steps, last=config.train.num_steps):
+                with phases("checkpoint"):
+                    await save_checkpoint(cluster, folder, step, store.next_untrained_id)
+            metrics = summarize_step(summaries, version=staleness_version) | learner_metrics | sync_metrics
+            tracker.log(step, metrics | phases.metrics(summaries) | ledger_metrics(store) | failures.metrics())
+
+
+async def restore(cluster: Cluster, folder: RunFolder) -> tuple[int, int]:
+    """Load the last whole checkpoint into the learners. Returns its version and the next group id; (0, 0) without."""
+    checkpoint = folder.latest_checkpoint()
+    if checkpoint is None:
+        folder.truncate_after(0)
+        return 0, 0
+    version = await cluster.learners.load_checkpoint(checkpoint.path / "learner")
+    folder.truncate_after(version)
+    return version, checkpoint.next_group_id
+
+
+async def save_checkpoint(cluster: Cluster, folder: RunFolder, version: int, next_group_id: int) -> None:
+    """Write aside, then rename: a crash at any point leaves the previous checkpoint as the last whole one."""
+    pending = folder.begin_checkpoint(version)
+    await cluster.learners.save_checkpoint(pending / "learner", version)
+    await asyncio.to_thread(folder.commit_checkpoint, version, next_group_id=next_group_id)
+
+
+def is_due(step: int, every_steps: int, *, last: int) -> bool:
+    """True on every `every_steps`-th step (0: none of them) and on the last."""
+    return step == last or (every_steps > 0 and step % every_steps == 0)
+
+
+@asynccontextmanager
+async def feeding(cluster: Cluster, store: Store) -> AsyncIterator[None]:
+    """Keep the store filled while the block runs; a failure in either ends both."""
+    async with asyncio.TaskGroup() as tasks:
+        feeder = tasks.create_task(feed(cluster, store), name="feed")
+        yield
+        feeder.cancel()
+
+
+async def feed(cluster: Cluster, store: Store) -> None:
+    """Start groups as the store admits them. Consumes: slots. Produces: finished groups."""
+    async with asyncio.TaskGroup() as tasks:
+        while True:
+            ids, version = await store.reserve()
+            # Only a synchronous run starts whole batches together; what trickles in must not wait for company.
+            cohort = tuple(ids) if cluster.is_synchronous else ()
+            for group_id in ids:
+                request = GroupRequest(group_id=group_id, policy_version=version, cohort=cohort)
+                tasks.create_task(generate(cluster, store, request), name=f"group={group_id}")
+
+
+async def generate(cluster: Cluster, store: Store, request: GroupRequest) -> None:
+    """One group, start to finish."""
+    summary, ref = await cluster.rollout_worker(request.group_id).run_group(request)
+    await store.finish(summary, ref)
+
+
+def ledger_metrics(store: Store) -> dict[str, float]:
+    """Groups by state.
+
+    Raises:
+        AssertionError: a group was lost or counted twice.
+    """
+    ledger = store.ledger()
+    assert ledger.balances(), f"the ledger does not balance: {ledger}"
+    counts = {"admitted", "ready", "training", "trained", "dropped", "issued"}
+    return {f"ledger/{name}": float(getattr(ledger, name)) for name in sorted(counts)}

@@ -1,0 +1,64 @@
+"""Connecting to Ray: attach to the one that is named or running, else start our own, and stop only what we started."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from rayapp.config import Config
+from rayapp.errors import ConfigError
+
+MIB = 1 << 20
+
+
+@contextmanager
+def ray_session(config: Config) -> Iterator[str]:
+    """A connection to Ray for the length of the block; yields the dashboard's address or an empty string.
+
+    On exit our actors end with the connection, and a Ray that we started ends too. `ray stop` is never called: it would
+    end every Ray on the machine.
+
+    Raises:
+        ConfigError: the named Ray can't be reached.
+    """
+    # Under `uv run`, Ray would build the environment anew for every worker; ours is installed already.
+    os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    import ray
+
+    context = _connect(config)
+    try:
+        yield context.dashboard_url or ""
+    finally:
+        ray.shutdown()
+
+
+def _connect(config: Config):  # type: ignore[no-untyped-def]
+    import ray
+
+    common = {
+        "namespace": f"rayapp-{config.run.name}",
+        "logging_level": logging.ERROR,
+        "log_to_driver": config.cluster.log_to_driver,
+    }
+    address = config.cluster.address or os.environ.get("RAY_ADDRESS", "")
+    if address and address != "local":
+        try:
+            return ray.init(address=address, **common)
+        except (ConnectionError, ValueError, RuntimeError) as error:
+            raise ConfigError(
+                f"no Ray answers at {address!r} ({_first_line(error)}). Start one there with `ray start --head`, correct "
+                "cluster.address or RAY_ADDRESS, or leave both empty to start a local one."
+            ) from None
+    if not address:
+        try:
+            return ray.init(address="auto", **common)
+        except ConnectionError:
+            pass  # none is running: start one
+    return ray.init(address="local", object_store_memory=config.cluster.object_store_mib * MIB, **common)
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
