@@ -14,17 +14,58 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from rayapp.cluster import Cluster
+from rayapp.cluster import Cluster, open_cluster
 from rayapp.config import Config
 from rayapp.failures import FailureBudget
+from rayapp.interrupts import run_until_done
+from rayapp.model_check import check_model
 from rayapp.phases import Phases
 from rayapp.rollout.order import GroupRequest
+from rayapp.rollout.prompts import render_prompts
 from rayapp.run_folder import RunFolder
-from rayapp.store import StoredGroup, TrajectoryStore
+from rayapp.store import TrajectoryStore
+from rayapp.tasks.loading import load_tasks
 from rayapp.tracking.metrics import summarize_step
-from rayapp.tracking.trackers import RunTracker
+from rayapp.tracking.plots import write_reward_plot
+from rayapp.tracking.trackers import RunTracker, make_trackers
 
 Store = TrajectoryStore[object]
+
+
+def run_training(config: Config) -> None:
+    """Everything behind `rayapp train`: check, start the actors, train, export, end the actors.
+
+    Raises:
+        UserError: the model, a task, the run folder or the cluster can't be used; nothing was started, or all of it
+            has ended.
+        KeyboardInterrupt: Ctrl-C or SIGTERM; the actors have ended and the last checkpoint is whole.
+    """
+    check_inputs(config)
+    with RunFolder.open(config) as folder:
+        run_until_done(_run(config, folder))
+
+
+async def _run(config: Config, folder: RunFolder) -> None:
+    with make_trackers(config, folder) as tracker:
+        tracker.phase("starting")
+        async with open_cluster(config) as cluster:
+            tracker.started(cluster.dashboard_url)
+            await train(config, cluster, folder, tracker)
+            tracker.phase("exporting")
+            await export_final(cluster, folder)
+    write_reward_plot(folder.path)
+
+
+def check_inputs(config: Config) -> None:
+    """Find what can't be used before any actor starts."""
+    check_model(config)
+    render_prompts(config, load_tasks(config.tasks))
+
+
+async def export_final(cluster: Cluster, folder: RunFolder) -> None:
+    """`final/`: a Hugging Face folder of the last weights."""
+    with folder.pending_final() as pending:
+        await cluster.learners.export_hf(pending)
 
 
 async def train(config: Config, cluster: Cluster, folder: RunFolder, tracker: RunTracker) -> None:

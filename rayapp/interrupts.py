@@ -1,0 +1,51 @@
+"""Running the driver's coroutine to its end, whatever ends it: Ctrl-C and SIGTERM clean up first, and one error among
+concurrent tasks comes out as itself."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import Coroutine
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+def run_until_done(coroutine: Coroutine[Any, Any, T]) -> T:
+    """`asyncio.run`, with SIGTERM handled as Ctrl-C is.
+
+    Raises:
+        KeyboardInterrupt: on either signal, after the coroutine's cleanup has run.
+    """
+    with asyncio.Runner() as runner:
+        loop = runner.get_loop()
+        terminated = False
+
+        async def cancelled_by_sigterm() -> T:
+            nonlocal terminated
+            task = asyncio.current_task()
+            assert task is not None
+
+            def on_sigterm() -> None:
+                nonlocal terminated
+                terminated = True
+                task.cancel()
+
+            loop.add_signal_handler(signal.SIGTERM, on_sigterm)
+            return await coroutine
+
+        try:
+            return runner.run(cancelled_by_sigterm())
+        except asyncio.CancelledError:
+            if terminated:
+                raise KeyboardInterrupt from None
+            raise
+        except BaseExceptionGroup as group:
+            raise first_error(group) from group
+
+
+def first_error(error: BaseException) -> BaseException:
+    """The first error inside nested groups: concurrent tasks that failed with it say the same or are its consequence."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error
