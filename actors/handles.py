@@ -144,10 +144,12 @@ class RolloutWorkerHandle(Handle):
         summary: GroupSummary = await self.call("run_group", summary_ref, self.group_deadline_s + 60.0)
         return summary, group_ref
 
-    async def evaluate(self, task_index: int, num_samples: int, temperature: float, version: int) -> Any:
-        method = self.actor.evaluate.options(num_returns=2, name=f"evaluate task={task_index}")
-        group_ref, summary_ref = method.remote(task_index, num_samples, temperature, version)
-        return await self.call("evaluate", summary_ref, self.group_deadline_s + 60.0), group_ref
+    async def evaluate(self, index: int) -> GroupSummary:
+        """Samples of one prompt, for their numbers only."""
+        method = self.actor.evaluate.options(num_returns=2, name=f"evaluate prompt={index}")
+        _, summary_ref = method.remote(index)
+        summary: GroupSummary = await self.call("evaluate", summary_ref, self.group_deadline_s + 60.0)
+        return summary
 
     async def close(self, timeout_s: float = 10.0) -> None:
         await self.call("close", self.actor.close.remote(), timeout_s)

@@ -13,7 +13,7 @@ from actors.handles import VllmServerHandle
 from rayapp.config import Config
 from rayapp.protocols import SandboxSource
 from rayapp.rollout.group import run_group
-from rayapp.rollout.order import GroupRequest, prompt_index
+from rayapp.rollout.order import ANY_VERSION, GroupRequest, evaluation_seed, prompt_index
 from rayapp.rollout.prompts import render_prompts
 from rayapp.sandbox.client import PoolClient
 from rayapp.tasks.loading import load_tasks
@@ -66,21 +66,41 @@ class RolloutWorker:
         return {"num_prompts": float(len(self._prompts))}
 
     async def run_group(self, request: GroupRequest) -> tuple[Group, GroupSummary]:
-        """See `rayapp.rollout.group.run_group`; Ray stores the two results as two objects."""
+        """One group of training; Ray stores the two results as two objects."""
         config = self._config
-        index = prompt_index(request.group_id, num_prompts=len(self._prompts), seed=config.run.seed)
+        return await self._sample(
+            request,
+            index=prompt_index(request.group_id, num_prompts=len(self._prompts), seed=config.run.seed),
+            num_samples=config.rollout.group_size,
+            temperature=config.rollout.temperature,
+            seed=config.run.seed,
+        )
+
+    async def evaluate(self, index: int) -> tuple[Group, GroupSummary]:
+        """Samples of the `index`-th prompt for evaluation: seeds apart from training's, whatever the weights are."""
+        config = self._config
+        return await self._sample(
+            GroupRequest(group_id=index, policy_version=ANY_VERSION),
+            index=index,
+            num_samples=config.eval.samples_per_task,
+            temperature=config.eval.temperature,
+            seed=evaluation_seed(config.run.seed),
+        )
+
+    async def _sample(
+        self, request: GroupRequest, *, index: int, num_samples: int, temperature: float, seed: int
+    ) -> tuple[Group, GroupSummary]:
+        rollout = self._config.rollout
         return await run_group(
             request,
             task=self._tasks[index],
             prompt=self._prompts[index],
             engine=self._engine(request),
             sandboxes=self._sandboxes,
-            sampling=SamplingParams(
-                max_tokens=config.rollout.max_completion_tokens, temperature=config.rollout.temperature
-            ),
-            group_size=config.rollout.group_size,
-            seed=config.run.seed,
-            deadline_s=config.rollout.group_deadline_s,
+            sampling=SamplingParams(max_tokens=rollout.max_completion_tokens, temperature=temperature),
+            group_size=num_samples,
+            seed=seed,
+            deadline_s=rollout.group_deadline_s,
         )
 
     def _engine(self, request: GroupRequest) -> ServerEngine:

@@ -56,6 +56,28 @@ async def _run(config: Config, folder: RunFolder) -> None:
     write_reward_plot(folder.path)
 
 
+def run_evaluation(config: Config) -> dict[str, float]:
+    """Everything behind `rayapp eval`: sample `config.eval.samples_per_task` completions per task and score them.
+
+    Returns:
+        The metrics of a training step, over all samples; nothing is written.
+    """
+    check_inputs(config)
+    return run_until_done(_evaluate_model(config))
+
+
+async def _evaluate_model(config: Config) -> dict[str, float]:
+    async with open_cluster(config, with_learners=False) as cluster:
+        return await evaluate(cluster)
+
+
+async def evaluate(cluster: Cluster) -> dict[str, float]:
+    """Every task on the weights that the servers hold now. Nothing of it is trained on."""
+    tasks = range(len(cluster.config.tasks))
+    summaries = await asyncio.gather(*(cluster.rollout_worker(index).evaluate(index) for index in tasks))
+    return summarize_step(summaries, version=0)
+
+
 def check_inputs(config: Config) -> None:
     """Find what can't be used before any actor starts."""
     check_model(config)

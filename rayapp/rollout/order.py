@@ -12,6 +12,8 @@ from dataclasses import dataclass
 import numpy as np
 
 MAX_SEED = 2**31 - 1
+ANY_VERSION = -1
+"""Policy version of a request that any weights may serve, as in evaluation."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,6 +48,11 @@ def sampling_seed(group_id: int, index: int, *, seed: int) -> int:
 def scoring_seed(group_id: int, *, seed: int) -> int:
     """Seed that draws a group's hidden tests: the same for all its trajectories, which are compared with each other."""
     return _mix(seed, group_id, 0)
+
+
+def evaluation_seed(seed: int) -> int:
+    """Run seed under which evaluation samples and draws tests: apart from everything that training sees."""
+    return _mix(seed, MAX_SEED)
 
 
 def _mix(*words: int) -> int:
