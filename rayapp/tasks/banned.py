@@ -1,0 +1,189 @@
+"""Finds banned names in parsed code. Called by coding tasks before the code runs; it never runs or changes code.
+
+A pattern is written as a person would write the code: `sorted` (or `sorted(`), `.sort` (or `.sort(`), `heapq`,
+`os.path`, `import` for any import at all. Only the syntax tree counts, so comments, docstrings and other strings are
+free, and so is a local variable that happens to be called `sorted`.
+
+Found besides the plain use: aliases (`s = sorted`, `f = list.sort`, `import heapq as h`, `from builtins import sorted
+as s`), and names given as text to Python's ways of looking names up (`getattr`, `__builtins__[…]`, `vars`, `__dict__`,
+`__import__`, `eval`, …), where the text may be put together from constants (`"so" + "rted"`). A look-up that can't be
+read here (its text is computed, or it is itself passed around under another name) counts as banned too.
+
+What can't be caught: other code that does the same under a name the task did not ban (a task that bans sorting has to
+ban what sorts, or imports altogether), and what names nothing at all (a set of small integers happens to iterate in
+order). A name that the code binds itself in a module or class body still counts, for Python may fall back to the builtin.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator, Sequence
+
+from rayapp.tasks.extraction import parse
+from rayapp.tasks.scopes import Scopes
+
+_CODE_CALLS = frozenset({"eval", "exec", "compile"})
+_IMPORT_CALLS = frozenset({"__import__", "import_module"})
+_LOOKUP_CALLS = _CODE_CALLS | _IMPORT_CALLS | {
+    "getattr", "getattr_static", "attrgetter", "methodcaller", "__getattribute__", "locate", "resolve_name",
+}  # fmt: skip
+"""Called with text that names something or is code."""
+_NAMESPACE_CALLS = frozenset({"globals", "locals", "vars"})
+_NAMESPACES = frozenset({
+    "__builtins__", "__dict__", "__globals__", "f_builtins", "f_globals", "f_locals", "modules", "__subclasses__",
+    "__code__", "__match_args__", "CodeType",
+})  # fmt: skip
+"""They give hold of every name at once."""
+_UNREADABLE_MODULES = frozenset({"ctypes", "gc", "marshal", "pickle", "runpy", "inspect"})
+_ENTRY_METHODS = frozenset({"get", "pop", "setdefault", "__getitem__"})
+_WHOLE_METHODS = frozenset({"copy", "items", "keys", "values"})
+_DYNAMIC = "dynamic lookup"
+
+
+def find_banned(source: str, patterns: Sequence[str]) -> str | None:
+    """The first pattern that the code uses, or `dynamic lookup (how)`; None when it uses none.
+
+    Args:
+        source: Python that parses. For source that doesn't it is None: that is the caller's syntax error.
+    """
+    tree = parse(source)
+    if tree is None or not patterns:
+        return None
+    wanted = {normal_pattern(pattern): pattern for pattern in patterns}
+    for mention in _mentions(tree):
+        if mention in wanted:
+            return wanted[mention]
+        if mention.startswith(_DYNAMIC):
+            return mention
+    return None
+
+
+def normal_pattern(pattern: str) -> str:
+    """`sorted(` is `sorted`, and `import ` is `import`.
+
+    Raises:
+        ValueError: it is no name.
+    """
+    name = pattern.strip().removesuffix("(").strip()
+    if not all(part.isidentifier() for part in name.removeprefix(".").split(".")):
+        raise ValueError(f"{pattern!r} names nothing; write it like `sorted`, `.sort`, `heapq`, `os.path` or `import`")
+    return name
+
+
+def _mentions(tree: ast.Module) -> Iterator[str]:
+    """What the code names, in the form of patterns."""
+    scopes = Scopes(tree)
+    for node in ast.walk(tree):
+        match node:
+            case ast.Name() if not scopes.is_local(node):
+                if isinstance(node.ctx, ast.Load):
+                    yield node.id
+                yield from _reflection(node, node.id, scopes)
+            case ast.Attribute():
+                yield from _attribute(node)
+                yield from _reflection(node, node.attr, scopes)
+            case ast.Import(names=aliases):
+                yield "import"
+                for alias in aliases:
+                    yield from _imported(alias.name)
+            case ast.ImportFrom(module=module, names=aliases):
+                yield "import"
+                for alias in aliases:
+                    yield alias.name
+                    yield from _imported(f"{module or ''}.{alias.name}")
+            case ast.MatchClass(kwd_attrs=attributes):
+                yield from (f".{name}" for name in attributes)
+
+
+def _attribute(node: ast.Attribute) -> Iterator[str]:
+    yield f".{node.attr}"
+    if isinstance(node.ctx, ast.Load):
+        yield node.attr
+    parts, value = [node.attr], node.value
+    while isinstance(value, ast.Attribute):
+        parts, value = [value.attr, *parts], value.value
+    if isinstance(value, ast.Name):
+        yield ".".join([value.id, *parts])
+
+
+def _imported(dotted: str) -> Iterator[str]:
+    """`os.path` mentions `os` and `os.path`."""
+    parts = dotted.strip(".").split(".")
+    yield from (".".join(parts[:end]) for end in range(1, len(parts) + 1))
+    if parts[0] in _UNREADABLE_MODULES:
+        yield f"{_DYNAMIC} (module {parts[0]})"
+
+
+def _reflection(node: ast.Name | ast.Attribute, name: str, scopes: Scopes) -> Iterator[str]:
+    """What a way of looking names up is asked for, when `node` is one."""
+    parent = scopes.parent(node)
+    call = parent if isinstance(parent, ast.Call) and parent.func is node else None
+    if name in _LOOKUP_CALLS and not _is_regex(node):
+        for text in _texts_looked_up(name, call.args) if call and call.args else [None]:
+            yield from _named(name, text)
+    elif name in _NAMESPACE_CALLS:
+        yield from _named(name, _entry(call, scopes) if call else None)
+    elif name in _NAMESPACES:
+        yield from _named(name, _entry(node, scopes))
+
+
+def _texts_looked_up(name: str, arguments: Sequence[ast.expr]) -> list[str | None]:
+    """The argument in the place where the function takes a name: others may be any constant."""
+    match name:
+        case "getattr" | "getattr_static":
+            arguments = arguments[1:2]
+        case "__getattribute__":
+            arguments = arguments[-1:]
+        case "attrgetter":
+            pass
+        case _:
+            arguments = arguments[:1]
+    return [_constant(argument) for argument in arguments] or [None]
+
+
+def _named(how: str, text: str | None) -> Iterator[str]:
+    """The mentions of a text that was looked up by `how`."""
+    if how in _IMPORT_CALLS:
+        yield "import"
+    if text is None or text in _NAMESPACES | _LOOKUP_CALLS:
+        yield f"{_DYNAMIC} ({how})"
+    elif how in _CODE_CALLS:
+        code = parse(text)
+        yield from _mentions(code) if code is not None else ()
+    else:
+        yield from _imported(text)
+        for part in text.split("."):
+            yield part
+            yield f".{part}"
+
+
+def _entry(holder: ast.expr, scopes: Scopes) -> str | None:
+    """`"x"` in `holder["x"]`, `holder.x` and `holder.get("x")`; None for every other use."""
+    parent = scopes.parent(holder)
+    if isinstance(parent, ast.Subscript) and parent.value is holder:
+        return _constant(parent.slice)
+    if not isinstance(parent, ast.Attribute) or parent.attr in _WHOLE_METHODS:
+        return None
+    call = scopes.parent(parent)
+    if parent.attr in _ENTRY_METHODS:
+        return _constant(call.args[0]) if isinstance(call, ast.Call) and call.func is parent and call.args else None
+    return parent.attr
+
+
+def _constant(node: ast.expr) -> str | None:
+    """The text of an expression put together from constants alone."""
+    match node:
+        case ast.Constant(value=str(text)):
+            return text
+        case ast.BinOp(left=left, op=ast.Add(), right=right):
+            parts = [_constant(left), _constant(right)]
+        case ast.JoinedStr(values=values):
+            parts = [_constant(value.value if isinstance(value, ast.FormattedValue) else value) for value in values]
+        case _:
+            return None
+    known = [part for part in parts if part is not None]
+    return "".join(known) if len(known) == len(parts) else None
+
+
+def _is_regex(node: ast.expr) -> bool:
+    return isinstance(node, ast.Attribute) and node.attr == "compile" and getattr(node.value, "id", "") == "re"

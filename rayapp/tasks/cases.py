@@ -1,0 +1,137 @@
+"""Draws a task's hidden tests: inputs from expressions and a seed, expected outputs from the task's reference.
+
+Called by coding tasks. Expressions come with the task, so they are trusted and run here, in our own process; what a
+model wrote never does. Expected values stay here: only inputs go to a sandbox.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import CodeType
+
+from rayapp.errors import InputError
+
+_MODULES = ("bisect", "collections", "functools", "heapq", "itertools", "math", "re", "statistics", "string")
+_PLAIN = (type(None), bool, int, float, str, bytes)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """One hidden test."""
+
+    args: tuple[object, ...]
+    """Positional arguments, plain data."""
+    expected: object
+    """Plain data; compared outside the sandbox, type for type."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CaseSource:
+    """Everything that hidden tests are drawn from.
+
+    Example: `CaseSource(task="add", tests=("(rng.randint(0, 9), 1)",), reference="a + b", parameters=("a", "b"))`
+    gives for a seed one case such as `Case(args=(4, 1), expected=5)`.
+    """
+
+    task: str
+    """Named in errors."""
+    tests: tuple[str, ...]
+    """Expressions over `rng`. With one parameter the value is the argument, else it is the tuple of all arguments."""
+    reference: str
+    """Expression over the parameters' names and over `args`, the tuple of them."""
+    parameters: tuple[str, ...]
+    helpers: str = ""
+    """Python source whose functions the expressions may call."""
+
+    def draw(self, seed: int) -> tuple[Case, ...]:
+        """The tests of a seed; the same for the same seed.
+
+        Raises:
+            InputError: an expression raises, or gives something that is not plain data.
+        """
+        return _draw(self, seed)
+
+
+@functools.lru_cache(maxsize=256)
+def _draw(source: CaseSource, seed: int) -> tuple[Case, ...]:
+    # Memoized because all trajectories of a group share the seed, and the reference may be slow.
+    names = _names(source)
+    # The task's name is part of the seed, or two tasks with the same expression would share their inputs.
+    names["rng"] = random.Random(f"{source.task}/{seed}")
+    return tuple(_case(source, number, names) for number in range(len(source.tests)))
+
+
+def _names(source: CaseSource) -> dict[str, object]:
+    names: dict[str, object] = {module: __import__(module) for module in _MODULES}
+    if source.helpers:
+        try:
+            exec(compile(source.helpers, f"<helpers of task {source.task}>", "exec"), names)
+        except Exception as error:  # boundary: the task author's code
+            raise InputError(f"task {source.task}: its helpers can't run: {_reason(error)}") from error
+    return names
+
+
+def _case(source: CaseSource, number: int, names: dict[str, object]) -> Case:
+    where = f"task {source.task}: test {number + 1}, {_short(source.tests[number])}"
+    value = _evaluate(source.tests[number], names, where)
+    args = _as_args(value, source.parameters, where)
+    _check_plain(args, f"{where}, gives an input")
+    where = f"task {source.task}: the reference, {_short(source.reference)}, on test {number + 1}"
+    # The reference may work in place, and then it would change the input the sandbox gets.
+    own = copy.deepcopy(args)
+    scope = {**names, **dict(zip(source.parameters, own, strict=True)), "args": own}
+    expected = _evaluate(source.reference, scope, where)
+    _check_plain(expected, f"{where}, gives a value")
+    return Case(args=args, expected=expected)
+
+
+def _as_args(value: object, parameters: Sequence[str], where: str) -> tuple[object, ...]:
+    if len(parameters) == 1:
+        return (value,)
+    if not isinstance(value, tuple) or len(value) != len(parameters):
+        raise InputError(
+            f"{where}, gives {_short(repr(value))}, but the function takes {len(parameters)} arguments "
+            f"({', '.join(parameters)}): write the test as a tuple of them"
+        )
+    return value
+
+
+def _evaluate(expression: str, names: dict[str, object], where: str) -> object:
+    try:
+        return eval(_compiled(expression), names)
+    except Exception as error:  # boundary: the task author's expression
+        raise InputError(f"{where}, raises {_reason(error)}") from error
+
+
+@functools.lru_cache(maxsize=1024)
+def _compiled(expression: str) -> CodeType:
+    return compile(expression.strip(), "<task expression>", "eval")
+
+
+def _check_plain(value: object, where: str) -> None:
+    kind = type(value)
+    if kind in _PLAIN:
+        return
+    if kind is dict:
+        assert isinstance(value, dict)
+        parts: list[object] = [*value.keys(), *value.values()]
+    elif kind in (list, tuple, set):
+        assert isinstance(value, list | tuple | set)
+        parts = list(value)
+    else:
+        raise InputError(f"{where} of type {kind.__name__}; only plain data can be sent to a sandbox and compared")
+    for part in parts:
+        _check_plain(part, where)
+
+
+def _reason(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"
+
+
+def _short(text: str, limit: int = 120) -> str:
+    text = " ".join(text.split())
+    return f"`{text}`" if len(text) <= limit else f"`{text[:limit]}…`"

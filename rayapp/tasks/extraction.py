@@ -1,0 +1,159 @@
+"""Finds the code in a completion. Called by coding tasks before anything is parsed, banned or run.
+
+What counts as code, in this order:
+1. The answer was prefilled (`prefill` is not empty): prefill and completion together, without the opening fence, up to
+   the first closing fence.
+2. Fenced blocks: the last Python block that defines the function. A model that corrects itself does so below.
+3. No fence: from the first line that begins Python and leads to the function's `def`.
+Then whatever follows the function is cut, unless it is another definition: models like to append prose or an example
+call, which are not the answer and would only raise. Nothing here runs or repairs code: a body cut off by the token
+limit stays broken.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import textwrap
+import warnings
+
+_FENCE = re.compile(r"^[ \t]*(?P<fence>`{3,}|~{3,})[ \t]*(?P<language>[^\n`]*)$", re.MULTILINE)
+_PYTHON_LANGUAGES = frozenset({"", "python", "py", "python3", "pycon", "ipython"})
+_STARTS_CODE = re.compile(r"(?:(?:async\s+)?def|class|import|from)\b|@")
+_MAX_TRIES = 12
+"""Parses spent on finding where the code ends (or begins): a hostile completion must not cost seconds."""
+_DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Import, ast.ImportFrom)
+
+
+def extract_code(completion: str, func_name: str, *, prefill: str = "") -> str | None:
+    """The part of a completion that is the answer.
+
+    Args:
+        prefill: the beginning of the answer that the prompt already holds.
+    Returns:
+        Source that mentions `def func_name`, perhaps with a syntax error; None when there is no such thing.
+    """
+    text = completion.replace("\r\n", "\n").replace("\r", "\n")
+    if prefill:
+        candidates = [_until_fence(_after_fence(prefill) + text)]
+    else:
+        candidates = [*reversed(_fenced_blocks(text)), _unfenced(text, func_name)]
+    for candidate in candidates:
+        if _has_def(candidate, func_name):
+            return cut_after_function(candidate, func_name)
+    return None
+
+
+def cut_after_function(source: str, func_name: str) -> str:
+    """`source` through the end of the function, and of the definitions and imports below it.
+
+    Statements below the function that define nothing (an example call, a print) are dropped. Text below it that is not
+    Python is dropped too, as a whole: cutting happens only at lines that begin in column 0.
+    """
+    lines = source.split("\n")
+    tree = parse(source)
+    if tree is not None:
+        return _definitions_only(tree, lines, func_name)
+    ends = _cuts(lines, func_name)
+    for end in ends[:-_MAX_TRIES:-1]:
+        tree = parse("\n".join(lines[:end]))
+        if tree is not None:
+            return _definitions_only(tree, lines[:end], func_name)
+    return _joined(lines[: ends[0]] if ends else lines)
+
+
+def parse(source: str) -> ast.Module | None:
+    """The syntax tree, or None. Python's warnings about the code (`"\\d"`) are not ours to print."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return ast.parse(source)
+    # Besides SyntaxError: NUL bytes and lone surrogates are ValueError, deep nesting RecursionError or MemoryError.
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return None
+
+
+def _after_fence(prefill: str) -> str:
+    """The part of a prefill below its opening fence: prose above the fence is no code."""
+    openings = list(_FENCE.finditer(prefill))
+    return prefill[openings[-1].end() + 1 :] if openings else prefill
+
+
+def _until_fence(text: str) -> str:
+    closing = _FENCE.search(text)
+    return text[: closing.start()] if closing else text
+
+
+def _fenced_blocks(text: str) -> list[str]:
+    """Contents of the blocks that may be Python, in order. A block never closed goes to the end of the text."""
+    blocks, position = [], 0
+    while opening := _FENCE.search(text, position):
+        start = opening.end() + 1
+        closing = _closing_fence(text, start, opening["fence"])
+        body = text[start : closing.start()] if closing else text[start:]
+        position = closing.end() if closing else len(text)
+        words = opening["language"].split()
+        if (words[0].lower() if words else "") in _PYTHON_LANGUAGES:
+            blocks.append(textwrap.dedent(body))
+    return blocks
+
+
+def _closing_fence(text: str, start: int, fence: str) -> re.Match[str] | None:
+    return re.compile(rf"^[ \t]*{re.escape(fence)}[`~]*[ \t]*$", re.MULTILINE).search(text, start)
+
+
+def _unfenced(text: str, func_name: str) -> str:
+    """From the first line above the function that begins a definition, an import or a decorator and parses on from there.
+
+    When nothing parses it is the function itself, so that the verdict is its syntax error.
+    """
+    lines = textwrap.dedent(text).split("\n")
+    pattern = _def_pattern(func_name)
+    target = next((number for number, line in enumerate(lines) if pattern.match(line)), None)
+    if target is None:
+        return ""
+    starts = [number for number, line in enumerate(lines[:target]) if _STARTS_CODE.match(line)]
+    for start in starts[-_MAX_TRIES:]:
+        if parse("\n".join(lines[start : target + 1]) + " pass") is not None:
+            return "\n".join(lines[start:])
+    return "\n".join(lines[target:])
+
+
+def _has_def(source: str, func_name: str) -> bool:
+    return _def_pattern(func_name).search(source) is not None
+
+
+def _def_pattern(func_name: str) -> re.Pattern[str]:
+    return re.compile(rf"^[ \t]*(?:async\s+)?def\s+{re.escape(func_name)}\b", re.MULTILINE)
+
+
+def _cuts(lines: list[str], func_name: str) -> list[int]:
+    """Line numbers below the function's `def` where a new line in column 0 begins: all places where a cut is honest."""
+    pattern = _def_pattern(func_name)
+    start = next((number for number, line in enumerate(lines) if pattern.match(line)), None)
+    if start is None:
+        return []
+    return [
+        number for number in range(start + 1, len(lines)) if lines[number][:1].strip() and lines[number][0] not in ")]}"
+    ]
+
+
+def _definitions_only(tree: ast.Module, lines: list[str], func_name: str) -> str:
+    """Everything through the function, then only what defines or imports. All of it when the function is nested."""
+    kept: list[str] = []
+    for node in tree.body:
+        if kept:
+            if isinstance(node, _DEFINITIONS):
+                kept += ["", "", *lines[_first_line(node) - 1 : node.end_lineno]]
+        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name == func_name:
+            kept = lines[: node.end_lineno]
+    return _joined(kept or lines)
+
+
+def _joined(lines: list[str]) -> str:
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def _first_line(node: ast.stmt) -> int:
+    decorators = node.decorator_list if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) else []
+    return min([node.lineno, *(decorator.lineno for decorator in decorators)])
