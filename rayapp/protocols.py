@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Mapping, Sequence
-from typing import Protocol
+from typing import Literal, Protocol
 
 from rayapp.types import CallReport, Completion, ExecResult, Prompt, Reward, SamplingParams, SandboxSpec
 
@@ -133,6 +133,16 @@ class Tokenizer(Protocol):
     def encode(self, text: str, *, add_special_tokens: bool = ...) -> list[int]: ...
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = ...) -> str: ...
+
+    def apply_chat_template(
+        self, conversation: list[dict[str, str]], *, tokenize: Literal[False], add_generation_prompt: bool
+    ) -> str:
+        """The messages as the model's template writes them.
+
+        Raises:
+            ValueError: the model has no chat template.
+        """
+        ...
 
 
 class Task(Protocol):

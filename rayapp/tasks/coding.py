@@ -1,0 +1,241 @@
+"""A coding task: write one function; hidden tests say what it is worth.
+
+    prompt -> policy -> completion -> extract_code -> find_banned -> sandbox: call_function(inputs) -> values
+                                                                                                        |
+               seed -> CaseSource.draw -> inputs (into the sandbox), expected values (never) -> compare +-> Reward
+
+The task is data that a user writes in YAML or in Python (`loading.py`). Rollout workers render and score with it; the
+only thing of it that enters a sandbox is the candidate's code with the inputs.
+"""
+
+from __future__ import annotations
+
+import ast
+import asyncio
+import time
+from dataclasses import replace
+from typing import Annotated, Literal, Self
+
+import numpy as np
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StringConstraints, model_validator
+
+from rayapp.errors import InputError, SandboxConfigError, SandboxError
+from rayapp.protocols import SandboxSource, Tokenizer
+from rayapp.tasks.banned import find_banned, normal_pattern
+from rayapp.tasks.cases import Case, CaseSource
+from rayapp.tasks.extraction import extract_code, parse
+from rayapp.tasks.grading import failure, grade
+from rayapp.types import CallReport, Prompt, Reward, SandboxSpec
+
+LEASE_TIMEOUT_S = 120.0
+"""Longest wait for a sandbox: a busy pool is normal, one that gives none for two minutes is broken."""
+VALIDATION_SEEDS = range(3)
+"""Seeds the reference is tried on when a task is loaded."""
+
+PromptFormat = Literal["chat", "chat_prefill", "completion"]
+_DEFAULT_STOP: dict[PromptFormat, tuple[str, ...]] = {
+    "chat": (),
+    "chat_prefill": ("```",),
+    "completion": ("\n```", "\nif __name__", "\nprint("),
+}
+
+
+def _checked_pattern(pattern: str) -> str:
+    normal_pattern(pattern)
+    return pattern
+
+
+def _checked_expression(expression: str) -> str:
+    try:
+        ast.parse(expression.strip(), mode="eval")
+    except SyntaxError as error:
+        raise ValueError(f"{expression.strip()!r} is no Python expression: {error.msg}") from None
+    return expression
+
+
+Expression = Annotated[str, AfterValidator(_checked_expression)]
+Text = Annotated[str, StringConstraints(min_length=1)]
+
+
+class CodingTask(BaseModel):
+    """One function to write.
+
+    Example: `CodingTask(name="add", prompt="Write add(a, b).", func_name="add", signature="def add(a, b):",
+    tests=["(rng.randint(0, 9), 1)"], reference="a + b")`.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
+
+    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$")
+    prompt: Text
+    """What the policy is asked. With `completion` it is the beginning of a Python file that ends in the function's
+    `def` line (and docstring)."""
+    func_name: str = Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")
+    signature: str = ""
+    """The function's `def` line. It may be left out where the prompt holds it."""
+    prompt_format: PromptFormat = "chat_prefill"
+    """chat: the model's chat template. chat_prefill: the template, and the answer begun up to the signature, for small
+    models that answer in prose otherwise. completion: the prompt as it is, for base models."""
+    system: str = ""
+    """System message of the chat; empty leaves it to the template."""
+    prefill: str = ""
+    """How the answer begins with `chat_prefill`; empty is a code fence and the signature."""
+    stop: tuple[str, ...] | None = None
+    """Texts that end a completion. None is the closing fence with `chat_prefill`, and what follows a function in a
+    script with `completion`."""
+    banned_patterns: tuple[Annotated[str, AfterValidator(_checked_pattern)], ...] = ()
+    """Names the code must not use; see `banned.py`."""
+    tests: tuple[Expression, ...] = Field(min_length=1)
+    """Expressions over `rng`, a seeded random.Random: each draws one input (a tuple of inputs for a function of several
+    parameters). More and more varied tests make luck and constants worth less."""
+    reference: Expression
+    """The expected output: an expression over the parameters' names (or `args`, the tuple of them)."""
+    helpers: str = ""
+    """Python source with functions for `tests` and `reference`. It is trusted and runs in the trainer, like them."""
+    timeout_s: float = Field(2.0, gt=0.0, le=600.0)
+    """For defining the code and all calls together. Past it the reward is that of an error."""
+    packages: tuple[str, ...] = ()
+    """Packages that the sandbox preloads, e.g. numpy."""
+
+    @model_validator(mode="after")
+    def _parts_agree(self) -> Self:
+        if self.prompt_format == "completion" and f"def {self.func_name}" not in self.prompt:
+            raise ValueError(f"with prompt_format completion the prompt has to end in the line `def {self.func_name}(…):`")
+        if self.prefill and self.prompt_format != "chat_prefill":
+            raise ValueError(f"prefill is given, but prompt_format is {self.prompt_format}: only chat_prefill reads it")
+        self.parameters  # noqa: B018  (raises when the signature can't be read)
+        return self
+
+    @property
+    def parameters(self) -> tuple[str, ...]:
+        """Names of the function's parameters.
+
+        Raises:
+            ValueError: there is no `def` line of the function, or it can't be read.
+        """
+        for source in (self.signature, *self.prompt.splitlines()):
+            line = source.strip()
+            if line.startswith((f"def {self.func_name}(", f"async def {self.func_name}(")):
+                return _parameters(line)
+        raise ValueError(f"signature is missing: write it as `def {self.func_name}(…):`")
+
+    @property
+    def cases(self) -> CaseSource:
+        return CaseSource(
+            task=self.name,
+            tests=self.tests,
+            reference=self.reference,
+            parameters=self.parameters,
+            helpers=self.helpers,
+        )
+
+    def check(self) -> None:
+        """Draw tests with a few seeds.
+
+        Raises:
+            InputError: a test or the reference raises or gives something that can't be compared.
+        """
+        for seed in VALIDATION_SEEDS:
+            self.cases.draw(seed)
+
+    def render(self, tokenizer: Tokenizer) -> Prompt:
+        """The prompt as the policy reads it. What of the answer it holds already is `Prompt.prefill`."""
+        is_chat = self.prompt_format != "completion"
+        prefill = self._prefill()
+        text = _chat(tokenizer, self) + prefill if is_chat else self.prompt
+        # A chat template writes its special tokens itself; a plain prompt gets those the tokenizer adds.
+        token_ids = tokenizer.encode(text, add_special_tokens=not is_chat)
+        stop = _DEFAULT_STOP[self.prompt_format] if self.stop is None else self.stop
+        return Prompt(
+            task=self.name, text=text, token_ids=np.asarray(token_ids, np.int32), prefill=prefill, stop=stop
+        )
+
+    def _prefill(self) -> str:
+        match self.prompt_format:
+            case "chat":
+                return ""
+            case "completion":
+                return self.prompt
+            case "chat_prefill":
+                # No newline at the end: tokenizers merge it with the indent that follows, so a prompt that ended in it
+                # would leave the policy a first token it has hardly ever seen.
+                return self.prefill or f"```python\n{self.signature.strip() or self._signature_in_prompt()}"
+
+    def _signature_in_prompt(self) -> str:
+        lines = (line.strip() for line in self.prompt.splitlines())
+        return next(line for line in lines if line.startswith(f"def {self.func_name}("))
+
+    async def score(self, prompt: Prompt, completion_text: str, sandboxes: SandboxSource, *, seed: int) -> Reward:
+        """What the completion is worth: -1, or the share of the seed's tests that it passes; see `grading.py`.
+
+        Raises:
+            SandboxConfigError: no sandbox can ever be had with this configuration.
+        """
+        started = time.monotonic()
+        # In a thread: parsing what a model wrote and drawing tests takes milliseconds that other trajectories wait for.
+        code, verdict = await asyncio.to_thread(self._screen, prompt, completion_text)
+        if verdict is None:
+            cases = await asyncio.to_thread(self.cases.draw, seed)
+            verdict = await self._run(code, cases, sandboxes)
+        return replace(verdict, time_score_s=time.monotonic() - started)
+
+    def _screen(self, prompt: Prompt, completion_text: str) -> tuple[str, Reward | None]:
+        """The code, and a verdict already where none has to run."""
+        code = extract_code(completion_text, self.func_name, prefill=prompt.prefill)
+        if code is None:
+            return "", failure("no_code", f"no `def {self.func_name}` in the completion")
+        if parse(code) is None:
+            return code, failure("syntax_error", "the code does not parse")
+        banned = find_banned(code, self.banned_patterns)
+        if banned is not None:
+            return code, failure("banned", f"uses {banned.strip()}")
+        return code, None
+
+    async def _run(self, code: str, cases: tuple[Case, ...], sandboxes: SandboxSource) -> Reward:
+        """The verdict of the hidden tests; a sandbox that fails is replaced once."""
+        failed: SandboxError | None = None
+        for _ in range(2):
+            try:
+                return grade(await self._call(code, cases, sandboxes), cases)
+            except SandboxConfigError:
+                raise
+            except SandboxError as error:
+                failed = error
+        assert failed is not None
+        return Reward.invalid(_failure_kind(failed), str(failed))
+
+    async def _call(self, code: str, cases: tuple[Case, ...], sandboxes: SandboxSource) -> CallReport:
+        inputs = [case.args for case in cases]
+        async with sandboxes.lease(SandboxSpec(packages=self.packages), timeout_s=LEASE_TIMEOUT_S) as sandbox:
+            return await sandbox.call_function(code, self.func_name, inputs, timeout_s=self.timeout_s)
+
+
+def _parameters(line: str) -> tuple[str, ...]:
+    tree = parse(f"{line} pass" if line.endswith(":") else line)
+    if tree is None or not isinstance(tree.body[0], ast.FunctionDef | ast.AsyncFunctionDef):
+        raise ValueError(f"signature {line!r} is no `def` line of Python")
+    arguments = tree.body[0].args
+    if isinstance(tree.body[0], ast.AsyncFunctionDef) or arguments.vararg or arguments.kwarg or arguments.kwonlyargs:
+        raise ValueError(f"signature {line!r}: the function is called with positional arguments, one for each parameter")
+    names = tuple(argument.arg for argument in [*arguments.posonlyargs, *arguments.args])
+    if not names:
+        raise ValueError(f"signature {line!r} has no parameter, so no input could tell a right answer from a constant")
+    return names
+
+
+def _chat(tokenizer: Tokenizer, task: CodingTask) -> str:
+    messages = [{"role": "system", "content": task.system}] if task.system else []
+    messages.append({"role": "user", "content": task.prompt})
+    try:
+        return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    except ValueError as error:
+        raise InputError(
+            f"task {task.name}: prompt_format is {task.prompt_format}, but the model's chat template can't render it: "
+            f"{error}. Use prompt_format: completion for a base model."
+        ) from error
+
+
+def _failure_kind(error: SandboxError) -> str:
+    """`SandboxGoneError` -> `sandbox_gone`."""
+    words = "".join(f"_{letter.lower()}" if letter.isupper() else letter for letter in type(error).__name__)
+    return words.strip("_").removesuffix("_error")

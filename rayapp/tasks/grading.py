@@ -1,0 +1,65 @@
+"""From what code did in a sandbox to a verdict. Pure; called by coding tasks.
+
+| what happened | reward | status |
+|---|---|---|
+| no function in the completion, or it does not parse | -1 | no_code, syntax_error |
+| a banned name | -1 | banned |
+| defining it raised, or the process ended by itself | -1 | error |
+| the whole run was stopped | -1 | timeout, memory, output, … (the cause) |
+| every call raised, or returned what is no plain data | -1 | error |
+| otherwise | passed / number of tests | scored |
+
+A call that raises is one failed test, as long as some other call returns: a function that fails on the empty list is
+still better than one that fails always. One that fails always has shown nothing, so it is an error, as in a script that
+stops at its first exception. The number of tests is ours, never taken from the sandbox.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rayapp.errors import SandboxProtocolError
+from rayapp.sandbox.compare import same_value
+from rayapp.tasks.cases import Case
+from rayapp.types import CallReport, Reward
+
+ERROR_REWARD = -1.0
+
+
+def failure(status: str, detail: str) -> Reward:
+    """A verdict of -1."""
+    return Reward(value=ERROR_REWARD, terms=_terms(passed=0, raised=0, tests=1), status=status, detail=detail)
+
+
+def grade(report: CallReport, cases: Sequence[Case]) -> Reward:
+    """Compare what came back with what was expected.
+
+    Raises:
+        SandboxProtocolError: not one result for each test, which is the sandbox's failure.
+    """
+    ran = report.exec
+    if ran.stopped_for is not None:
+        return failure(ran.stopped_for.value, f"stopped for {ran.stopped_for.value} after {ran.duration_s:.2f} s")
+    if not ran.ok:
+        return failure("error", ran.error or f"exit status {ran.exit_code}")
+    if len(report.calls) != len(cases):
+        raise SandboxProtocolError(f"{len(cases)} calls were asked for, {len(report.calls)} results came back")
+    errors = [call.error for call in report.calls if not call.ok]
+    if len(errors) == len(cases):
+        return failure("error", f"every call failed: {errors[0]}")
+    passed = sum(
+        call.ok and same_value(call.value, case.expected) for call, case in zip(report.calls, cases, strict=True)
+    )
+    return Reward(
+        value=passed / len(cases),
+        terms=_terms(passed=passed, raised=len(errors), tests=len(cases)),
+        detail=errors[0] if errors else "",
+    )
+
+
+def _terms(*, passed: int, raised: int, tests: int) -> dict[str, float]:
+    return {
+        "pass_rate": passed / tests,
+        "solved": float(passed == tests),
+        "raised_rate": raised / tests,
+    }

@@ -1,0 +1,125 @@
+"""Finds tasks by name or file and checks them before anything else starts.
+
+A task is given as the name of a shipped one (`sort_numbers`), a YAML file with the fields of `CodingTask`, or a Python
+file that binds `TASK` to a `CodingTask` or to any object of the `Task` protocol. Used by the driver, the rollout workers
+and `rayapp score`. A Python file is run in this process: it is the user's own.
+"""
+
+from __future__ import annotations
+
+import difflib
+import sys
+from collections.abc import Sequence
+from importlib import resources
+from pathlib import Path
+from types import ModuleType
+
+import yaml
+from pydantic import ValidationError
+
+from rayapp.errors import InputError
+from rayapp.protocols import Task
+from rayapp.tasks.coding import CodingTask
+from rayapp.validation import explain
+
+_YAML = (".yaml", ".yml")
+
+
+def shipped_tasks() -> list[str]:
+    """Names of the tasks that come with the package."""
+    library = resources.files("rayapp.tasks").joinpath("library")
+    return sorted(Path(entry.name).stem for entry in library.iterdir() if Path(entry.name).suffix in _YAML)
+
+
+def load_tasks(names: Sequence[str]) -> tuple[Task, ...]:
+    """The tasks of a run, in order.
+
+    Raises:
+        InputError: there is none, one can't be used, or two have the same name.
+    """
+    if not names:
+        raise InputError(f"tasks is empty: name at least one of {', '.join(shipped_tasks())}, or a .yaml or .py file")
+    tasks = tuple(load_task(name) for name in names)
+    seen: dict[str, str] = {}
+    for task, source in zip(tasks, names, strict=True):
+        if task.name in seen:
+            raise InputError(f"two tasks are called {task.name}: {seen[task.name]} and {source}. Metrics go by name.")
+        seen[task.name] = source
+    return tasks
+
+
+def load_task(source: str) -> Task:
+    """One task, checked: its reference has run on the tests of a few seeds.
+
+    Args:
+        source: name of a shipped task, or path of a .yaml or .py file.
+    Raises:
+        InputError: it says what to change, and where.
+    """
+    path = Path(source)
+    if path.suffix == ".py":
+        task = _from_python(path)
+    elif path.suffix in _YAML:
+        task = _from_yaml(_read(path), source)
+    elif source in shipped_tasks():
+        text = resources.files("rayapp.tasks").joinpath("library", f"{source}.yaml").read_text(encoding="utf-8")
+        task = _from_yaml(text, source)
+    else:
+        raise InputError(_unknown(source))
+    if isinstance(task, CodingTask):
+        task.check()
+    return task
+
+
+def _unknown(source: str) -> str:
+    names = shipped_tasks()
+    near = difflib.get_close_matches(source, names, n=1)
+    hint = f"did you mean {near[0]}? " if near else ""
+    return f"no task {source!r}: {hint}It is one of {', '.join(names)}, or the path of a .yaml or .py file."
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise InputError(f"there is no task file {path}") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"task file {path} can't be read: {error}") from error
+
+
+def _from_yaml(text: str, source: str) -> CodingTask:
+    try:
+        data = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise InputError(f"task {source} is no YAML: {error}") from error
+    if not isinstance(data, dict):
+        raise InputError(f"task {source}: a mapping with prompt, func_name, tests and reference was expected")
+    data.setdefault("name", Path(source).stem)
+    try:
+        return CodingTask.model_validate(data)
+    except ValidationError as error:
+        raise InputError(f"task {source}: {explain(error, CodingTask)}") from error
+
+
+def _from_python(path: Path) -> Task:
+    code = _read(path)
+    module = ModuleType(f"rayapp_task_{path.stem}")
+    module.__file__ = str(path)
+    # Dataclasses look their module up while it runs; left there, Ray would pickle the task's class by that name, which
+    # no other process can import. Without it the class itself travels.
+    sys.modules[module.__name__] = module
+    try:
+        exec(compile(code, str(path), "exec"), module.__dict__)
+    except ValidationError as error:
+        raise InputError(f"task {path}: {explain(error, CodingTask)}") from error
+    except InputError:
+        raise
+    except Exception as error:  # boundary: the user's file
+        raise InputError(f"task file {path} can't run: {type(error).__name__}: {error}") from error
+    finally:
+        del sys.modules[module.__name__]
+    task = getattr(module, "TASK", None)
+    if not all(hasattr(task, name) for name in ("name", "render", "score")):
+        raise InputError(f"task file {path} has to bind TASK to a CodingTask, or to an object with name, render and score")
+    assert task is not None
+    return task  # type: ignore[no-any-return]
