@@ -80,12 +80,11 @@ def _load_yaml(path: Path) -> DictConfig:
 
 
 def _files_nearby(path: Path) -> str:
-    folder = path.parent if path.parent.is_dir() else Path("configs")
-    names = sorted(str(file) for file in folder.glob("*.yaml"))
+    names = sorted(str(file) for file in Path("configs").rglob("*.yaml"))
     near = difflib.get_close_matches(str(path), names, n=1)
     if near:
         return f"Did you mean {near[0]}?"
-    return f"There are: {', '.join(names)}." if names else "Run this where the folder configs/ is."
+    return f"There are: {', '.join(names)}." if names else "Run this in the folder that holds configs/."
 
 
 def _parse_overrides(overrides: Sequence[str]) -> DictConfig:

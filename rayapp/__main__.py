@@ -1,0 +1,6 @@
+"""`python -m rayapp` is `rayapp`."""
+
+from rayapp.cli import main
+
+if __name__ == "__main__":
+    main()

