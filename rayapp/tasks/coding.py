@@ -141,7 +141,7 @@ class CodingTask(BaseModel):
     def render(self, tokenizer: Tokenizer) -> Prompt:
         """The prompt as the policy reads it. What of the answer it holds already is `Prompt.prefill`."""
         is_chat = self.prompt_format != "completion"
-        prefill = self._prefill()
+        prefill = self.answer_prefix
         text = _chat(tokenizer, self) + prefill if is_chat else self.prompt
         # A chat template writes its special tokens itself; a plain prompt gets those the tokenizer adds.
         token_ids = tokenizer.encode(text, add_special_tokens=not is_chat)
@@ -150,7 +150,9 @@ class CodingTask(BaseModel):
             task=self.name, text=text, token_ids=np.asarray(token_ids, np.int32), prefill=prefill, stop=stop
         )
 
-    def _prefill(self) -> str:
+    @property
+    def answer_prefix(self) -> str:
+        """What of the answer the prompt holds already."""
         match self.prompt_format:
             case "chat":
                 return ""

