@@ -1,0 +1,109 @@
+"""Whether `model.path` can be used, found out before any actor starts: seconds here instead of a traceback from vLLM."""
+
+from __future__ import annotations
+
+import json
+import struct
+from pathlib import Path
+from typing import Any
+
+from rayapp.config import Config
+from rayapp.errors import ConfigError, InputError
+
+MAX_HEADER_BYTES = 100 << 20
+
+
+def check_model(config: Config) -> None:
+    """Check a local folder fully, and a hub id as far as its configuration.
+
+    Raises:
+        InputError: there is no such model, or a part of it is missing or broken.
+        ConfigError: the model is fine but other keys don't fit it.
+    """
+    path = Path(config.model.path)
+    if path.is_dir():
+        architecture = _read_config(path)
+        _check_weights(path)
+        _check_tokenizer(path)
+    elif path.is_absolute() or config.model.path.startswith((".", "models/")) or config.model.path.count("/") != 1:
+        hint = " Make it with `rayapp model fetch smollm2-135m`." if path.name == "smollm2-135m" else ""
+        raise InputError(f"model.path {config.model.path!r}: there is no such folder.{hint}")
+    else:
+        architecture = _hub_config(config.model.path)
+    _check_fits(architecture, config)
+
+
+def _read_config(folder: Path) -> dict[str, Any]:
+    file = folder / "config.json"
+    try:
+        architecture = json.loads(file.read_text())
+    except FileNotFoundError:
+        raise InputError(f"model.path {str(folder)!r} has no config.json: it is no Hugging Face model folder") from None
+    except ValueError as error:
+        raise InputError(f"{file} is no JSON: {error}") from None
+    if not isinstance(architecture, dict) or not architecture.get("architectures"):
+        raise InputError(f"{file} names no architecture, so vLLM and transformers can't tell what the model is")
+    return architecture
+
+
+def _check_weights(folder: Path) -> None:
+    files = sorted(folder.glob("*.safetensors"))
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        named = {folder / name for name in json.loads(index.read_text())["weight_map"].values()}
+        missing = sorted(file.name for file in named if not file.is_file())
+        if missing:
+            raise InputError(f"model.path {str(folder)!r}: {index.name} names files that are not there: {', '.join(missing)}")
+    if not files:
+        raise InputError(f"model.path {str(folder)!r} has no *.safetensors file. Convert the model to safetensors first.")
+    for file in files:
+        _check_safetensors(file)
+
+
+def _check_safetensors(file: Path) -> None:
+    """The header, and that the file is as long as the header says: a copy that broke off is the usual fault."""
+    size = file.stat().st_size
+    try:
+        with file.open("rb") as stream:
+            (length,) = struct.unpack("<Q", stream.read(8))
+            if length > min(MAX_HEADER_BYTES, size):
+                raise ValueError("its header is longer than the file")
+            header = json.loads(stream.read(length))
+        end = max(entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__")
+    except (struct.error, ValueError, KeyError, TypeError) as error:
+        raise InputError(f"{file} is no safetensors file: {error}") from None
+    if size != 8 + length + end:
+        raise InputError(f"{file} is torn: {size} bytes, its header says {8 + length + end}. Copy or download it again.")
+
+
+def _check_tokenizer(folder: Path) -> None:
+    if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json")):
+        raise InputError(f"model.path {str(folder)!r} has no tokenizer (tokenizer.json, tokenizer.model or vocab.json)")
+
+
+def _hub_config(name: str) -> dict[str, Any]:
+    from transformers import AutoConfig
+
+    try:
+        found: dict[str, Any] = AutoConfig.from_pretrained(name).to_dict()
+    except (OSError, ValueError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise InputError(
+            f"model.path {name!r} is neither a local folder nor a model that the hub gives us: {reason}"
+        ) from None
+    return found
+
+
+def _check_fits(architecture: dict[str, Any], config: Config) -> None:
+    heads, tp = architecture.get("num_attention_heads"), config.server.tensor_parallel_size
+    if heads is not None and heads % tp:
+        raise ConfigError(
+            f"server.tensor_parallel_size {tp} does not divide the {heads} attention heads of {config.model.path}. "
+            f"Use one of {', '.join(str(n) for n in range(1, min(heads, 16) + 1) if heads % n == 0)}."
+        )
+    longest, needed = architecture.get("max_position_embeddings"), config.max_model_tokens
+    if longest is not None and needed > longest:
+        raise ConfigError(
+            f"rollout.max_prompt_tokens {config.rollout.max_prompt_tokens} + rollout.max_completion_tokens "
+            f"{config.rollout.max_completion_tokens} = {needed} tokens, but {config.model.path} reads at most {longest}."
+        )
