@@ -4,7 +4,7 @@ What counts as code, in this order:
 1. The answer was prefilled (`prefill` is not empty): prefill and completion together, without the opening fence, up to
    the first closing fence.
 2. Fenced blocks: the last Python block that defines the function. A model that corrects itself does so below.
-3. No fence: from the first line that begins Python and leads to the function's `def`.
+3. Above any fence: from the first line that begins Python and leads to the function's `def`.
 Then whatever follows the function is cut, unless it is another definition: models like to append prose or an example
 call, which are not the answer and would only raise. Nothing here runs or repairs code: a body cut off by the token
 limit stays broken.
@@ -37,7 +37,7 @@ def extract_code(completion: str, func_name: str, *, prefill: str = "") -> str |
     if prefill:
         candidates = [_until_fence(_after_fence(prefill) + text)]
     else:
-        candidates = [*reversed(_fenced_blocks(text)), _unfenced(text, func_name)]
+        candidates = [*reversed(_fenced_blocks(text)), _unfenced(_until_fence(text), func_name)]
     for candidate in candidates:
         if _has_def(candidate, func_name):
             return cut_after_function(candidate, func_name)

@@ -1,0 +1,117 @@
+"""Which part of a completion is taken for the code."""
+
+from __future__ import annotations
+
+import ast
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rayapp.tasks.extraction import cut_after_function, extract_code
+
+PREFILL = "```python\ndef f(xs):"
+
+
+def test_prefilled_answer_is_the_signature_and_the_completion_up_to_the_closing_fence() -> None:
+    completion = "\n    return xs\n```\nThis function returns its argument."
+
+    assert extract_code(completion, "f", prefill=PREFILL) == "def f(xs):\n    return xs\n"
+
+
+def test_prose_in_a_prefill_above_its_fence_is_no_code() -> None:
+    assert extract_code("\n    return 1\n", "f", prefill=f"Here it is:\n{PREFILL}") == "def f(xs):\n    return 1\n"
+
+
+def test_text_and_example_calls_after_the_function_are_cut() -> None:
+    completion = "\n    return 1\n\nThis returns one.\nprint(f(2))\n"
+
+    assert extract_code(completion, "f", prefill=PREFILL) == "def f(xs):\n    return 1\n"
+
+
+def test_definitions_after_the_function_are_kept_because_it_may_call_them() -> None:
+    completion = "\n    return g(xs)\n\nprint(f(1))\n\n@cached\ndef g(x):\n    return x\n\nf(2)\n"
+
+    code = extract_code(completion, "f", prefill=PREFILL)
+
+    assert code == "def f(xs):\n    return g(xs)\n\n\n@cached\ndef g(x):\n    return x\n"
+
+
+def test_body_cut_off_by_the_token_limit_stays_broken() -> None:
+    code = extract_code("\n    for x in xs:\n        total = (x +", "f", prefill=PREFILL)
+
+    assert code == "def f(xs):\n    for x in xs:\n        total = (x +\n"
+
+
+def test_last_python_block_that_defines_the_function_wins() -> None:
+    completion = (
+        "First:\n```python\ndef f(x):\n    return 1\n```\nBetter:\n```py\ndef f(x):\n    return 2\n```\n"
+        "Run it:\n```bash\npython f.py\n```\nand\n```python\nprint(f(3))\n```\n"
+    )
+
+    assert extract_code(completion, "f") == "def f(x):\n    return 2\n"
+
+
+def test_block_in_another_language_is_no_answer() -> None:
+    assert extract_code("```javascript\ndef f(x): pass\n```", "f") is None
+
+
+def test_indented_block_of_a_list_item_is_dedented() -> None:
+    assert extract_code("1. So:\n\n   ```python\n   def f(x):\n       return 1\n   ```\n", "f") == "def f(x):\n    return 1\n"
+
+
+def test_unclosed_block_goes_to_the_end() -> None:
+    assert extract_code("```python\ndef f(x):\n    return 1", "f") == "def f(x):\n    return 1\n"
+
+
+def test_code_without_a_fence_is_found_between_prose() -> None:
+    completion = "Of course! def is a keyword.\nimport math\n\ndef f(x):\n    return math.pi\n\nHope this helps!"
+
+    assert extract_code(completion, "f") == "import math\n\ndef f(x):\n    return math.pi\n"
+
+
+def test_prose_that_begins_like_code_is_skipped() -> None:
+    assert extract_code("from the list we go\ndef f(x):\n    return 1\n", "f") == "def f(x):\n    return 1\n"
+
+
+@pytest.mark.parametrize("completion", ["", "I can't do that.", "```python\ndef g(x): pass\n```", "define f(x)"])
+def test_completion_without_the_function_has_no_code(completion: str) -> None:
+    assert extract_code(completion, "f") is None
+
+
+def test_carriage_returns_are_line_ends() -> None:
+    assert extract_code("\r\n    return 1\r\n```", "f", prefill=PREFILL) == "def f(xs):\n    return 1\n"
+
+
+def test_column_zero_text_in_a_string_does_not_end_the_function() -> None:
+    source = 'def f(x):\n    """\nNotes\n"""\n    return 1\n'
+
+    assert cut_after_function(source, "f") == source
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.text(alphabet=st.sampled_from("def fx():\n `~#'\"[]{}\\return1"), max_size=120))
+def test_any_text_gives_code_with_the_function_or_nothing(text: str) -> None:
+    for prefill in ("", PREFILL):
+        code = extract_code(text, "f", prefill=prefill)
+        assert code is None or "def" in code
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.text(max_size=200))
+def test_honest_function_survives_whatever_follows_its_fence(tail: str) -> None:
+    code = extract_code(f"\n    return xs\n```\n{tail}", "f", prefill=PREFILL)
+
+    assert code == "def f(xs):\n    return xs\n"
+    assert isinstance(ast.parse(code).body[0], ast.FunctionDef)
+
+
+def test_hostile_length_costs_little() -> None:
+    # 3000 lines, each a place where a cut could be made, none of which parses.
+    completion = "\n    return (\n" + "x = = 1\n" * 3000
+
+    assert extract_code(completion, "f", prefill=PREFILL) == "def f(xs):\n    return (\n"
+
+
+def test_code_that_only_closes_a_fence_is_found() -> None:
+    assert extract_code("def f(x):\n    return 1\n```\nDone.", "f") == "def f(x):\n    return 1\n"
