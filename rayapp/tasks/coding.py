@@ -17,7 +17,7 @@ from dataclasses import replace
 from typing import Annotated, Literal, Self
 
 import numpy as np
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StringConstraints, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
 from rayapp.errors import InputError, SandboxConfigError, SandboxError
 from rayapp.protocols import SandboxSource, Tokenizer
@@ -54,7 +54,6 @@ def _checked_expression(expression: str) -> str:
 
 
 Expression = Annotated[str, AfterValidator(_checked_expression)]
-Text = Annotated[str, StringConstraints(min_length=1)]
 
 
 class CodingTask(BaseModel):
@@ -67,7 +66,7 @@ class CodingTask(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
 
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$")
-    prompt: Text
+    prompt: str = Field(min_length=1)
     """What the policy is asked. With `completion` it is the beginning of a Python file that ends in the function's
     `def` line (and docstring)."""
     func_name: str = Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")
