@@ -59,6 +59,8 @@ class AlgorithmSection(FrozenModel):
     """A name of verl's ADV_ESTIMATOR_REGISTRY that needs no critic."""
     norm_adv_by_std: bool = True
     """Divide by the group's standard deviation. False is Dr. GRPO."""
+    gdpo_reward_terms: tuple[str, ...] = ()
+    """For gdpo: the reward terms that are normalised one by one. Empty normalises the total."""
     policy_loss: str = "vanilla"
     """A name of verl's POLICY_LOSS_REGISTRY."""
     policy_loss_options: dict[str, float | int | str | bool] = {}
