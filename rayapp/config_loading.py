@@ -42,7 +42,7 @@ def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> Confi
     except OmegaConfBaseException as error:
         raise ConfigError(f"{where}: {_first_line(error)}") from error
     except ValidationError as error:
-        raise ConfigError(f"{where}: {_indented(explain(error, Config))}") from error
+        raise ConfigError(f"{where}:{_indented(explain(error, Config))}") from error
     _check_names(config)
     return config
 
@@ -117,4 +117,4 @@ def _first_line(error: Exception) -> str:
 
 
 def _indented(lines: str) -> str:
-    return lines if "\n" not in lines else "\n  " + lines.replace("\n", "\n  ")
+    return f" {lines}" if "\n" not in lines else "\n  " + lines.replace("\n", "\n  ")

@@ -98,6 +98,9 @@ def _rule(field: FieldInfo | None) -> str:
     """`must be an integer, at least 2`; empty when the annotation says nothing that helps."""
     if field is None:
         return ""
+    sections = list(_models_in(field.annotation))
+    if sections:
+        return f"must be a section with {', '.join(dict.fromkeys(key for s in sections for key in s.model_fields))}"
     choices = _choices(field.annotation)
     if choices:
         return f"must be one of {', '.join(choices)}"
