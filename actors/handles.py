@@ -48,10 +48,10 @@ class VllmServerHandle(Handle):
         sampling: SamplingParams,
         *,
         min_policy_version: int,
-        expected_requests: int = 0,
+        cohort_size: int = 0,
     ) -> Completion:
         ref = self.actor.generate.remote(
-            request_id, list(prompt_ids), sampling, min_policy_version, expected_requests
+            request_id, list(prompt_ids), sampling, min_policy_version, cohort_size
         )
         try:
             completion: Completion = await self.call("generate", ref, self.request_timeout_s)

@@ -23,10 +23,10 @@ from rayapp.types import Completion, Group, GroupSummary, SamplingParams
 class ServerEngine:
     """`RolloutEngine` over one server: whole groups go to one server, whose prefix cache then holds their prompt."""
 
-    def __init__(self, server: VllmServerHandle, request: GroupRequest, expected_requests: int) -> None:
+    def __init__(self, server: VllmServerHandle, request: GroupRequest, cohort_size: int) -> None:
         self._server = server
         self._version = request.policy_version
-        self._expected_requests = expected_requests
+        self._cohort_size = cohort_size
 
     async def generate(self, request_id: str, prompt_ids: Sequence[int], sampling: SamplingParams) -> Completion:
         return await self._server.generate(
@@ -34,7 +34,7 @@ class ServerEngine:
             prompt_ids,
             sampling,
             min_policy_version=self._version,
-            expected_requests=self._expected_requests,
+            cohort_size=self._cohort_size,
         )
 
 

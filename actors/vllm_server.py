@@ -1,0 +1,115 @@
+"""`vllm-server-N`: one vLLM engine behind Ray calls. A thin shell around `rayapp.engines.vllm`.
+
+It refuses to generate with weights other than those a caller asks for, and with weights that may be a mixture.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from rayapp.config import Config
+from rayapp.engines.vllm import VllmEngine
+from rayapp.errors import EngineError, StaleVersionError, WeightSyncError
+from rayapp.rollout.order import ANY_VERSION
+from rayapp.types import Completion, SamplingParams
+from rayapp.weights.buckets import TensorEntry, WeightBucket
+
+SHARED_MEMORY = Path("/dev/shm")
+
+
+class VllmServer:
+    """See the module.
+
+    Args:
+        config: of the run.
+        index: N of the name.
+    """
+
+    def __init__(self, config: Config, index: int) -> None:
+        self._config = config
+        self._index = index
+        self._engine: VllmEngine | None = None
+        self._is_consistent = True
+
+    def __repr__(self) -> str:
+        return f"vllm-server-{self._index}"
+
+    async def start(self) -> dict[str, Any]:
+        """Start the engine. Returns facts for the log."""
+        started = time.monotonic()
+        self._engine = await VllmEngine.start(self._config)
+        return await self._engine.facts() | {"start_s": time.monotonic() - started, "pid": os.getpid()}
+
+    async def generate(
+        self,
+        request_id: str,
+        prompt_ids: list[int],
+        sampling: SamplingParams,
+        min_policy_version: int = ANY_VERSION,
+        cohort_size: int = 0,
+    ) -> Completion:
+        """See `VllmEngine.generate`.
+
+        Raises:
+            StaleVersionError: this server holds older weights than the caller needs.
+        """
+        engine = self._ready_engine()
+        if engine.policy_version < min_policy_version:
+            raise StaleVersionError(
+                f"{self!r} holds policy version {engine.policy_version}, {request_id} needs {min_policy_version}"
+            )
+        return await engine.generate(request_id, prompt_ids, sampling, cohort_size=cohort_size)
+
+    async def load_weights(self, version: int, buckets: list[Any]) -> dict[str, float]:
+        """Load a version from references to `WeightBucket`s.
+
+        Returns:
+            bytes, seconds to copy into shared memory, seconds in the engine.
+        Raises:
+            WeightSyncError: this server must be replaced.
+        """
+        engine = self._ready_engine()
+        self._is_consistent = False
+        started = time.monotonic()
+        with tempfile.NamedTemporaryFile(dir=SHARED_MEMORY, prefix=f"rayapp-weights-{os.getpid()}-") as file:
+            entries = await self._copy_buckets(buckets, file)
+            copied = time.monotonic()
+            await engine.load_weights(version, file.name, entries)
+            num_bytes = file.tell()
+        self._is_consistent = True
+        return {"bytes": float(num_bytes), "copy_s": copied - started, "engine_s": time.monotonic() - copied}
+
+    async def _copy_buckets(self, buckets: list[Any], file: Any) -> list[TensorEntry]:
+        """One copy, from the object store into a file that the engine's processes can map: they are no Ray workers."""
+        entries: list[TensorEntry] = []
+        for ref in buckets:
+            bucket: WeightBucket = await ref
+            start = file.tell()
+            file.write(bucket.data.data)
+            entries += [(name, dtype, shape, start + offset, size) for name, dtype, shape, offset, size in bucket.entries]
+        file.flush()
+        return entries
+
+    async def prompt_log_probs(self, sequences: list[list[int]]) -> list[Any]:
+        """(T-1,) log-probs of each sequence's tokens under the weights held now."""
+        return [await self._ready_engine().prompt_log_probs(token_ids) for token_ids in sequences]
+
+    async def policy_version(self) -> int:
+        return self._ready_engine().policy_version
+
+    async def close(self) -> None:
+        """End the engine's processes. Idempotent."""
+        if self._engine is not None:
+            self._engine.close()
+            self._engine = None
+
+    def _ready_engine(self) -> VllmEngine:
+        if self._engine is None:
+            raise EngineError(f"{self!r} is not started")
+        if not self._is_consistent:
+            raise WeightSyncError(f"{self!r} may hold a mixture of two versions: its last weight update did not finish")
+        return self._engine

@@ -1,0 +1,245 @@
+"""vLLM's async engine as a `RolloutEngine`: token ids in, token ids and log-probs out, weights replaced in place.
+
+Used by the vllm-server actor, and directly by tests and tools. The only module, with its worker extension, that knows
+vLLM's names.
+
+Admission. On CPU, and on any engine whose kernels choose their blocking by batch size, the last bits of a log-prob
+depend on which requests share a batch, and a sampled token can flip on them. So the scheduler stays paused from one
+weight update to the moment a whole cohort is queued, in the order of request ids: equal weights and seeds then give
+equal batches, and a resumed run repeats an uninterrupted one token for token.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from rayapp.config import Config
+from rayapp.errors import EngineDeadError, EngineError, WeightSyncError
+from rayapp.types import Completion, SamplingParams
+from rayapp.weights.buckets import TensorEntry
+
+os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+
+
+class VllmEngine:
+    """One engine; build it with `start`.
+
+    Args:
+        engine: vLLM's AsyncLLM.
+    """
+
+    def __init__(self, engine: Any) -> None:
+        self._engine = engine
+        self.policy_version = 0
+        self._is_paused = False
+        self._waiting: dict[str, asyncio.Event] = {}
+
+    @classmethod
+    async def start(cls, config: Config) -> VllmEngine:
+        """Load the model and be ready to generate.
+
+        Raises:
+            EngineError: vLLM could not start; the message holds its reason.
+        """
+        _set_process_environment(config)
+        from vllm import AsyncEngineArgs
+        from vllm.v1.engine.async_llm import AsyncLLM
+
+        try:
+            engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**_engine_args(config)))
+            await engine.collective_rpc("die_with", args=(os.getpid(),))
+        except Exception as error:  # boundary: vLLM raises whatever its dependencies raise
+            raise EngineError(f"vLLM did not start with {config.model.path}: {type(error).__name__}: {error}") from error
+        return cls(engine)
+
+    async def generate(
+        self, request_id: str, prompt_ids: Sequence[int], sampling: SamplingParams, *, cohort_size: int = 0
+    ) -> Completion:
+        """Sample one completion.
+
+        Args:
+            request_id: unique among those in flight.
+            cohort_size: requests that start together with this one, itself included; 0 starts it at once.
+        Raises:
+            EngineDeadError: the engine's process is gone.
+            EngineError: it refuses this request.
+        """
+        started = time.monotonic()
+        queue = await self._admit(request_id, prompt_ids, sampling, cohort_size)
+        admitted = time.monotonic()
+        try:
+            output = await queue.get()
+        except asyncio.CancelledError:
+            await asyncio.shield(self._engine.abort(queue.request_id, internal=True))
+            raise
+        except Exception as error:  # boundary: vLLM
+            raise self._engine_error(error, request_id) from error
+        finally:
+            queue.close()
+        return _completion(output.outputs[0], self.policy_version, admitted - started, time.monotonic() - admitted)
+
+    async def _admit(
+        self, request_id: str, prompt_ids: Sequence[int], sampling: SamplingParams, cohort_size: int
+    ) -> Any:
+        """Queue a request, in its turn within its cohort. Returns vLLM's collector of its output."""
+        turn = self._waiting[request_id] = asyncio.Event()
+        if len(self._waiting) >= cohort_size:
+            self._next_turn()
+        try:
+            await turn.wait()
+            return await self._add(request_id, prompt_ids, sampling)
+        finally:
+            del self._waiting[request_id]
+            if self._waiting and turn.is_set():
+                self._next_turn()
+            elif not self._waiting:
+                await self._resume()
+
+    def _next_turn(self) -> None:
+        self._waiting[min(self._waiting, key=_natural_order)].set()
+
+    async def _add(self, request_id: str, prompt_ids: Sequence[int], sampling: SamplingParams) -> Any:
+        # The salt keeps the prefix cache apart by version: blocks computed with older weights are never read again and
+        # leave by age, without a flush that would cost the running requests theirs.
+        prompt = {"prompt_token_ids": list(prompt_ids), "cache_salt": f"version={self.policy_version}"}
+        try:
+            return await self._engine.add_request(request_id, prompt, _sampling_params(sampling))
+        except Exception as error:  # boundary: vLLM
+            raise self._engine_error(error, request_id) from error
+
+    async def load_weights(self, version: int, path: str, entries: Sequence[TensorEntry]) -> None:
+        """Replace the weights by those in a shared-memory file, between requests.
+
+        Raises:
+            WeightSyncError: the engine may hold a mixture now; it must not generate.
+        """
+        await self.pause()
+        try:
+            await self._engine.collective_rpc("load_shared_weights", args=(path, list(entries)))
+        except Exception as error:  # boundary: vLLM
+            raise WeightSyncError(f"version {version} was not loaded: {type(error).__name__}: {error}") from error
+        self.policy_version = version
+
+    async def pause(self) -> None:
+        """Finish what runs, then schedule nothing until the next cohort is queued."""
+        if not self._is_paused:
+            await self._engine.pause_generation(mode="wait", clear_cache=False)
+            self._is_paused = True
+
+    async def _resume(self) -> None:
+        if self._is_paused:
+            self._is_paused = False
+            await self._engine.resume_generation()
+
+    async def prompt_log_probs(self, token_ids: Sequence[int]) -> np.ndarray:
+        """(T-1,) log-probability of each token given those before it, at temperature 1, as this engine computes it."""
+        from vllm import SamplingParams as VllmSamplingParams
+
+        params = VllmSamplingParams(max_tokens=1, prompt_logprobs=0, temperature=1.0)
+        # A salt of its own: cached blocks would be skipped, and give no log-probs.
+        prompt = {"prompt_token_ids": list(token_ids), "cache_salt": f"log-probs={time.monotonic_ns()}"}
+        await self._resume()
+        async for output in self._engine.generate(prompt, params, f"log-probs-{time.monotonic_ns()}"):
+            rows = output.prompt_logprobs
+        chosen = [row[token].logprob for row, token in zip(rows[1:], token_ids[1:], strict=True)]
+        return np.array(chosen, np.float32)
+
+    async def facts(self) -> dict[str, Any]:
+        import vllm
+
+        cache = self._engine.vllm_config.cache_config
+        return {
+            "vllm": vllm.__version__,
+            "kv_blocks": cache.num_gpu_blocks,
+            "block_tokens": cache.block_size,
+            "max_model_tokens": self._engine.model_config.max_model_len,
+        }
+
+    def close(self) -> None:
+        """End the engine's processes. Idempotent."""
+        self._engine.shutdown()
+
+    def _engine_error(self, error: Exception, request_id: str) -> EngineError:
+        if self._engine.errored:
+            return EngineDeadError(f"the engine's process died while it served {request_id}: {error}")
+        return EngineError(f"the engine refused {request_id}: {type(error).__name__}: {error}")
+
+
+def _set_process_environment(config: Config) -> None:
+    """What vLLM reads from the environment when it is imported; child processes inherit it."""
+    threads = config.server.cpu_threads or max(1, len(os.sched_getaffinity(0)) // config.server.num_servers)
+    os.environ["VLLM_CPU_KVCACHE_SPACE"] = str(config.server.kv_cache_gib)
+    # Ray sets this to the actor's num_cpus, which is a share for scheduling, not the number of cores to compute on.
+    os.environ["OMP_NUM_THREADS"] = str(threads)
+    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
+    tp = config.server.tensor_parallel_size
+    if tp > 1 and "VLLM_CPU_OMP_THREADS_BIND" not in os.environ:
+        cores = sorted(os.sched_getaffinity(0))
+        os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(str(cores[rank % len(cores)]) for rank in range(tp))
+
+
+def _engine_args(config: Config) -> dict[str, Any]:
+    server = config.server
+    return {
+        "model": config.model.path,
+        "trust_remote_code": config.model.trust_remote_code,
+        "dtype": server.dtype,
+        "max_model_len": config.max_model_tokens,
+        "tensor_parallel_size": server.tensor_parallel_size,
+        "distributed_executor_backend": "mp" if server.tensor_parallel_size > 1 else None,
+        "gpu_memory_utilization": server.gpu_memory_utilization,
+        "max_num_seqs": server.max_num_seqs,
+        "enforce_eager": server.enforce_eager,
+        "enable_prefix_caching": True,
+        # The distribution that was sampled from; vLLM's default is the one before temperature.
+        "logprobs_mode": "processed_logprobs",
+        "worker_extension_cls": "rayapp.engines.vllm_worker.WeightUpdateExtension",
+        "seed": config.run.seed,
+        # A model's generation_config.json may hold top_k or a repetition penalty: sampling is what we say it is.
+        "generation_config": "vllm",
+        "disable_log_stats": False,
+    }
+
+
+def _sampling_params(sampling: SamplingParams) -> Any:
+    from vllm import SamplingParams as VllmSamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    return VllmSamplingParams(
+        max_tokens=sampling.max_tokens,
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        stop=list(sampling.stop),
+        seed=sampling.seed,
+        logprobs=0,
+        flat_logprobs=True,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+    )
+
+
+def _completion(output: Any, policy_version: int, queued_s: float, generate_s: float) -> Completion:
+    token_ids = np.array(output.token_ids, np.int32)
+    log_probs = np.array(output.logprobs.logprobs, np.float32)
+    if log_probs.size != token_ids.size:
+        raise EngineError(f"vLLM gave {log_probs.size} log-probs for {token_ids.size} sampled tokens")
+    return Completion(
+        token_ids=token_ids,
+        log_probs=log_probs,
+        text=output.text,
+        finish_reason=output.finish_reason if output.finish_reason in ("stop", "length") else "abort",
+        policy_version=policy_version,
+        time_queued_s=queued_s,
+        time_generate_s=generate_s,
+    )
+
+
+def _natural_order(request_id: str) -> tuple[object, ...]:
+    """`group=2/trajectory=10` after `group=2/trajectory=9`."""
+    return tuple(int(part) if part.isdigit() else part for part in request_id.replace("/", "=").split("="))

@@ -1,0 +1,54 @@
+"""What we add to vLLM's workers: taking new weights out of shared memory, and not outliving the server.
+
+vLLM mixes this class into its own worker by import path (`worker_extension_cls`), in the engine's processes. Those are
+no Ray workers and refuse pickled calls, so a call carries only a file's name and plain data.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import threading
+from typing import TYPE_CHECKING, Any
+
+from rayapp.weights.buckets import TensorEntry, unpack
+
+if TYPE_CHECKING:
+    import torch
+
+
+class WeightUpdateExtension:
+    """Mixed into vLLM's worker, which brings `model_runner`."""
+
+    model_runner: Any
+
+    def load_shared_weights(self, path: str, entries: list[TensorEntry]) -> int:
+        """Load a whole model from a file in shared memory. Returns the number of tensors.
+
+        Args:
+            path: file of raw tensors, e.g. in /dev/shm; the caller unlinks it.
+            entries: what is where in it.
+        """
+        import torch
+
+        size = os.path.getsize(path)
+        data = torch.from_file(path, shared=True, size=size, dtype=torch.uint8)
+        # Layer-wise reload and not load_weights: on CPU vLLM repacks parameters after the first load, and a second
+        # plain load finds no weight_loader on them.
+        self.model_runner.reload_weights(weights_iterator=unpack((tuple(entry) for entry in entries), data))  # type: ignore[arg-type]
+        return len(entries)
+
+    def die_with(self, server_pid: int) -> None:
+        """End this engine when the server's process ends, SIGKILL included: nobody else would."""
+        pidfd = os.pidfd_open(server_pid)
+        threading.Thread(target=_end_engine_after, args=(pidfd, server_pid), daemon=True).start()
+
+
+def _end_engine_after(pidfd: int, server_pid: int) -> None:
+    select.select([pidfd], [], [])
+    engine_core = os.getppid()
+    # With tensor parallelism this worker is a child of the engine core; else it is the engine core.
+    if engine_core not in (server_pid, 1):
+        os.kill(engine_core, signal.SIGKILL)
+    os._exit(1)
