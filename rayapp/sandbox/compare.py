@@ -1,0 +1,69 @@
+"""Compares a value that came out of a sandbox with the expected one. Runs outside the sandbox; called by graders.
+
+Type-exact, at every depth:
+
+| expected | actual | equal |
+|---|---|---|
+| 1 | True, 1.0 | no: bool, int and float are three types |
+| [1, 2] | (1, 2) | no: list and tuple differ, set and list too |
+| nan | nan | yes, or no answer could ever match |
+| 0.0 | -0.0 | yes, as in Python; floats are otherwise compared bit for bit, without tolerance |
+| {"a": 1, "b": 2} | {"b": 2, "a": 1} | yes: order of dict and set does not count |
+| {1: "a"} | {True: "a"} | no: keys are compared by type too |
+
+Values are plain data rebuilt by `codec.decode_value`, so `==` on a leaf never runs foreign code. An actual value of any
+other type is unequal; nothing here raises because of it.
+"""
+
+from __future__ import annotations
+
+_LEAVES = (bool, int, float, str, bytes, type(None))
+
+
+def equal(expected: object, actual: object) -> bool:
+    """True when both are the same plain data; see the table above.
+
+    Raises:
+        TypeError: `expected` is not plain data: the task's author has to mend it.
+    """
+    kind = type(expected)
+    if kind not in (*_LEAVES, list, tuple, set, dict):
+        raise TypeError(f"expected value of type {kind.__name__} can't be compared; tasks compare plain data only")
+    if type(actual) is not kind:
+        return False
+    if isinstance(expected, list | tuple):
+        assert isinstance(actual, list | tuple)
+        return len(expected) == len(actual) and all(map(equal, expected, actual))
+    if isinstance(expected, set):
+        assert isinstance(actual, set)
+        return len(expected) == len(actual) and set(map(_token, expected)) == set(map(_token, actual))
+    if isinstance(expected, dict):
+        assert isinstance(actual, dict)
+        return _equal_dicts(expected, actual)
+    return _equal_leaves(expected, actual)
+
+
+def same_value(actual: object, expected: object) -> bool:
+    """`equal` in the order graders speak: what came back, then what it should be."""
+    return equal(expected, actual)
+
+
+def _equal_leaves(expected: object, actual: object) -> bool:
+    return expected == actual or (expected != expected and actual != actual)
+
+
+def _equal_dicts(expected: dict[object, object], actual: dict[object, object]) -> bool:
+    if len(expected) != len(actual):
+        return False
+    values = {_token(key): value for key, value in actual.items()}
+    missing = object()
+    return all(equal(value, values.get(_token(key), missing)) for key, value in expected.items())
+
+
+def _token(key: object) -> object:
+    """A stand-in for a key that is equal exactly when the key is the same plain data, e.g. 1, True and 1.0 apart."""
+    if isinstance(key, tuple):
+        return ("tuple", *map(_token, key))
+    if key != key:
+        return ("nan",)
+    return (type(key).__name__, key)

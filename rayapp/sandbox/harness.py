@@ -1,0 +1,166 @@
+"""Runs candidate code and calls its function: the part that is inside the sandbox, next to hostile code.
+
+    payload (code, function, inputs) -> run_calls -> frames: defined | undefined | value i | raised i | done
+
+Self-contained (standard library only, no import from rayapp), so that a provider may also send its source to a
+remote sandbox. Nothing it writes is believed: the candidate shares this process and can write the same frames. It holds
+no expected value, so there is no frame worth forging.
+
+A frame is one JSON array; values in it are packed so that JSON keeps their Python types (`pack`).
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import types
+from collections.abc import Callable, Sequence
+
+MAX_DEPTH = 100
+"""Nesting of one value. Deeper ones are not an answer but an attack on whoever reads them."""
+MAX_VALUE_BYTES = 1 << 20
+"""One packed value."""
+MAX_ERROR_CHARS = 500
+_EXACT_INT = 1 << 53
+_INFINITIES = (float("inf"), float("-inf"))
+
+Emit = Callable[[bytes], None]
+
+
+def pack(value: object, depth: int = 0) -> object:
+    """A plain value as JSON that keeps its types.
+
+    None, bool, str, small int, finite float and list stand for themselves; the others are `{tag: content}`:
+    i big int in hex, f float, t tuple, s set, d dict as pairs, b bytes in hex.
+
+    Raises:
+        TypeError: not plain data, subclasses included: an object that overrides `==` must not pass as a value.
+        ValueError: nested too deep.
+    """
+    kind = type(value)
+    if value is None or kind is bool or kind is str:
+        return value
+    if kind is int:
+        return value if -_EXACT_INT < value < _EXACT_INT else {"i": hex(value)}  # type: ignore[operator, arg-type]
+    if kind is float:
+        return {"f": repr(value)} if value != value or value in _INFINITIES else value
+    if kind is bytes:
+        return {"b": value.hex()}  # type: ignore[attr-defined]
+    if depth >= MAX_DEPTH:
+        raise ValueError(f"nested deeper than {MAX_DEPTH}")
+    if kind is list:
+        return [pack(part, depth + 1) for part in value]  # type: ignore[attr-defined]
+    if kind is tuple or kind is set:
+        return {"t" if kind is tuple else "s": [pack(part, depth + 1) for part in value]}  # type: ignore[attr-defined]
+    if kind is dict:
+        items = value.items()  # type: ignore[attr-defined]
+        return {"d": [[pack(key, depth + 1), pack(item, depth + 1)] for key, item in items]}
+    raise TypeError(f"{kind.__name__} is not plain data")
+
+
+def unpack(packed: object) -> object:
+    """The value that `pack` wrote. For trusted input only; what a candidate wrote goes through `codec.decode_value`."""
+    if isinstance(packed, list):
+        return [unpack(part) for part in packed]
+    if not isinstance(packed, dict):
+        return packed
+    ((tag, content),) = packed.items()
+    if tag == "i":
+        return int(content, 16)
+    if tag == "f":
+        return float(content)
+    if tag == "b":
+        return bytes.fromhex(content)
+    if tag == "d":
+        return {unpack(key): unpack(item) for key, item in content}
+    parts = [unpack(part) for part in content]
+    return tuple(parts) if tag == "t" else set(parts)
+
+
+def describe(error: BaseException) -> str:
+    """`ValueError: …`, the last line of a traceback, whatever the exception's own `__str__` does."""
+    try:
+        text = str(error)
+    except BaseException:  # boundary: the candidate's __str__
+        text = "<its message can't be shown>"
+    text = text[:MAX_ERROR_CHARS]
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+def frame(*parts: object) -> bytes:
+    return json.dumps(parts, separators=(",", ":")).encode()
+
+
+def define(code: str, name: str) -> dict[str, object]:
+    """Run code as a module of this name and return its names.
+
+    A real module, because dataclasses and pickle look their module up in sys.modules.
+    """
+    module = types.ModuleType(name)
+    sys.modules[name] = module
+    exec(compile(code, "<candidate>", "exec"), module.__dict__)
+    return module.__dict__
+
+
+def run_calls(code: str, function: str, inputs: Sequence[str], emit: Emit) -> None:
+    """Define the code and call its function on each input; every result is sent before the next call begins.
+
+    Args:
+        inputs: packed argument lists as JSON text, unpacked anew for each call: none can spoil another's arguments.
+    """
+    # Bound here, before candidate code runs, so that a candidate that patches json does not break its own answer.
+    loads, dumps = json.loads, json.dumps
+    try:
+        target = define(code, "candidate").get(function)
+        if not callable(target):
+            raise NameError(f"the code defines no function {function}")
+    except BaseException as error:  # boundary: candidate code, SystemExit included
+        emit(frame("undefined", describe(error)))
+        return
+    emit(frame("defined"))
+    for index, text in enumerate(inputs):
+        emit(_call(target, index, unpack(loads(text)), dumps))  # type: ignore[arg-type]
+    emit(frame("done"))
+
+
+def _call(target: Callable[..., object], index: int, args: Sequence[object], dumps: Callable[..., str]) -> bytes:
+    try:
+        answer = dumps(("value", index, pack(target(*args))), separators=(",", ":")).encode()
+    except BaseException as error:  # boundary: candidate code, SystemExit included
+        return frame("raised", index, describe(error))
+    if len(answer) > MAX_VALUE_BYTES:
+        return frame("raised", index, f"ValueError: the value takes more than {MAX_VALUE_BYTES} bytes")
+    return answer
+
+
+def run_script(code: str, names: dict[str, object], emit: Emit) -> None:
+    """Run code as a script in `names`; an uncaught exception is printed as Python would, and its last line is sent."""
+    try:
+        exec(compile(code, "<candidate>", "exec"), names)
+    except SystemExit as error:
+        status = _exit_status(error)
+        emit(frame("exited", status) if status == 0 else frame("failed", describe(error), status))
+    except BaseException as error:  # boundary: candidate code
+        text = describe(error)
+        _print_traceback(error)
+        emit(frame("failed", text, 1))
+    else:
+        emit(frame("exited", 0))
+
+
+def _exit_status(error: SystemExit) -> int:
+    if error.code is None or type(error.code) is int:
+        return (error.code or 0) & 0xFF
+    print(error.code, file=sys.stderr)
+    return 1
+
+
+def _print_traceback(error: BaseException) -> None:
+    try:
+        import traceback
+
+        # Our own frame is no part of the candidate's story.
+        entries = error.__traceback__.tb_next if error.__traceback__ else None
+        traceback.print_exception(type(error), error, entries)
+    except BaseException:
+        pass
