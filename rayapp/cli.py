@@ -69,16 +69,17 @@ def evaluate(
     model: Annotated[str | None, typer.Option(help="Evaluate this model instead of the config's")] = None,
     samples: Annotated[int | None, typer.Option(min=1, help="Completions per task; default eval.samples_per_task")] = None,
 ) -> None:
-    """Sample completions of every task and print what they are worth, as JSON."""
+    """Sample completions of every task, score them, and print the metrics as JSON."""
     import json
 
     from rayapp.config_loading import load_config
 
-    loaded = load_config(config, overrides or ())
+    options = [f"model.path={json.dumps(model)}"] if model else []
+    options += [f"eval.samples_per_task={samples}"] if samples else []
+    loaded = load_config(config, [*(overrides or ()), *options])
     from rayapp.driver import run_evaluation
 
-    results = run_evaluation(loaded, model, samples or loaded.eval.samples_per_task)
-    typer.echo(json.dumps(results, indent=2))
+    typer.echo(json.dumps(run_evaluation(loaded), indent=2))
 
 
 @app.command(

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Literal
 
 from rayapp.config import Config
+from rayapp.errors import UserError
 
 Level = Literal["ok", "note", "problem"]
 _KEYS = (
@@ -159,18 +160,12 @@ def _device_fits(config: Config) -> Iterator[Finding]:
 
 
 def _model_fits(config: Config) -> Iterator[Finding]:
-    folder = Path(config.model.path)
-    if folder.is_dir() and not (folder / "config.json").is_file():
-        yield Finding(
-            level="problem", what="model", detail=f"{folder} is no Hugging Face folder: it has no config.json",
-            cure="set model.path to one, or remove it and run: rayapp model fetch smollm2-135m",
-        )  # fmt: skip
-    elif not folder.exists() and folder.parts[0] in ("models", "outputs", "/", ".", ".."):
-        yield Finding(
-            level="problem", what="model", detail=f"there is no folder {folder}", cure="rayapp model fetch smollm2-135m"
-        )
-    elif not folder.exists():
-        yield Finding(level="note", what="model", detail=f"{folder} is no local folder: a hub has to have it")
+    from rayapp.model_check import check_model
+
+    try:
+        check_model(config)
+    except UserError as error:
+        yield Finding(level="problem", what="model", detail=str(error))
 
 
 def _weights_bytes(config: Config) -> int:
