@@ -1,6 +1,6 @@
 """The command line: `rayapp COMMAND`, or `python -m rayapp COMMAND`.
 
-Thin on purpose: each command loads what it needs when it runs, so that `rayapp --help` starts at once, and hands over to
+Thin on purpose: each command loads what it needs when it runs, so that `rayapp --help` starts at once, and hands on to
 the module that does the work. Exit codes: 0 done, 1 failed, 2 bad config or input, 130 interrupted. Errors that a user
 can mend are printed as one message without a traceback.
 """
@@ -36,9 +36,7 @@ ConfigFile = Annotated[Path, typer.Argument(metavar="CONFIG", help="YAML file, e
 OptionalConfigFile = Annotated[
     Path | None, typer.Argument(metavar="CONFIG", help="YAML file, e.g. configs/coding_cpu.yaml; none: all defaults")
 ]
-Overrides = Annotated[
-    list[str] | None, typer.Argument(metavar="KEY.SUB=VALUE", help="Settings that win over the file")
-]
+Overrides = Annotated[list[str] | None, typer.Argument(metavar="KEY.SUB=VALUE", help="Settings that win over the file")]
 
 
 @app.command(
@@ -67,7 +65,9 @@ def evaluate(
     config: ConfigFile,
     overrides: Overrides = None,
     model: Annotated[str | None, typer.Option(help="Evaluate this model instead of the config's")] = None,
-    samples: Annotated[int | None, typer.Option(min=1, help="Completions per task; default eval.samples_per_task")] = None,
+    samples: Annotated[
+        int | None, typer.Option(min=1, help="Completions per task; default eval.samples_per_task")
+    ] = None,
 ) -> None:
     """Sample completions of every task, score them, and print the metrics as JSON."""
     import json
@@ -85,7 +85,7 @@ def evaluate(
 @app.command(
     epilog="Examples:\n\n"
     "  rayapp score sort_numbers answer.py\n\n"
-    "  rayapp score my_task.yaml completions.jsonl --seed 7     (a line each: {\"completion\": \"…\"})\n\n"
+    '  rayapp score my_task.yaml completions.jsonl --seed 7     (a line each: {"completion": "…"})\n\n'
     "  cat answer.txt | rayapp score max_subarray_sum -"
 )
 def score(
@@ -96,7 +96,7 @@ def score(
 ) -> None:
     """Score completions as training would: in the sandbox, one JSON line each. Use it to check a task of your own.
 
-    A text that holds the function's `def` line is taken as the whole answer, any other as what follows the task's prefill.
+    A text with the function's `def` line is taken as the whole answer, any other as what follows the task's prefill.
     """
     from rayapp.score import score_command
 
@@ -116,7 +116,9 @@ def doctor(config: OptionalConfigFile = None, overrides: Overrides = None) -> No
 
 @config_app.command(
     name="show",
-    epilog="Examples:\n\n  rayapp config show configs/coding_cpu.yaml\n\n  rayapp config show configs/coding_cpu.yaml rollout.group_size=8",
+    epilog="Examples:\n\n"
+    "  rayapp config show configs/coding_cpu.yaml\n\n"
+    "  rayapp config show configs/coding_cpu.yaml rollout.group_size=8",
 )
 def config_show(config: OptionalConfigFile = None, overrides: Overrides = None) -> None:
     """Print the configuration with every default filled in, after checking it."""

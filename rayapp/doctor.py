@@ -45,7 +45,9 @@ def doctor_command(config: Config | None) -> bool:
     findings = [*machine(), *(fitness(config) if config is not None else ())]
     colour = {"ok": "green", "note": "yellow", "problem": "red"}
     for finding in findings:
-        console.print(f"[{colour[finding.level]}]{finding.level:>7}[/]  {finding.what:<14} {finding.detail}", highlight=False)
+        console.print(
+            f"[{colour[finding.level]}]{finding.level:>7}[/]  {finding.what:<14} {finding.detail}", highlight=False
+        )
         if finding.cure:
             console.print(f"{'':>9}{'':<14} [bold]cure:[/] {finding.cure}", highlight=False)
     return any(finding.level == "problem" for finding in findings)
@@ -66,7 +68,9 @@ def machine() -> Iterator[Finding]:
     yield Finding(level="ok", what="disk", detail=f"{shutil.disk_usage('.').free / _GIB:.1f} GiB free in {Path.cwd()}")
     yield _sandbox()
     present = [key for key in _KEYS if os.environ.get(key)]
-    yield Finding(level="ok", what="keys", detail=f"set: {', '.join(present)}" if present else "none set, none needed here")
+    yield Finding(
+        level="ok", what="keys", detail=f"set: {', '.join(present)}" if present else "none set, none needed here"
+    )
 
 
 def fitness(config: Config) -> Iterator[Finding]:
@@ -184,7 +188,8 @@ def _memory_fits(config: Config) -> Iterator[Finding]:
     if need > have:
         yield Finding(
             level="problem", what="memory",
-            detail=f"about {need / _GIB:.1f} GiB are needed (learners {learners / _GIB:.1f}, servers {servers / _GIB:.1f}, "
+            detail=f"about {need / _GIB:.1f} GiB are needed (learners {learners / _GIB:.1f}, servers "
+            f"{servers / _GIB:.1f}, "
             f"object store {config.cluster.object_store_mib / 1024:.1f}), {have / _GIB:.1f} are available",
             cure="lower server.kv_cache_gib, server.num_servers or cluster.object_store_mib",
         )  # fmt: skip
@@ -192,7 +197,7 @@ def _memory_fits(config: Config) -> Iterator[Finding]:
     if shm < config.cluster.object_store_mib << 20:
         yield Finding(
             level="problem", what="/dev/shm",
-            detail=f"{shm / _GIB:.1f} GiB are free, cluster.object_store_mib asks for {config.cluster.object_store_mib} MiB",
+            detail=f"{shm / _GIB:.1f} GiB are free, cluster.object_store_mib is {config.cluster.object_store_mib}",
             cure="lower cluster.object_store_mib, or give the container a larger /dev/shm (--shm-size)",
         )  # fmt: skip
 
@@ -201,7 +206,9 @@ def _folder_fits(config: Config) -> Iterator[Finding]:
     folder = config.run_folder
     nearest = next(parent for parent in [folder, *folder.parents] if parent.exists())
     if not os.access(nearest, os.W_OK):
-        yield Finding(level="problem", what="run folder", detail=f"{nearest} is not writable", cure="set run.output_dir")
+        yield Finding(
+            level="problem", what="run folder", detail=f"{nearest} is not writable", cure="set run.output_dir"
+        )
     # A checkpoint has float32 parameters and two moments.
     need = _weights_bytes(config) * 2 * 3 * (config.checkpoint.keep_last + 1)
     have = shutil.disk_usage(nearest).free

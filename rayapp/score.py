@@ -76,7 +76,7 @@ async def score_answers(
 
 
 def prompt_for(task: Task, text: str) -> Prompt:
-    """The prompt that a text answers. A text with the function's `def` line is a whole answer: it follows no prefill."""
+    """The prompt that a text answers. A text with the function's `def` line is whole: it follows no prefill."""
     prompt = Prompt(task=task.name, text="", token_ids=np.zeros(0, np.int32))
     if isinstance(task, CodingTask) and f"def {task.func_name}" not in text:
         return replace(prompt, prefill=task.answer_prefix)

@@ -55,7 +55,9 @@ def _explain_one(details: ErrorDetails, schema: type[BaseModel]) -> str:
     kind, value = details["type"], details["input"]
     if kind == "extra_forbidden":
         near = nearest_key(path, schema)
-        return f"unknown key {path}" + (f"; did you mean {near}?" if near else "; see `rayapp config show` for all keys")
+        return f"unknown key {path}" + (
+            f"; did you mean {near}?" if near else "; see `rayapp config show` for all keys"
+        )
     if kind == "value_error":
         text = str(details.get("ctx", {}).get("error", details["msg"]))
         return f"{path}: {text}" if path else text

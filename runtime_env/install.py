@@ -1,4 +1,4 @@
-"""Makes or updates the environment `.venv` from the locks beside this file. Called by `make venv`; standard library only.
+"""Makes or updates the environment `.venv` from the locks beside this file, for `make venv`; standard library only.
 
 A second call does nothing: a stamp in the environment holds the hash of everything that decides what is in it. It uses
 uv where there is one (on PATH, or installed into the environment first) and pip otherwise. Locks are installed with
@@ -102,9 +102,9 @@ def _cure(device: str, *, uses_uv: bool) -> str:
     lines = ["", "The installation failed; the message above says on which package."]
     if device == "cpu" and not uses_uv and not os.environ.get("PIP_FIND_LINKS"):
         lines += [
-            "If it is torch: its CPU build is not on PyPI. Either install uv and run this again (it knows PyTorch's own",
-            "index), or name that index as extra-index-url in your pip configuration, or put the wheel into a folder and",
-            "set PIP_FIND_LINKS to it.",
+            "If it is torch: its CPU build is not on PyPI. Either install uv and run this again (it knows PyTorch's",
+            "own index), or name that index as extra-index-url in your pip configuration, or put the wheel into a",
+            "folder and set PIP_FIND_LINKS to it.",
         ]
     return "\n".join(lines)
 

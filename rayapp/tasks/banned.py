@@ -11,7 +11,7 @@ read here (its text is computed, or it is itself passed around under another nam
 
 What can't be caught: other code that does the same under a name the task did not ban (a task that bans sorting has to
 ban what sorts, or imports altogether), and what names nothing at all (a set of small integers happens to iterate in
-order). A name that the code binds itself in a module or class body still counts, for Python may fall back to the builtin.
+order). A name that the code binds itself in a module or class body still counts: Python may fall back to the builtin.
 """
 
 from __future__ import annotations

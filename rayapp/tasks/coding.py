@@ -99,7 +99,9 @@ class CodingTask(BaseModel):
     @model_validator(mode="after")
     def _parts_agree(self) -> Self:
         if self.prompt_format == "completion" and f"def {self.func_name}" not in self.prompt:
-            raise ValueError(f"with prompt_format completion the prompt has to end in the line `def {self.func_name}(…):`")
+            raise ValueError(
+                f"with prompt_format completion the prompt has to end in the line `def {self.func_name}(…):`"
+            )
         if self.prefill and self.prompt_format != "chat_prefill":
             raise ValueError(f"prefill is given, but prompt_format is {self.prompt_format}: only chat_prefill reads it")
         self.parameters  # noqa: B018  (raises when the signature can't be read)
@@ -145,9 +147,7 @@ class CodingTask(BaseModel):
         # A chat template writes its special tokens itself; a plain prompt gets those the tokenizer adds.
         token_ids = tokenizer.encode(text, add_special_tokens=not is_chat)
         stop = _DEFAULT_STOP[self.prompt_format] if self.stop is None else self.stop
-        return Prompt(
-            task=self.name, text=text, token_ids=np.asarray(token_ids, np.int32), prefill=prefill, stop=stop
-        )
+        return Prompt(task=self.name, text=text, token_ids=np.asarray(token_ids, np.int32), prefill=prefill, stop=stop)
 
     @property
     def answer_prefix(self) -> str:
@@ -217,7 +217,9 @@ def _parameters(line: str) -> tuple[str, ...]:
         raise ValueError(f"signature {line!r} is no `def` line of Python")
     arguments = tree.body[0].args
     if isinstance(tree.body[0], ast.AsyncFunctionDef) or arguments.vararg or arguments.kwarg or arguments.kwonlyargs:
-        raise ValueError(f"signature {line!r}: the function is called with positional arguments, one for each parameter")
+        raise ValueError(
+            f"signature {line!r}: the function is called with positional arguments, one for each parameter"
+        )
     names = tuple(argument.arg for argument in [*arguments.posonlyargs, *arguments.args])
     if not names:
         raise ValueError(f"signature {line!r} has no parameter, so no input could tell a right answer from a constant")

@@ -103,7 +103,7 @@ def _closing_fence(text: str, start: int, fence: str) -> re.Match[str] | None:
 
 
 def _unfenced(text: str, func_name: str) -> str:
-    """From the first line above the function that begins a definition, an import or a decorator and parses on from there.
+    """From the first line above the function that begins a definition, an import or a decorator, if it parses.
 
     When nothing parses it is the function itself, so that the verdict is its syntax error.
     """

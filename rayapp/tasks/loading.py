@@ -120,6 +120,8 @@ def _from_python(path: Path) -> Task:
         del sys.modules[module.__name__]
     task = getattr(module, "TASK", None)
     if not all(hasattr(task, name) for name in ("name", "render", "score")):
-        raise InputError(f"task file {path} has to bind TASK to a CodingTask, or to an object with name, render and score")
+        raise InputError(
+            f"task file {path} has to bind TASK to a CodingTask, or to an object with name, render and score"
+        )
     assert task is not None
     return task  # type: ignore[no-any-return]

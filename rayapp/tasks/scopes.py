@@ -41,9 +41,8 @@ class Scopes:
                     return True
                 if node.id in _declared_global(parent):
                     return False
-            elif isinstance(parent, ast.ClassDef) and child in parent.body:
-                if node.id in self._names_bound_in(parent):
-                    return False
+            elif isinstance(parent, ast.ClassDef) and child in parent.body and node.id in self._names_bound_in(parent):
+                return False
             child = parent
         return False
 

@@ -21,7 +21,14 @@ def rayapp(*arguments: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str
     environment = os.environ | {"PYTHONPATH": str(ROOT), "COLUMNS": "200", "NO_COLOR": "1"}
     command = [sys.executable, "-m", "rayapp", *arguments]
     return subprocess.run(
-        command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=120, stdin=subprocess.DEVNULL, check=False
+        command,
+        cwd=cwd,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        stdin=subprocess.DEVNULL,
+        check=False,
     )
 
 
@@ -91,7 +98,14 @@ def test_unexpected_error_keeps_its_traceback(failing_command: list[BaseExceptio
 
 
 def test_interrupted_program_exits_with_130() -> None:
-    program = "import sys, signal, rayapp.cli as c\n@c.app.command()\ndef wait():\n    print('ready', flush=True); signal.pause()\nsys.exit(c.run(['wait']))"
+    program = (
+        "import signal, sys, rayapp.cli as c\n"
+        "@c.app.command()\n"
+        "def wait():\n"
+        "    print('ready', flush=True)\n"
+        "    signal.pause()\n"
+        "sys.exit(c.run(['wait']))\n"
+    )
     process = subprocess.Popen([sys.executable, "-c", program], cwd=ROOT, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
 

@@ -54,7 +54,8 @@ def test_override_wins_over_the_file_and_the_last_override_over_the_first(tmp_pa
 
 def test_override_values_are_yaml() -> None:
     config = load_config(
-        None, ["tasks=[sort_numbers]", "learner.optimizer.lr=1e-5", "learner.share_prefixes=false", "cluster.num_gpus=null"]
+        None,
+        ["tasks=[sort_numbers]", "learner.optimizer.lr=1e-5", "learner.share_prefixes=false", "cluster.num_gpus=null"],
     )
 
     assert config.tasks == ("sort_numbers",)

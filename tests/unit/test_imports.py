@@ -51,7 +51,10 @@ def begins(name: str, *prefixes: str) -> bool:
 
 def offenders(importers: Iterator[Path] | list[Path], *banned: str) -> list[str]:
     return [
-        f"{module_name(path)} imports {name}" for path in importers for name in imports_of(path) if begins(name, *banned)
+        f"{module_name(path)} imports {name}"
+        for path in importers
+        for name in imports_of(path)
+        if begins(name, *banned)
     ]
 
 
@@ -104,7 +107,9 @@ def test_only_the_engine_imports_vllm() -> None:
     assert offenders(others, "vllm") == []
 
 
-@pytest.mark.parametrize("path", [ROOT / "rayapp" / "config.py", ROOT / "rayapp" / "cli.py"], ids=lambda path: path.name)
+@pytest.mark.parametrize(
+    "path", [ROOT / "rayapp" / "config.py", ROOT / "rayapp" / "cli.py"], ids=lambda path: path.name
+)
 def test_command_line_loads_nothing_heavy_at_the_top(path: Path) -> None:
     heavy = ("torch", "ray", "verl", "vllm", "transformers", "numpy", "pyarrow", "matplotlib", "mlflow")
 
@@ -120,6 +125,8 @@ def test_help_and_config_show_load_neither_torch_nor_ray() -> None:
         "print('LOADED', sorted(heavy & set(sys.modules)))\n"
     )
 
-    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
+    )
 
     assert done.stdout.splitlines()[-1] == "LOADED []", done.stderr

@@ -44,7 +44,9 @@ USES = {
     "a module's globals after a global statement": "def f(xs):\n    global sorted\n    return sorted(xs)",
     "a comprehension that shadows too late": "def f(xs): return [0 for sorted in sorted(xs)]",
     "one lambda's parameter, another's builtin": "def f(xs): return (lambda sorted: 0, lambda x: sorted(x))[1](xs)",
-    "a class body that falls back": "def f(xs):\n    class A:\n        s = sorted\n        sorted = 1\n    return A.s(xs)",
+    "a class body that falls back": (
+        "def f(xs):\n    class A:\n        s = sorted\n        sorted = 1\n    return A.s(xs)"
+    ),
     "a module name that may not be bound": "if 0:\n    sorted = None\ndef f(xs): return sorted(xs)",
     "a super call": "class L(list):\n    def go(self): super().sort()\ndef f(xs): return xs",
     "a walrus": "def f(xs): return (s := sorted)(xs)",

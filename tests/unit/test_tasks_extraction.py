@@ -57,7 +57,10 @@ def test_block_in_another_language_is_no_answer() -> None:
 
 
 def test_indented_block_of_a_list_item_is_dedented() -> None:
-    assert extract_code("1. So:\n\n   ```python\n   def f(x):\n       return 1\n   ```\n", "f") == "def f(x):\n    return 1\n"
+    assert (
+        extract_code("1. So:\n\n   ```python\n   def f(x):\n       return 1\n   ```\n", "f")
+        == "def f(x):\n    return 1\n"
+    )
 
 
 def test_unclosed_block_goes_to_the_end() -> None:

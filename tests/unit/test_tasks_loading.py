@@ -183,7 +183,9 @@ TRIVIAL = {
 }
 
 
-@pytest.mark.parametrize(("name", "answer"), [(name, answer) for name, answers in TRIVIAL.items() for answer in answers])
+@pytest.mark.parametrize(
+    ("name", "answer"), [(name, answer) for name, answers in TRIVIAL.items() for answer in answers]
+)
 def test_trivial_answers_earn_little(name: str, answer: str) -> None:
     task = load_task(name)
     assert isinstance(task, CodingTask)
