@@ -1,7 +1,7 @@
 """Finds tasks by name or file and checks them before anything else starts.
 
 A task is given as the name of a shipped one (`sort_numbers`), a YAML file with the fields of `CodingTask`, or a Python
-file that binds `TASK` to a `CodingTask` or to any object of the `Task` protocol. Used by the driver, the rollout workers
+file that binds `TASK` to a `CodingTask` or any object of the `Task` protocol. Used by the driver, the rollout workers
 and `rayapp score`. A Python file is run in this process: it is the user's own.
 """
 
