@@ -1,0 +1,83 @@
+"""`learner-N`: one rank of the policy's training. A thin shell around `rayapp.learner`.
+
+Every method but `ready` and `log_probs_of` is collective: the driver calls it on all ranks at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from rayapp.config import Config
+from rayapp.learner.build import build_learner
+from rayapp.learner.checkpoint import load_learner, save_learner
+from rayapp.learner.distributed import end_ranks, start_ranks
+from rayapp.learner.export import export_buckets, export_hf
+from rayapp.learner.scoring import log_probs_of
+from rayapp.types import FloatArray, Group, GroupSummary
+from rayapp.weights.buckets import WeightBucket
+
+
+class Learner:
+    """See the module.
+
+    Args:
+        config: of the run.
+        rank: N of the name.
+        world_size: number of learners.
+        master_address, master_port: where rank 0 lets the others find it. Unused when it is alone.
+    """
+
+    def __init__(self, config: Config, rank: int, world_size: int, master_address: str, master_port: int) -> None:
+        self._config = config
+        ranks = start_ranks(config, rank, world_size, master_address, master_port)
+        self._learner = build_learner(config, ranks)
+
+    def __repr__(self) -> str:
+        return f"learner-{self._learner.ranks.rank}"
+
+    def ready(self) -> dict[str, Any]:
+        """Facts for the log."""
+        parameters = sum(parameter.numel() for parameter in self._learner.model.parameters())
+        ranks = self._learner.ranks
+        return {"rank": ranks.rank, "device": str(ranks.device), "num_parameters": parameters}
+
+    def train_step(
+        self,
+        step: int,
+        summaries: tuple[GroupSummary, ...],
+        assignment: tuple[tuple[int, ...], ...],
+        *groups: Group,
+    ) -> dict[str, float]:
+        """One step on the groups that `summaries` describe, of which this rank got `assignment[rank]`, in that order.
+
+        Returns:
+            Metrics; rank 0's are those of all ranks.
+        Raises:
+            LearnerError: groups and summaries don't match, or a trajectory is longer than a micro-batch.
+        """
+        return self._learner.train_step(step, summaries, assignment[self._learner.ranks.rank], groups)
+
+    def export_weights(self, bucket_bytes: int) -> Iterator[WeightBucket]:
+        """Weights in bfloat16 under their Hugging Face names. All ranks gather; only rank 0 yields."""
+        yield from export_buckets(self._learner.model, bucket_bytes, rank=self._learner.ranks.rank)
+
+    def save_checkpoint(self, folder: str, version: int) -> None:
+        """Write weights, optimizer, schedule, RNG and version into the folder."""
+        save_learner(self._learner, folder, version)
+
+    def load_checkpoint(self, folder: str) -> int:
+        """Read them back, whatever the number of ranks that wrote them; returns the version."""
+        return load_learner(self._learner, folder)
+
+    def export_hf(self, folder: str) -> None:
+        """Write a Hugging Face folder."""
+        export_hf(self._config, self._learner.model, folder, rank=self._learner.ranks.rank)
+
+    def log_probs_of(self, group: Group) -> list[FloatArray]:
+        """Log-probs of each trajectory's response tokens under the weights as they are. Collective when sharded."""
+        return log_probs_of(self._learner, group)
+
+    def close(self) -> None:
+        """Leave the process group. Idempotent."""
+        end_ranks()

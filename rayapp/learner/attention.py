@@ -1,0 +1,239 @@
+"""Attention over packed, prefix-shared tokens, plugged into transformers as `attn_implementation="rayapp_packed"`.
+
+transformers calls `packed_attention` in every layer with q, k, v of the N unique tokens and the `AttentionPlan` that
+the learner passed to the model's forward. A segment of the radix tree (see `packing`) sees itself causally and its
+ancestors whole. On CPU each of these is one block of torch's flash kernel, and blocks are merged by their log-sum-exp;
+on GPU each segment is one sequence of varlen flash attention, whose keys are gathered along its path.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rayapp.errors import LearnerError
+from rayapp.learner.packing import Packing, Segment
+
+ATTENTION_NAME = "rayapp_packed"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VarlenPlan:
+    """Arguments of varlen attention on GPU: S segments, K keys in all paths together."""
+
+    key_index: Tensor
+    """(K,) packed positions of each segment's path, itself included."""
+    cu_queries: Tensor
+    """(S + 1,) int32"""
+    cu_keys: Tensor
+    """(S + 1,) int32"""
+    max_queries: int
+    max_keys: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionPlan:
+    """Who sees whom, for one forward."""
+
+    segments: tuple[Segment, ...]
+    max_length: int
+    """Longest path."""
+    varlen: VarlenPlan | None
+    """On GPU; None on CPU."""
+
+
+def plan_attention(packing: Packing, device: torch.device) -> AttentionPlan:
+    """The plan for these tokens on this device."""
+    max_length = int(packing.position_ids.max()) + 1
+    varlen = _varlen_plan(packing, device) if device.type == "cuda" else None
+    return AttentionPlan(segments=packing.segments, max_length=max_length, varlen=varlen)
+
+
+def register_attention() -> None:
+    """Make ATTENTION_NAME known to transformers. Idempotent."""
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    ALL_ATTENTION_FUNCTIONS.register(ATTENTION_NAME, packed_attention)
+
+
+def packed_attention(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    plan: AttentionPlan,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """What transformers calls.
+
+    Args:
+        query: (1, Hq, N, D). key, value: (1, Hkv, N, D).
+    Returns:
+        (1, N, Hq, D) and no attention weights.
+    Raises:
+        LearnerError: the model asks for attention that packing does not do.
+    """
+    if dropout or (sliding_window is not None and plan.max_length > sliding_window):
+        raise LearnerError(
+            f"{type(module).__name__} asks for dropout {dropout:g} and sliding window {sliding_window} on sequences of "
+            f"{plan.max_length} tokens: packed attention has neither. Set attention_dropout to 0, and "
+            "rollout.max_prompt_tokens + rollout.max_completion_tokens to at most the window."
+        )
+    scale = scaling if scaling is not None else query.shape[-1] ** -0.5
+    if plan.varlen is not None:
+        return _varlen_attention(query, key, value, plan.varlen, scale), None
+    output: Tensor = _TreeAttention.apply(query, key, value, plan.segments, scale)  # type: ignore[no-untyped-call]
+    return output, None
+
+
+def _varlen_plan(packing: Packing, device: torch.device) -> VarlenPlan:
+    paths: list[Any] = []
+    for segment in packing.segments:
+        own = np.arange(segment.start, segment.end)
+        paths.append(own if segment.parent < 0 else np.concatenate([paths[segment.parent], own]))
+    queries = [segment.end - segment.start for segment in packing.segments]
+    keys = [path.size for path in paths]
+    return VarlenPlan(
+        key_index=torch.from_numpy(np.concatenate(paths)).to(device),
+        cu_queries=_cumulative(queries, device),
+        cu_keys=_cumulative(keys, device),
+        max_queries=max(queries),
+        max_keys=max(keys),
+    )
+
+
+def _cumulative(sizes: Sequence[int], device: torch.device) -> Tensor:
+    return torch.from_numpy(np.concatenate([[0], np.cumsum(sizes)]).astype(np.int32)).to(device)
+
+
+def _varlen_attention(query: Tensor, key: Tensor, value: Tensor, plan: VarlenPlan, scale: float) -> Tensor:
+    """Keys follow the path and queries are its end, so causality is aligned to the bottom right: flash's convention."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    rows_q, rows_k, rows_v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))  # (N, H, D)
+    output = varlen_attn(
+        rows_q.contiguous(),
+        rows_k[plan.key_index],
+        rows_v[plan.key_index],
+        plan.cu_queries,
+        plan.cu_keys,
+        plan.max_queries,
+        plan.max_keys,
+        scale=scale,
+        window_size=(-1, 0),
+        enable_gqa=rows_q.shape[1] != rows_k.shape[1],
+    )
+    assert isinstance(output, Tensor)
+    return output.unsqueeze(0)
+
+
+class _TreeAttention(torch.autograd.Function):
+    """On CPU, block by block. Exact: a flash block's gradient needs only the final output and log-sum-exp of its rows."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, segments: tuple[Segment, ...], scale: float
+    ) -> Tensor:
+        groups = query.shape[1] // key.shape[1]
+        wide_key, wide_value = _repeat_heads(key, groups), _repeat_heads(value, groups)
+        out, lse = _forward_blocks(query, wide_key, wide_value, segments, scale)
+        ctx.save_for_backward(query, key, value, out, lse)
+        ctx.segments, ctx.scale = segments, scale
+        return out.transpose(1, 2)
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, out, lse = ctx.saved_tensors
+        groups = query.shape[1] // key.shape[1]
+        tensors = (query, _repeat_heads(key, groups), _repeat_heads(value, groups), out, lse)
+        grads = _backward_blocks(grad_output.transpose(1, 2), *tensors, ctx.segments, ctx.scale)
+        grad_key, grad_value = (_sum_heads(grad, groups) for grad in grads[1:])
+        return grads[0].to(query.dtype), grad_key.to(key.dtype), grad_value.to(value.dtype), None, None
+
+
+def _forward_blocks(
+    query: Tensor, key: Tensor, value: Tensor, segments: tuple[Segment, ...], scale: float
+) -> tuple[Tensor, Tensor]:
+    """Output (1, H, N, D), laid out as (1, N, H, D), and log-sum-exp (1, H, N) float32."""
+    heads, num_tokens = query.shape[1], query.shape[2]
+    out = query.new_empty(1, num_tokens, heads, query.shape[3]).transpose(1, 2)
+    lse = torch.empty(1, heads, num_tokens, dtype=torch.float32)
+    for s in segments:
+        own = slice(s.start, s.end)
+        out[:, :, own], lse[:, :, own] = _flash(query, key, value, own, own, scale=scale, is_causal=True)
+    for s in segments:
+        if s.subtree_end > s.end:
+            below = slice(s.end, s.subtree_end)
+            part, part_lse = _flash(query, key, value, below, slice(s.start, s.end), scale=scale, is_causal=False)
+            _merge(out[:, :, below], lse[:, :, below], part, part_lse)
+    return out, lse
+
+
+def _flash(
+    query: Tensor, key: Tensor, value: Tensor, rows: slice, columns: slice, *, scale: float, is_causal: bool
+) -> tuple[Tensor, Tensor]:
+    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        query[:, :, rows], key[:, :, columns], value[:, :, columns], 0.0, is_causal, scale=scale
+    )
+    return out, lse
+
+
+def _merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
+    """Add a block's share to rows that have seen others, in place."""
+    total = torch.logaddexp(lse, part_lse)
+    merged = out.float() * (lse - total).exp_().unsqueeze(-1)
+    out.copy_(merged.addcmul_(part.float(), (part_lse - total).exp_().unsqueeze(-1)))
+    lse.copy_(total)
+
+
+def _backward_blocks(
+    grad_output: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    segments: tuple[Segment, ...],
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of query, key and value, each (1, H, N, D) float32."""
+    grads = tuple(torch.zeros_like(tensor, dtype=torch.float32) for tensor in (query, key, value))
+    for s in segments:
+        own, below = slice(s.start, s.end), slice(s.end, s.subtree_end)
+        for rows, is_causal in ((own, True), (below, False)):
+            if rows.start == rows.stop:
+                continue
+            parts = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+                grad_output[:, :, rows],
+                query[:, :, rows],
+                key[:, :, own],
+                value[:, :, own],
+                out[:, :, rows],
+                lse[:, :, rows],
+                0.0,
+                is_causal,
+                scale=scale,
+            )
+            for grad, part, where in zip(grads, parts, (rows, own, own), strict=True):
+                grad[:, :, where] += part
+    return grads[0], grads[1], grads[2]
+
+
+def _repeat_heads(tensor: Tensor, groups: int) -> Tensor:
+    """(1, Hkv, N, D) -> (1, Hkv * groups, N, D)"""
+    return tensor if groups == 1 else tensor.repeat_interleave(groups, dim=1)
+
+
+def _sum_heads(tensor: Tensor, groups: int) -> Tensor:
+    """(1, Hkv * groups, N, D) -> (1, Hkv, N, D)"""
+    return tensor if groups == 1 else tensor.unflatten(1, (-1, groups)).sum(dim=2)

@@ -1,0 +1,193 @@
+"""Micro-batches: which tokens one forward computes, and where each trajectory's log-probs are among them.
+
+Built from trajectories by `split`, read by `PolicyModel`. Pure numpy until `to_device`. A micro-batch never splits a
+trajectory; a group may be spread over several, each of which computes the prompt again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rayapp.errors import LearnerError
+from rayapp.learner.packing import Packing, common_prefix, pack
+from rayapp.types import FloatArray, Trajectory
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Int64Array = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainItem:
+    """One trajectory to compute, and what it is worth."""
+
+    row: int
+    """Number of the trajectory among all of the step: the same on every rank."""
+    group: int
+    """Position of its group in the step."""
+    trajectory: Trajectory
+    advantages: FloatArray
+    """(R,) for its R response tokens."""
+
+    @property
+    def num_inputs(self) -> int:
+        """Tokens that the model reads: the last response token is only ever a target."""
+        return int(np.flatnonzero(self.trajectory.response_mask)[-1])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MicroBatch:
+    """What one forward computes."""
+
+    items: tuple[TrainItem, ...]
+    packing: Packing
+    head_positions: Int64Array
+    """(M,) packed positions that predict a response token."""
+    pair_rows: Int64Array
+    """(P,) index into head_positions, ascending: the unique pairs of a position and its next token."""
+    pair_targets: Int64Array
+    """(P,)"""
+    row_pairs: Int64Array
+    """(B, T) which pair each response token is; 0 past a row's own tokens."""
+    row_heads: Int64Array
+    """(B, T) which head position predicts it; 0 past a row's own tokens."""
+    mask: FloatArray
+    """(B, T)"""
+
+    @property
+    def num_trained_tokens(self) -> int:
+        return int(self.mask.sum())
+
+
+def split(items: Sequence[TrainItem], *, max_tokens: int, share_prefixes: bool) -> list[MicroBatch]:
+    """Micro-batches of at most `max_tokens` computed tokens each, about equally full.
+
+    Raises:
+        LearnerError: a trajectory alone exceeds `max_tokens`, or it has a response token without a prompt.
+    """
+    ordered = sorted(items, key=lambda item: (item.group, inputs_of(item).astype(">u4").tobytes()))
+    costs = _costs(ordered, max_tokens, share_prefixes=share_prefixes)
+    total = sum(marginal for marginal, _ in costs)
+    # Equal shares rather than full ones and a rest: small matrix products are slow ones.
+    target = total / max(1, -(-total // max_tokens))
+    bins: list[list[TrainItem]] = []
+    filled = 0
+    for item, (marginal, alone) in zip(ordered, costs, strict=True):
+        # A few more than the share is better than one more micro-batch; the budget itself is never exceeded.
+        if not bins or filled + marginal > max_tokens or filled >= target:
+            bins.append([])
+            filled, marginal = 0, alone
+        bins[-1].append(item)
+        filled += marginal
+    return [make_micro_batch(chosen, share_prefixes=share_prefixes) for chosen in bins]
+
+
+def make_micro_batch(items: Sequence[TrainItem], *, share_prefixes: bool) -> MicroBatch:
+    """Pack these trajectories together."""
+    groups: dict[int, list[TrainItem]] = {}
+    for item in items:
+        groups.setdefault(item.group, []).append(item)
+    ordered = [item for members in groups.values() for item in members]
+    trees = [[inputs_of(item) for item in members] for members in groups.values()]
+    packing = pack(trees, share_prefixes=share_prefixes)
+    return _index(ordered, packing)
+
+
+def empty_micro_batch(pad_token: int = 0) -> MicroBatch:
+    """One token and one pair that nobody trains on: what a rank computes while others still have work."""
+    packing = pack([[np.array([pad_token], dtype=np.int32)]], share_prefixes=False)
+    one = np.zeros(1, np.int64)
+    none = np.zeros((0, 1), np.int64)
+    return MicroBatch(
+        items=(),
+        packing=packing,
+        head_positions=one,
+        pair_rows=one,
+        pair_targets=one,
+        row_pairs=none,
+        row_heads=none,
+        mask=none.astype(np.float32),
+    )
+
+
+def inputs_of(item: TrainItem) -> NDArray[np.int32]:
+    """(num_inputs,) tokens up to, but without, the last response token."""
+    return item.trajectory.token_ids[: item.num_inputs]
+
+
+def _costs(ordered: Sequence[TrainItem], max_tokens: int, *, share_prefixes: bool) -> list[tuple[int, int]]:
+    """For each item: tokens it adds to its predecessors in the same micro-batch, and tokens it needs alone."""
+    costs: list[tuple[int, int]] = []
+    previous: TrainItem | None = None
+    for item in ordered:
+        alone = item.num_inputs
+        _check_length(item, alone, max_tokens)
+        same_group = previous is not None and previous.group == item.group
+        shared = common_prefix(inputs_of(previous), inputs_of(item)) if share_prefixes and previous and same_group else 0
+        costs.append((alone - shared, alone))
+        previous = item
+    return costs
+
+
+def _check_length(item: TrainItem, num_tokens: int, max_tokens: int) -> None:
+    if bool(item.trajectory.response_mask[0]):
+        raise LearnerError("a trajectory starts with a response token: there is no prompt to predict it from")
+    if num_tokens > max_tokens:
+        raise LearnerError(
+            f"a trajectory of group position {item.group} has {num_tokens} tokens, but "
+            f"learner.max_tokens_per_microbatch is {max_tokens}, and a trajectory is never split. Raise it."
+        )
+
+
+def _index(items: Sequence[TrainItem], packing: Packing) -> MicroBatch:
+    """Find the unique pairs (position, next token) and where each response token's pair is."""
+    positions, targets = [], []
+    for item, path in zip(items, packing.paths, strict=True):
+        responses = np.flatnonzero(item.trajectory.response_mask)
+        positions.append(path[responses - 1])
+        targets.append(item.trajectory.token_ids[responses].astype(np.int64))
+    lengths = np.array([position.size for position in positions])
+    flat = np.stack([np.concatenate(positions), np.concatenate(targets)], axis=1)
+    pairs, pair_of = np.unique(flat, axis=0, return_inverse=True)
+    head_positions, pair_rows = np.unique(pairs[:, 0], return_inverse=True)
+    mask = np.arange(lengths.max()) < lengths[:, None]
+    row_pairs, row_heads = np.zeros(mask.shape, np.int64), np.zeros(mask.shape, np.int64)
+    row_pairs[mask] = pair_of.reshape(-1)
+    row_heads[mask] = pair_rows[pair_of.reshape(-1)]
+    return MicroBatch(
+        items=tuple(items),
+        packing=packing,
+        head_positions=head_positions,
+        pair_rows=pair_rows,
+        pair_targets=pairs[:, 1],
+        row_pairs=row_pairs,
+        row_heads=row_heads,
+        mask=mask.astype(np.float32),
+    )
+
+
+def advantages_of(batch: MicroBatch) -> Tensor:
+    """(B, T) float32"""
+    return stack_rows([item.advantages for item in batch.items], batch.mask.shape[1])
+
+
+def rollout_log_probs_of(batch: MicroBatch) -> Tensor:
+    """(B, T) float32, the engine's."""
+    rows = [item.trajectory.rollout_log_probs[item.trajectory.response_mask] for item in batch.items]
+    return stack_rows(rows, batch.mask.shape[1])
+
+
+def stack_rows(rows: Sequence[FloatArray], width: int) -> Tensor:
+    """Rows of different lengths, padded with 0 to (B, width)."""
+    import torch
+
+    stacked = np.zeros((len(rows), width), np.float32)
+    for target, row in zip(stacked, rows, strict=True):
+        target[: row.size] = row
+    return torch.from_numpy(stacked)

@@ -1,0 +1,88 @@
+"""The learners' process group: one rank or many, gloo on CPU and nccl on GPU, made and ended here."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from rayapp.config import Config
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ranks:
+    """This process among the learners."""
+
+    rank: int
+    world_size: int
+    device: torch.device
+    mesh: DeviceMesh
+    cpu_group: dist.ProcessGroup
+    """gloo, for Python objects."""
+
+    def gather(self, value: T) -> list[T]:
+        """Every rank's value, in order of ranks, on every rank."""
+        if self.world_size == 1:
+            return [value]
+        values: list[T | None] = [None] * self.world_size
+        dist.all_gather_object(values, value, group=self.cpu_group)
+        return [gathered for gathered in values if gathered is not None]
+
+    def largest(self, value: int) -> int:
+        return max(self.gather(value))
+
+
+def start_ranks(config: Config, rank: int, world_size: int, master_address: str, master_port: int) -> Ranks:
+    """Join the other learners. Blocks until all are there.
+
+    Args:
+        master_port: of rank 0's store; unused when there is only one rank.
+    """
+    device = learner_device(config)
+    use_threads(config, world_size)
+    # A rank that fails leaves the others in a collective: they give up when the driver's own deadline would pass.
+    timeout = timedelta(seconds=config.learner.step_timeout_s)
+    backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
+    store: dist.Store
+    if world_size == 1:
+        store = dist.HashStore()
+    else:
+        store = dist.TCPStore(master_address, master_port, world_size, is_master=rank == 0, timeout=timeout)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
+    mesh = init_device_mesh(device.type, (world_size,))
+    cpu_group = dist.new_group(backend="gloo", timeout=timeout)
+    assert cpu_group is not None
+    return Ranks(rank=rank, world_size=world_size, device=device, mesh=mesh, cpu_group=cpu_group)
+
+
+def end_ranks() -> None:
+    """Leave the process group. Idempotent."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def learner_device(config: Config) -> torch.device:
+    """Where this learner computes: the GPU that Ray gave it, if it gave one."""
+    if config.cluster.device == "cpu" or not torch.cuda.is_available():
+        return torch.device("cpu")
+    torch.cuda.set_device(0)
+    return torch.device("cuda", 0)
+
+
+def use_threads(config: Config, world_size: int) -> None:
+    """Give this learner its share of the cores. Results on CPU depend on the number, so it is fixed from here on."""
+    cores = len(os.sched_getaffinity(0))
+    threads = config.learner.cpu_threads or max(1, cores // world_size)
+    torch.set_num_threads(threads)
+
+
+def flatten(parts: Sequence[Sequence[T]]) -> list[T]:
+    return [value for part in parts for value in part]

@@ -1,0 +1,176 @@
+"""Log-probabilities and entropies of tokens from hidden states, a chunk of the vocabulary's logits at a time.
+
+Called by `PolicyModel` at the end of its forward. The logits of more than `chunk_rows` positions never exist together,
+in any dtype wider than the model's: forward keeps the *probabilities* of as many positions as fit in the memory that
+one float32 chunk would take, and backward recomputes the rest.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+CACHE_ROWS = 64
+"""On CPU, rows that go through the softmax together: 64 x 49152 float32 stay in the last-level cache."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Targets:
+    """P pairs of a position and the token that follows it there. M positions."""
+
+    rows: Tensor
+    """(P,) which of the M positions, ascending."""
+    token_ids: Tensor
+    """(P,)"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeadOptions:
+    """How the head computes."""
+
+    temperature: float
+    chunk_rows: int
+    entropy_needs_grad: bool = False
+    needs_sum_pi_squared: bool = False
+
+
+def token_log_probs(
+    hidden: Tensor, weight: Tensor, targets: Targets, options: HeadOptions
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Log-probs of the targets at the given temperature.
+
+    Args:
+        hidden: (M, H) hidden states after the final norm.
+        weight: (V, H) of the output embedding.
+    Returns:
+        log_probs (P,), entropy (M,) and sum over the vocabulary of squared probabilities (M,), all float32. Entropy
+        carries a gradient only when asked to; the last is zeros unless asked for.
+    """
+    result: tuple[Tensor, Tensor, Tensor] = _TokenLogProbs.apply(  # type: ignore[no-untyped-call]
+        hidden, weight, targets.rows, targets.token_ids, options
+    )
+    return result
+
+
+class _TokenLogProbs(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, rows: Tensor, token_ids: Tensor, options: HeadOptions
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        needs_grad = ctx.needs_input_grad[0] or ctx.needs_input_grad[1]
+        keep_rows = options.chunk_rows * 4 // weight.element_size() if needs_grad else 0
+        num_rows = hidden.shape[0]
+        log_probs = hidden.new_empty(rows.shape[0], dtype=torch.float32)
+        entropy, squares = hidden.new_zeros(2, num_rows, dtype=torch.float32)
+        kept: list[Tensor] = []
+        for start, stop in _chunks(num_rows, options.chunk_rows):
+            logits = hidden[start:stop] @ weight.t()  # (C, V)
+            first, last = _pairs_of(rows, start, stop)
+            pairs = (rows[first:last] - start, token_ids[first:last])
+            outputs = (log_probs[first:last], entropy[start:stop], squares[start:stop])
+            _to_probabilities(logits, pairs, outputs, options)
+            if stop <= keep_rows:
+                kept.append(logits)
+        ctx.save_for_backward(hidden, weight, rows, token_ids, entropy, *kept)
+        ctx.options = options
+        ctx.mark_non_differentiable(squares)
+        if not options.entropy_needs_grad:
+            ctx.mark_non_differentiable(entropy)
+        return log_probs, entropy, squares
+
+    @staticmethod
+    def backward(
+        ctx: Any, grad_log_probs: Tensor, grad_entropy: Tensor | None, _: Tensor | None
+    ) -> tuple[Tensor | None, Tensor | None, None, None, None]:
+        hidden, weight, rows, token_ids, entropy, *kept = ctx.saved_tensors
+        options: HeadOptions = ctx.options
+        grad_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
+        grad_weight: Tensor | None = None
+        chunks = _chunks(hidden.shape[0], options.chunk_rows)
+        for number, (start, stop) in enumerate(chunks):
+            inner = hidden[start:stop]
+            probs = kept[number] if number < len(kept) else _probabilities(inner, weight, options)
+            first, last = _pairs_of(rows, start, stop)
+            pairs = (rows[first:last] - start, token_ids[first:last])
+            entropy_grads = (entropy[start:stop], grad_entropy[start:stop]) if options.entropy_needs_grad else None
+            grad_logits = _grad_logits(probs, pairs, grad_log_probs[first:last], entropy_grads, options)
+            if grad_hidden is not None:
+                torch.mm(grad_logits, weight, out=grad_hidden[start:stop])
+            if ctx.needs_input_grad[1]:
+                grad_weight = _accumulate(grad_weight, grad_logits.t() @ inner, is_only=len(chunks) == 1)
+        return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), None, None, None
+
+
+def _accumulate(total: Tensor | None, part: Tensor, *, is_only: bool) -> Tensor:
+    """Chunks add up in float32: in bfloat16 each addition would lose bits of the sum so far."""
+    if is_only:
+        return part
+    return part.float() if total is None else total.add_(part)
+
+
+def _chunks(num_rows: int, chunk_rows: int) -> list[tuple[int, int]]:
+    return [(start, min(start + chunk_rows, num_rows)) for start in range(0, num_rows, chunk_rows)]
+
+
+def _pairs_of(rows: Tensor, start: int, stop: int) -> tuple[int, int]:
+    bounds = torch.searchsorted(rows, torch.tensor([start, stop], device=rows.device))
+    first, last = bounds.tolist()
+    return int(first), int(last)
+
+
+def _to_probabilities(
+    logits: Tensor, pairs: tuple[Tensor, Tensor], outputs: tuple[Tensor, Tensor, Tensor], options: HeadOptions
+) -> None:
+    """Replace logits (C, V) by probabilities in place; fill log-probs of the pairs, entropies, and squares."""
+    rows, token_ids = pairs
+    log_probs, entropy, squares = outputs
+    for start, stop in _chunks(logits.shape[0], CACHE_ROWS if logits.device.type == "cpu" else logits.shape[0]):
+        scaled = logits[start:stop].float()
+        if options.temperature != 1.0:
+            scaled = scaled / options.temperature
+        probs = torch.softmax(scaled, dim=-1)
+        largest, index = scaled.max(dim=-1)
+        # The largest probability is at least 1 / V: its log never underflows, as a small one's would.
+        log_norm = largest - probs.gather(-1, index[:, None])[:, 0].log_()
+        first, last = _pairs_of(rows, start, stop)
+        local = rows[first:last] - start
+        log_probs[first:last] = scaled[local, token_ids[first:last]] - log_norm[local]
+        # H = log Z - sum p z: two reads of the chunk, no temporary.
+        entropy[start:stop] = log_norm - torch.linalg.vecdot(probs, scaled)
+        if options.needs_sum_pi_squared:
+            squares[start:stop] = torch.linalg.vecdot(probs, probs)
+        logits[start:stop] = probs
+
+
+def _probabilities(hidden: Tensor, weight: Tensor, options: HeadOptions) -> Tensor:
+    """Softmax of a chunk again, (C, V) in the model's dtype."""
+    logits = hidden @ weight.t()
+    for start, stop in _chunks(logits.shape[0], CACHE_ROWS if logits.device.type == "cpu" else logits.shape[0]):
+        logits[start:stop] = torch.softmax(logits[start:stop].float() / options.temperature, dim=-1)
+    return logits
+
+
+def _grad_logits(
+    probs: Tensor,
+    pairs: tuple[Tensor, Tensor],
+    grad_log_probs: Tensor,
+    entropy_grads: tuple[Tensor, Tensor] | None,
+    options: HeadOptions,
+) -> Tensor:
+    """(C, V) gradient, in place of probs: d log p_t = onehot_t - p, d H = -p (log p + H), both over temperature."""
+    rows, token_ids = pairs
+    scale = 1.0 / options.temperature
+    grads = (grad_log_probs * scale).float()
+    per_row = torch.zeros(probs.shape[0], dtype=torch.float32, device=probs.device).index_add_(0, rows, grads)
+    if entropy_grads is None:
+        grad_logits = probs.mul_(-per_row[:, None].to(probs.dtype))
+    else:
+        entropy, grad_entropy = entropy_grads
+        log_probs = probs.float().clamp_min(torch.finfo(torch.float32).tiny).log_()
+        slope = (log_probs + entropy[:, None]).mul_(grad_entropy[:, None] * scale)
+        grad_logits = slope.add_(per_row[:, None]).neg_().mul_(probs).to(probs.dtype)
+    # One position may have several targets, where trajectories part: they add up.
+    return grad_logits.index_put_((rows, token_ids), grads.to(grad_logits.dtype), accumulate=True)

@@ -1,0 +1,66 @@
+"""AdamW and its schedule. The learning rate is a pure function of the optimizer step, so resuming needs no scheduler."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from rayapp.config import OptimizerSection
+from rayapp.learner.policy import PolicyModel
+
+
+def make_optimizer(model: PolicyModel, section: OptimizerSection) -> torch.optim.AdamW:
+    """Fused AdamW with weight decay on matrices only: decaying norms and biases pulls them to 0, where they break."""
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    groups = [
+        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": section.weight_decay},
+        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    groups = [group for group in groups if group["params"]]
+    return torch.optim.AdamW(groups, lr=section.lr, betas=section.betas, eps=section.eps, fused=True)
+
+
+def learning_rate(step: int, num_steps: int, section: OptimizerSection) -> float:
+    """Of optimizer step `step`, counted from 1 to `num_steps`.
+
+    Example: lr 1, warmup 2 of 4 steps, linear to 0 -> 0.5, 1.0, 0.5, 0.0.
+    """
+    if step <= section.warmup_steps:
+        return section.lr * step / section.warmup_steps
+    progress = (step - section.warmup_steps) / max(1, num_steps - section.warmup_steps)
+    return section.lr * _decay(min(1.0, progress), section)
+
+
+def _decay(progress: float, section: OptimizerSection) -> float:
+    if section.schedule == "constant":
+        return 1.0
+    if section.schedule == "linear":
+        share = 1.0 - progress
+    else:
+        share = 0.5 * (1.0 + math.cos(math.pi * progress))
+    return section.min_lr_ratio + (1.0 - section.min_lr_ratio) * share
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, value: float) -> None:
+    for group in optimizer.param_groups:
+        group["lr"] = value
+
+
+def clip_gradients(model: nn.Module, max_norm: float) -> float:
+    """Scale gradients so that their global norm over all ranks is at most `max_norm`; returns it as it was.
+
+    Not finite when a gradient is not; then nothing was scaled.
+    """
+    parameters = [parameter for parameter in model.parameters() if parameter.grad is not None]
+    norm = _whole(torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None]))
+    if torch.isfinite(norm) and norm > max_norm:
+        torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
+    return float(norm)
+
+
+def _whole(norm: Tensor) -> Tensor:
+    """The value of a norm that may be a DTensor of partial sums."""
+    full = getattr(norm, "full_tensor", None)
+    return norm if full is None else full()

@@ -1,0 +1,183 @@
+"""Packs trajectories so that every token that several of them share is computed once. Pure numpy, no torch.
+
+The trajectories of a group form a radix tree: the prompt at the root, a branch wherever two completions part. Its
+segments are laid out depth first, side by side with those of other groups:
+
+    prompt -+- a b -+- c d          packed   prompt | a b | c d | e | f g
+            |       '- e            subtree of `a b`: [a b, e]; of the prompt: everything
+            '- f g
+
+Linear layers and norms see one row of N unique tokens. Attention needs only this: a segment sees itself causally, and
+all that follows it inside its subtree sees it whole. Trajectories that share nothing are trees of one segment, so plain
+packing is the same code.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rayapp.types import Int32Array
+
+Int64Array = NDArray[np.int64]
+
+MIN_SAVED_TOKENS = 4
+"""A branch costs attention calls of its own, worth a few tokens of computation; one that saves fewer is not made."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Segment:
+    """A run of tokens between two branches."""
+
+    start: int
+    """First packed position."""
+    end: int
+    """One past the last; never equal to `start`."""
+    subtree_end: int
+    """Packed positions [end, subtree_end) continue this segment and see all of it."""
+    parent: int
+    """Index of the segment this one continues; -1 for the root of a tree."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Packing:
+    """N unique tokens of some sequences.
+
+    Example: sequences [7, 8, 1, 2] and [7, 8, 1, 3] without the sharing threshold -> token_ids [7, 8, 1, 2, 3],
+    position_ids [0, 1, 2, 3, 3], paths [0, 1, 2, 3] and [0, 1, 2, 4].
+    """
+
+    token_ids: Int64Array
+    """(N,)"""
+    position_ids: Int64Array
+    """(N,) position within the own sequence."""
+    segments: tuple[Segment, ...]
+    """Depth first; together they cover [0, N) in order."""
+    paths: tuple[Int64Array, ...]
+    """For each sequence, in the order given: packed position of each of its tokens."""
+
+    @property
+    def num_tokens(self) -> int:
+        return int(self.token_ids.size)
+
+
+def pack(trees: Sequence[Sequence[Int32Array]], *, share_prefixes: bool) -> Packing:
+    """Lay sequences out.
+
+    Args:
+        trees: sequences that may share prefixes, group by group. None is empty.
+        share_prefixes: False computes every sequence by itself.
+    Returns:
+        paths in the order of the flattened input.
+    """
+    builder = _Builder()
+    for sequences in trees:
+        for forest in [list(range(len(sequences)))] if share_prefixes else [[i] for i in range(len(sequences))]:
+            builder.add_tree(sequences, forest)
+        builder.end_tree(len(sequences))
+    return builder.finish()
+
+
+class _Builder:
+    """Collects segments depth first."""
+
+    def __init__(self) -> None:
+        self._tokens: list[Int32Array] = []
+        self._positions: list[Int64Array] = []
+        self._segments: list[Segment] = []
+        self._paths: list[Int64Array] = []
+        self._tree_paths: dict[int, Int64Array] = {}
+        self._size = 0
+
+    def add_tree(self, sequences: Sequence[Int32Array], members: list[int]) -> None:
+        # Sorted, sequences with a common prefix are neighbours, and the prefix of a range is its smallest neighbour's.
+        order = sorted(members, key=lambda i: _sort_key(sequences[i]))
+        shared = [common_prefix(sequences[a], sequences[b]) for a, b in zip(order, order[1:], strict=False)]
+        self._branch(sequences, order, shared, depth=0, path=np.empty(0, np.int64), parent=-1)
+
+    def end_tree(self, num_sequences: int) -> None:
+        self._paths.extend(self._tree_paths.pop(i) for i in range(num_sequences))
+
+    def finish(self) -> Packing:
+        return Packing(
+            token_ids=_joined(self._tokens),
+            position_ids=_joined(self._positions),
+            segments=tuple(self._segments),
+            paths=tuple(self._paths),
+        )
+
+    def _branch(
+        self,
+        sequences: Sequence[Int32Array],
+        order: list[int],
+        shared: list[int],
+        *,
+        depth: int,
+        path: Int64Array,
+        parent: int,
+    ) -> None:
+        """Place the sequences `order` (sorted; `shared[i]` is the common prefix of neighbours) from `depth` on."""
+        common = min(shared) if shared else sequences[order[0]].size
+        saved = (common - depth) * (len(order) - 1)
+        if len(order) > 1 and saved < MIN_SAVED_TOKENS:
+            common = depth
+        if common > depth:
+            index = len(self._segments)
+            self._segments.append(Segment(start=0, end=0, subtree_end=0, parent=parent))  # replaced below
+            start = self._place(sequences[order[0]][depth:common], depth)
+            path = np.concatenate([path, np.arange(start, self._size)])
+            segment_end, parent_of_children = self._size, index
+            self._branch_children(sequences, order, shared, depth=common, path=path, parent=parent_of_children)
+            self._segments[index] = Segment(start=start, end=segment_end, subtree_end=self._size, parent=parent)
+        else:
+            self._branch_children(sequences, order, shared, depth=depth, path=path, parent=parent)
+
+    def _branch_children(
+        self,
+        sequences: Sequence[Int32Array],
+        order: list[int],
+        shared: list[int],
+        *,
+        depth: int,
+        path: Int64Array,
+        parent: int,
+    ) -> None:
+        """`order` has `depth` tokens in common, which are placed: part where neighbours share no more than that."""
+        smallest = min(shared) if shared else 0
+        first = 0
+        for i in range(len(order)):
+            is_last = i == len(order) - 1
+            if not is_last and len(order) > 1 and shared[i] > smallest:
+                continue
+            members, inner = order[first : i + 1], shared[first:i]
+            first = i + 1
+            if len(members) == 1 and sequences[members[0]].size == depth:
+                self._tree_paths[members[0]] = path
+            else:
+                self._branch(sequences, members, inner, depth=depth, path=path, parent=parent)
+
+    def _place(self, tokens: Int32Array, depth: int) -> int:
+        start = self._size
+        self._tokens.append(tokens)
+        self._positions.append(np.arange(depth, depth + tokens.size))
+        self._size += int(tokens.size)
+        return start
+
+
+def common_prefix(first: Int32Array, second: Int32Array) -> int:
+    """Number of leading tokens that two sequences share."""
+    size = min(first.size, second.size)
+    differ = np.flatnonzero(first[:size] != second[:size])
+    return int(differ[0]) if differ.size else int(size)
+
+
+def _sort_key(tokens: Int32Array) -> bytes:
+    # Big-endian bytes of non-negative ids order as the ids do.
+    return tokens.astype(">u4").tobytes()
+
+
+def _joined(parts: Sequence[NDArray[np.int32] | Int64Array]) -> Int64Array:
+    return np.concatenate(parts).astype(np.int64) if parts else np.empty(0, np.int64)

@@ -1,0 +1,160 @@
+"""What one step trains on: advantages, which trajectories count, and how the step is cut into optimizer steps.
+
+Made on every rank from the summaries of *all* groups, so that ranks agree on every count without talking; only the
+trajectories themselves differ from rank to rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rayapp.algo.advantages import AdvantageInputs, compute_advantages
+from rayapp.algo.losses import LossScale
+from rayapp.algo.names import BATCH_COUPLED_LOSSES, NEEDS_GREEDY_BASELINE, NEEDS_NO_GROUP
+from rayapp.config import Config
+from rayapp.errors import LearnerError
+from rayapp.learner.batch import TrainItem
+from rayapp.types import FloatArray, Group, GroupSummary
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepTable:
+    """Every trajectory of the step, in order, as arrays over R rows; the same on every rank."""
+
+    group: NDArray[np.int64]
+    """(R,) position of its group."""
+    index: NDArray[np.int64]
+    """(R,) which trajectory of its group."""
+    trained: NDArray[np.bool_]
+    """(R,) counts in baselines and losses."""
+    rewards: FloatArray
+    """(R,)"""
+    num_response_tokens: NDArray[np.int64]
+    """(R,)"""
+    num_groups: int
+
+    @property
+    def trained_rows(self) -> NDArray[np.int64]:
+        return np.flatnonzero(self.trained)
+
+
+def make_table(summaries: Sequence[GroupSummary], config: Config) -> StepTable:
+    """Which trajectories count.
+
+    Left out are invalid ones, the greedy baseline of remax, and those whose group has nobody to compare them with.
+    """
+    estimator = config.algorithm.adv_estimator
+    trained = [summary.valid.astype(bool).copy() for summary in summaries]
+    for valid in trained:
+        if estimator in NEEDS_GREEDY_BASELINE:
+            # Without the baseline's own verdict the others can't be judged.
+            valid[:] = valid & valid[-1]
+            valid[-1] = False
+        if estimator not in NEEDS_NO_GROUP and valid.sum() < 2:
+            valid[:] = False
+    sizes = [summary.rewards.size for summary in summaries]
+    return StepTable(
+        group=np.repeat(np.arange(len(sizes)), sizes),
+        index=np.concatenate([np.arange(size) for size in sizes]),
+        trained=np.concatenate(trained),
+        rewards=np.concatenate([summary.rewards for summary in summaries]),
+        num_response_tokens=np.concatenate([summary.num_response_tokens for summary in summaries]).astype(np.int64),
+        num_groups=len(sizes),
+    )
+
+
+def advantage_inputs(table: StepTable, summaries: Sequence[GroupSummary], config: Config) -> AdvantageInputs:
+    """Of the trained rows."""
+    rows = table.trained_rows
+    baselines = None
+    if config.algorithm.adv_estimator in NEEDS_GREEDY_BASELINE:
+        baselines = np.array([summaries[g].rewards[-1] for g in table.group[rows]], dtype=np.float32)
+    return AdvantageInputs(
+        rewards=table.rewards[rows],
+        num_response_tokens=table.num_response_tokens[rows],
+        group_index=table.group[rows],
+        reward_terms=_reward_terms(summaries, rows),
+        baselines=baselines,
+    )
+
+
+def row_advantages(table: StepTable, inputs: AdvantageInputs, config: Config) -> dict[int, FloatArray]:
+    """(R_i,) advantages by row number, for the trained rows."""
+    rows = table.trained_rows
+    if rows.size == 0:
+        return {}
+    advantages = compute_advantages(inputs, config.algorithm).numpy()
+    return {
+        int(row): advantages[i, : table.num_response_tokens[row]].astype(np.float32) for i, row in enumerate(rows)
+    }
+
+
+def minibatch_of(table: StepTable, num_minibatches: int) -> NDArray[np.int64]:
+    """(R,) which optimizer step of this step a row belongs to: whole groups, in order."""
+    per_minibatch = -(-table.num_groups // num_minibatches)
+    result: NDArray[np.int64] = table.group // per_minibatch
+    return result
+
+
+def loss_scale(table: StepTable, chosen: NDArray[np.bool_], config: Config, dp_size: int) -> LossScale:
+    """Counts of the trained rows among `chosen`, over all ranks."""
+    rows = table.trained & chosen
+    return LossScale(
+        num_tokens=int(table.num_response_tokens[rows].sum()),
+        num_trajectories=int(rows.sum()),
+        dp_size=dp_size,
+        max_response_tokens=config.rollout.max_completion_tokens,
+    )
+
+
+def local_items(
+    table: StepTable,
+    advantages: dict[int, FloatArray],
+    positions: Sequence[int],
+    groups: Sequence[Group],
+) -> list[TrainItem]:
+    """The trained trajectories of this rank's groups.
+
+    Raises:
+        LearnerError: a group is not the one its summary describes.
+    """
+    by_position = dict(zip(positions, groups, strict=True))
+    items: list[TrainItem] = []
+    for row in table.trained_rows:
+        group = by_position.get(int(table.group[row]))
+        if group is None:
+            continue
+        trajectory = group.trajectories[int(table.index[row])]
+        if trajectory.num_response_tokens != table.num_response_tokens[row]:
+            raise LearnerError(
+                f"group {group.group_id}, trajectory {table.index[row]} has {trajectory.num_response_tokens} response "
+                f"tokens, but its summary says {table.num_response_tokens[row]}: summaries and groups are out of step"
+            )
+        item = TrainItem(
+            row=int(row), group=int(table.group[row]), trajectory=trajectory, advantages=advantages[int(row)]
+        )
+        items.append(item)
+    return items
+
+
+def needs_computing(item: TrainItem, config: Config) -> bool:
+    """False when the trajectory's gradient is exactly zero: nothing but its (zero) advantages pulls on it."""
+    algorithm = config.algorithm
+    pulls_at_zero_advantage = (
+        algorithm.kl_loss_coef > 0
+        or algorithm.entropy_coef > 0
+        or algorithm.policy_loss in (*BATCH_COUPLED_LOSSES, "dro")
+    )
+    return pulls_at_zero_advantage or bool(np.any(item.advantages))
+
+
+def _reward_terms(summaries: Sequence[GroupSummary], rows: NDArray[np.int64]) -> dict[str, FloatArray]:
+    """Terms that every group has, of these rows."""
+    names = set.intersection(*(set(summary.reward_terms) for summary in summaries)) if summaries else set()
+    return {
+        name: np.concatenate([summary.reward_terms[name] for summary in summaries])[rows] for name in sorted(names)
+    }

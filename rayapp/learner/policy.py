@@ -1,0 +1,166 @@
+"""The policy on one rank: a transformers model, sharded with FSDP2, that maps a micro-batch to log-probs.
+
+`load_policy` makes it; the learner calls it. The same path serves one rank and many, CPU and GPU, the trained policy
+and the frozen reference. It knows nothing of rewards, losses or optimizers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+from rayapp.config import Config
+from rayapp.errors import InputError
+from rayapp.learner.attention import ATTENTION_NAME, AttentionPlan, plan_attention, register_attention
+from rayapp.learner.batch import MicroBatch
+from rayapp.learner.log_probs import HeadOptions, Targets, token_log_probs
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceBatch:
+    """A micro-batch's numbers on the learner's device."""
+
+    token_ids: Tensor
+    """(1, N)"""
+    position_ids: Tensor
+    """(1, N)"""
+    attention: AttentionPlan
+    head_positions: Tensor
+    """(M,)"""
+    targets: Targets
+    row_pairs: Tensor
+    """(B, T)"""
+    row_heads: Tensor
+    """(B, T)"""
+    mask: Tensor
+    """(B, T) float32"""
+
+
+def to_device(batch: MicroBatch, device: torch.device) -> DeviceBatch:
+    """Copy what a forward needs."""
+
+    def moved(array: Any) -> Tensor:
+        return torch.from_numpy(array).to(device)
+
+    return DeviceBatch(
+        token_ids=moved(batch.packing.token_ids)[None],
+        position_ids=moved(batch.packing.position_ids)[None],
+        attention=plan_attention(batch.packing, device),
+        head_positions=moved(batch.head_positions),
+        targets=Targets(rows=moved(batch.pair_rows), token_ids=moved(batch.pair_targets)),
+        row_pairs=moved(batch.row_pairs),
+        row_heads=moved(batch.row_heads),
+        mask=moved(batch.mask),
+    )
+
+
+class TokenScores(NamedTuple):
+    """Compact rows (B, T) float32, 0 past a row's own tokens. A tuple: FSDP finds the tensors in it to hook."""
+
+    log_probs: Tensor
+    entropy: Tensor
+    sum_pi_squared: Tensor
+
+
+class PolicyModel(nn.Module):
+    """The transformers model with our head: hidden states only where a response token is predicted, no logits out."""
+
+    def __init__(self, causal_lm: nn.Module) -> None:
+        super().__init__()
+        self.causal_lm = causal_lm
+
+    def forward(self, batch: DeviceBatch, options: HeadOptions) -> TokenScores:
+        """Score every response token of the micro-batch."""
+        model: Any = self.causal_lm
+        outputs = model.get_decoder()(
+            input_ids=batch.token_ids, position_ids=batch.position_ids, use_cache=False, plan=batch.attention
+        )
+        hidden = outputs.last_hidden_state[0].index_select(0, batch.head_positions)  # (M, H)
+        weight = model.get_output_embeddings().weight
+        log_probs, entropy, squares = token_log_probs(hidden, weight, batch.targets, options)
+        return TokenScores(
+            _rows(log_probs, batch.row_pairs, batch.mask),
+            _rows(entropy, batch.row_heads, batch.mask),
+            _rows(squares, batch.row_heads, batch.mask),
+        )
+
+
+def _rows(values: Tensor, index: Tensor, mask: Tensor) -> Tensor:
+    """Gather to (B, T); the gradient of a shared token is the sum over the rows it is in."""
+    if index.shape[0] == 0:
+        # An empty micro-batch: no row, but a gradient (of zero) must reach every parameter, or FSDP waits for ever.
+        return (values * 0.0).sum().expand(1, 1)
+    return values.index_select(0, index.reshape(-1)).view(index.shape) * mask
+
+
+def load_policy(config: Config, mesh: DeviceMesh, *, trainable: bool) -> PolicyModel:
+    """The model at `config.model.path`, sharded over the mesh.
+
+    Raises:
+        InputError: it can't be loaded, or has a head that the learner does not compute.
+    """
+    causal_lm = load_causal_lm(config)
+    if config.learner.activation_checkpointing and trainable:
+        causal_lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    model = PolicyModel(causal_lm)
+    model.train(trainable).requires_grad_(trainable)
+    return shard(model, mesh, compute_dtype=DTYPES[config.learner.compute_dtype])
+
+
+def load_causal_lm(config: Config) -> Any:
+    """The transformers model in float32 on CPU, with packed attention."""
+    from transformers import AutoModelForCausalLM
+
+    register_attention()
+    path = config.model.path
+    try:
+        causal_lm = AutoModelForCausalLM.from_pretrained(
+            path,
+            dtype=torch.float32,
+            attn_implementation=ATTENTION_NAME,
+            trust_remote_code=config.model.trust_remote_code,
+            local_files_only=Path(path).is_dir(),
+        )
+    except (OSError, ValueError, KeyError) as error:
+        raise InputError(f"model.path {path!r} can't be loaded: {error}") from error
+    check_head(causal_lm)
+    return causal_lm
+
+
+def check_head(causal_lm: Any) -> None:
+    """Raises InputError for heads that do more than multiply by the output embedding."""
+    if getattr(causal_lm.get_output_embeddings(), "bias", None) is not None:
+        raise InputError(f"{type(causal_lm).__name__} has a bias in its output embedding, which the learner lacks")
+    for name, neutral in (("final_logit_softcapping", None), ("logits_scaling", 1.0), ("logit_scale", 1.0)):
+        value = getattr(causal_lm.config, name, neutral)
+        if value not in (None, neutral):
+            raise InputError(f"{type(causal_lm).__name__} sets {name} = {value}, which the learner does not compute")
+
+
+def shard(model: PolicyModel, mesh: DeviceMesh, *, compute_dtype: torch.dtype) -> PolicyModel:
+    """FSDP2: float32 shards, all-gathered in compute_dtype, gradients reduced in float32."""
+    precision = MixedPrecisionPolicy(
+        param_dtype=None if compute_dtype == torch.float32 else compute_dtype, reduce_dtype=torch.float32
+    )
+    is_cpu = mesh.device_type == "cpu"
+    decoder: Any = model.causal_lm.get_decoder()  # type: ignore[operator]
+    for layer in decoder.layers:
+        # On CPU host memory is plenty, and gathering again in backward costs time.
+        fully_shard(layer, mesh=mesh, mp_policy=precision, reshard_after_forward=not is_cpu)
+    fully_shard(model, mesh=mesh, mp_policy=precision, reshard_after_forward=False)
+    return model
+
+
+def named_weights(model: PolicyModel) -> Iterator[tuple[str, nn.Parameter]]:
+    """Parameters under their Hugging Face names; tied ones once, as in a Hugging Face folder."""
+    for name, parameter in model.causal_lm.named_parameters():
+        yield name, parameter

@@ -1,0 +1,357 @@
+"""One training step on one rank: score, forward and backward of every micro-batch, optimizer.
+
+`PolicyLearner` is built by `actors.learner.Learner` and holds the model; this module is the algorithm. Every rank runs
+the same collectives in the same order, whatever it was dealt: a rank with fewer micro-batches computes empty ones.
+
+    plan (advantages, counts) -> [old log-probs] -> per mini-batch: micro-batches -> clip -> AdamW -> metrics of rank 0
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rayapp.algo.advantages import AdvantageInputs
+from rayapp.algo.losses import LossRows, LossScale, entropy_loss, kl_loss, make_actor_config, policy_loss
+from rayapp.algo.names import BATCH_COUPLED_LOSSES, NEEDS_LOG_PROBS
+from rayapp.config import Config
+from rayapp.learner.batch import (
+    MicroBatch,
+    TrainItem,
+    advantages_of,
+    empty_micro_batch,
+    rollout_log_probs_of,
+    split,
+    stack_rows,
+)
+from rayapp.learner.coupled import coupled_gradients
+from rayapp.learner.distributed import Ranks
+from rayapp.learner.log_probs import HeadOptions
+from rayapp.learner.metrics import MicroBatchFacts, RowFacts, step_metrics
+from rayapp.learner.optimizer import clip_gradients, learning_rate, set_learning_rate
+from rayapp.learner.plan import (
+    StepTable,
+    advantage_inputs,
+    local_items,
+    loss_scale,
+    make_table,
+    minibatch_of,
+    needs_computing,
+    row_advantages,
+)
+from rayapp.learner.policy import PolicyModel, TokenScores, to_device
+from rayapp.learner.stopwatch import Stopwatch
+from rayapp.types import FloatArray, Group, GroupSummary
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True, kw_only=True)
+class PolicyLearner:
+    """The policy, its optimizer, and how to take a step. The only mutable state of a learner."""
+
+    config: Config
+    ranks: Ranks
+    model: PolicyModel
+    optimizer: torch.optim.AdamW
+    reference: PolicyModel | None
+    """Frozen; there only when the KL loss needs it."""
+    optimizer_steps: int = 0
+    skipped_steps: int = 0
+    """Optimizer steps left out because a loss or gradient was not finite, since the run began."""
+
+    def train_step(
+        self,
+        step: int,
+        summaries: Sequence[GroupSummary],
+        positions: Sequence[int],
+        groups: Sequence[Group],
+    ) -> dict[str, float]:
+        """Train on the step's groups; `positions` says which of them `groups` are."""
+        return _Step(self, step, summaries, positions, groups).run()
+
+    def score(self, items: Sequence[TrainItem], model: PolicyModel, options: HeadOptions) -> dict[int, RowScores]:
+        """Scores of every item without gradient. Collective: every rank must call it."""
+        scores: dict[int, RowScores] = {}
+        with torch.no_grad():
+            for batch in self.micro_batches(items):
+                scores.update(_by_row(batch, model(to_device(batch, self.ranks.device), options)))
+        return scores
+
+    def micro_batches(self, items: Sequence[TrainItem]) -> list[MicroBatch]:
+        """This rank's micro-batches, with empty ones up to the number of the busiest rank."""
+        learner = self.config.learner
+        batches = split(items, max_tokens=learner.max_tokens_per_microbatch, share_prefixes=learner.share_prefixes)
+        missing = self.ranks.largest(len(batches)) - len(batches)
+        return batches + [empty_micro_batch()] * missing
+
+    def head_options(self, *, needs_sum_pi_squared: bool = False) -> HeadOptions:
+        return HeadOptions(
+            temperature=self.config.rollout.temperature,
+            chunk_rows=self.config.learner.log_prob_chunk_tokens,
+            entropy_needs_grad=self.config.algorithm.entropy_coef > 0,
+            needs_sum_pi_squared=needs_sum_pi_squared,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowScores:
+    """Of one trajectory's R response tokens."""
+
+    log_probs: FloatArray
+    entropy: FloatArray
+    sum_pi_squared: FloatArray
+
+
+class _Step:
+    """The state of one step: lives as long as `train_step`."""
+
+    def __init__(
+        self,
+        learner: PolicyLearner,
+        step: int,
+        summaries: Sequence[GroupSummary],
+        positions: Sequence[int],
+        groups: Sequence[Group],
+    ) -> None:
+        self.learner, self.config, self.number = learner, learner.config, step
+        self.algorithm = learner.config.algorithm
+        self.summaries, self.positions, self.groups = summaries, positions, groups
+        self.watch = Stopwatch(learner.ranks.device)
+        self.micro_facts: list[MicroBatchFacts] = []
+        self.row_facts: dict[int, RowFacts] = {}
+        self.old: dict[int, RowScores] = {}
+        self.reference: dict[int, RowScores] = {}
+        self.grad_norms: list[float] = []
+        self.num_skipped = 0
+
+    def run(self) -> dict[str, float]:
+        with self.watch("prepare"):
+            table = make_table(self.summaries, self.config)
+        items = self._items(table)
+        self._score_first(items)
+        minibatches = minibatch_of(table, self.config.train.num_minibatches)
+        for number in range(self.config.train.num_minibatches):
+            chosen = minibatches == number
+            mine = [item for item in items if minibatches[item.row] == number]
+            self._optimizer_step(mine, loss_scale(table, chosen, self.config, self.learner.ranks.world_size))
+        with self.watch("metrics"):
+            metrics = self._metrics(table)
+        return metrics | self.watch.metrics()
+
+    def _items(self, table: StepTable) -> list[TrainItem]:
+        """This rank's trajectories that pull on the policy."""
+        bad = [s.group_id for s in self.summaries if not np.isfinite(s.rewards[s.valid.astype(bool)]).all()]
+        if bad:
+            log.warning("step %d trains on nothing: groups %s have rewards that are not finite", self.number, bad)
+            self.num_skipped += 1
+            return []
+        if self.algorithm.adv_estimator in NEEDS_LOG_PROBS:
+            self._score_all(table)
+        with self.watch("prepare"):
+            inputs = self._advantage_inputs(table)
+            advantages = row_advantages(table, inputs, self.config)
+            items = local_items(table, advantages, self.positions, self.groups)
+            return [item for item in items if needs_computing(item, self.config)]
+
+    def _score_all(self, table: StepTable) -> None:
+        """For estimators whose baseline weighs tokens by their probabilities."""
+        nothing = {int(row): np.zeros(table.num_response_tokens[row], np.float32) for row in table.trained_rows}
+        items = local_items(table, nothing, self.positions, self.groups)
+        with self.watch("old_log_probs"):
+            self.old = self.learner.score(
+                items, self.learner.model, self.learner.head_options(needs_sum_pi_squared=True)
+            )
+
+    def _advantage_inputs(self, table: StepTable) -> AdvantageInputs:
+        inputs = advantage_inputs(table, self.summaries, self.config)
+        if self.algorithm.adv_estimator not in NEEDS_LOG_PROBS:
+            return inputs
+        scores = {row: score for part in self.learner.ranks.gather(self.old) for row, score in part.items()}
+        width = int(table.num_response_tokens[table.trained].max(initial=1))
+        rows = [scores[int(row)] for row in table.trained_rows]
+        return replace(
+            inputs,
+            old_log_probs=stack_rows([row.log_probs for row in rows], width),
+            sum_pi_squared=stack_rows([row.sum_pi_squared for row in rows], width),
+        )
+
+    def _score_first(self, items: Sequence[TrainItem]) -> None:
+        """Old and reference log-probs, where the update itself does not give them."""
+        learner = self.learner
+        needs_old = self.config.train.num_minibatches > 1 or self.algorithm.policy_loss in BATCH_COUPLED_LOSSES
+        if needs_old and not self.old:
+            with self.watch("old_log_probs"):
+                self.old = learner.score(items, learner.model, learner.head_options())
+        if learner.reference is not None:
+            with self.watch("ref"):
+                self.reference = learner.score(items, learner.reference, learner.head_options())
+
+    def _optimizer_step(self, items: Sequence[TrainItem], scale: LossScale) -> None:
+        learner = self.learner
+        with self.watch("prepare"):
+            batches = learner.micro_batches(items)
+            actor_config = make_actor_config(self.config, scale)
+        coupled = self._coupled_gradients(items, scale, actor_config)
+        with self.watch("forward_backward"):
+            for number, batch in enumerate(batches):
+                self._defer_reduction(is_last=number == len(batches) - 1)
+                self._forward_backward(batch, scale, actor_config, coupled)
+        with self.watch("optimizer"):
+            self._update()
+
+    def _coupled_gradients(
+        self, items: Sequence[TrainItem], scale: LossScale, actor_config: Any
+    ) -> dict[int, FloatArray] | None:
+        """d loss / d log-probs of losses that look at the whole mini-batch at once; None for all others."""
+        if self.algorithm.policy_loss not in BATCH_COUPLED_LOSSES:
+            return None
+        learner = self.learner
+        current = self.old
+        if self.config.train.num_minibatches > 1:
+            with self.watch("old_log_probs"):
+                current = learner.score(items, learner.model, learner.head_options())
+        mine = [(item, current[item.row].log_probs, self.old[item.row].log_probs) for item in items]
+        everyone = [part for parts in learner.ranks.gather(mine) for part in parts]
+        seed = self.config.run.seed * 1_000_003 + learner.optimizer_steps
+        return coupled_gradients(everyone, self.algorithm, actor_config, scale, seed=seed)
+
+    def _defer_reduction(self, *, is_last: bool) -> None:
+        """On CPU gradients of all micro-batches are summed locally and reduced once; on GPU that memory is too dear."""
+        if self.learner.ranks.device.type == "cpu":
+            self.learner.model.set_requires_gradient_sync(is_last)  # type: ignore[operator]
+            self.learner.model.set_reshard_after_backward(is_last)  # type: ignore[operator]
+
+    def _forward_backward(
+        self, batch: MicroBatch, scale: LossScale, actor_config: Any, coupled: dict[int, FloatArray] | None
+    ) -> None:
+        learner = self.learner
+        scores = learner.model(to_device(batch, learner.ranks.device), learner.head_options())
+        if not batch.items:
+            scores.log_probs.sum().backward()
+            return
+        rows = self._loss_rows(batch, scores)
+        if coupled is None:
+            result = policy_loss(rows, self.algorithm, actor_config, scale)
+            loss, metrics = result.loss, result.metrics
+        else:
+            slopes = stack_rows([coupled[item.row] for item in batch.items], batch.mask.shape[1])
+            loss, metrics = (rows.log_probs * slopes.to(rows.mask.device)).sum(), {}
+        loss, parts = self._regularised(loss, rows, scale)
+        loss.backward()
+        share = float(loss.detach()) / scale.dp_size
+        self.micro_facts.append(
+            MicroBatchFacts(
+                num_computed_tokens=batch.packing.num_tokens,
+                num_input_tokens=sum(item.num_inputs for item in batch.items),
+                num_trained_tokens=batch.num_trained_tokens,
+                loss=share,
+                metrics=metrics | parts,
+            )
+        )
+        self._note_rows(batch, rows)
+
+    def _loss_rows(self, batch: MicroBatch, scores: TokenScores) -> LossRows:
+        device, width = scores.log_probs.device, batch.mask.shape[1]
+        old = scores.log_probs.detach()
+        if self.old:
+            old = stack_rows([self.old[item.row].log_probs for item in batch.items], width).to(device)
+        ref = None
+        if self.reference:
+            ref = stack_rows([self.reference[item.row].log_probs for item in batch.items], width).to(device)
+        return LossRows(
+            log_probs=scores.log_probs,
+            old_log_probs=old,
+            rollout_log_probs=rollout_log_probs_of(batch).to(device),
+            advantages=advantages_of(batch).to(device),
+            mask=torch.from_numpy(batch.mask).to(device),
+            entropy=scores.entropy,
+            ref_log_probs=ref,
+        )
+
+    def _regularised(self, loss: Tensor, rows: LossRows, scale: LossScale) -> tuple[Tensor, dict[str, float]]:
+        """Add the KL loss and the entropy bonus, as far as they are configured."""
+        parts: dict[str, float] = {}
+        if rows.ref_log_probs is not None:
+            divergence = kl_loss(rows, self.algorithm, scale)
+            loss = loss + self.algorithm.kl_loss_coef * divergence
+        if self.algorithm.entropy_coef > 0:
+            loss = loss - self.algorithm.entropy_coef * entropy_loss(rows, self.algorithm, scale)
+        return loss, parts
+
+    def _note_rows(self, batch: MicroBatch, rows: LossRows) -> None:
+        """Keep what the metrics rest on, on the host."""
+        log_probs, old = rows.log_probs.detach().cpu().numpy(), rows.old_log_probs.cpu().numpy()
+        entropy = rows.entropy.detach().cpu().numpy() if rows.entropy is not None else np.zeros_like(old)
+        ref = rows.ref_log_probs.cpu().numpy() if rows.ref_log_probs is not None else None
+        for i, item in enumerate(batch.items):
+            size = item.advantages.size
+            self.row_facts[item.row] = RowFacts(
+                log_probs=log_probs[i, :size],
+                old_log_probs=old[i, :size],
+                rollout_log_probs=item.trajectory.rollout_log_probs[item.trajectory.response_mask],
+                entropy=entropy[i, :size],
+                ref_log_probs=None if ref is None else ref[i, :size],
+            )
+
+    def _update(self) -> None:
+        learner, section = self.learner, self.config.learner.optimizer
+        learner.optimizer_steps += 1
+        num_steps = self.config.train.num_steps * self.config.train.num_minibatches
+        set_learning_rate(learner.optimizer, learning_rate(learner.optimizer_steps, num_steps, section))
+        self._fill_missing_gradients()
+        norm = clip_gradients(learner.model, section.max_grad_norm)
+        finite = all(learner.ranks.gather(all(math.isfinite(facts.loss) for facts in self.micro_facts)))
+        self.grad_norms.append(norm)
+        if math.isfinite(norm) and finite:
+            learner.optimizer.step()
+        else:
+            self.num_skipped += 1
+            log.warning(
+                "step %d: optimizer step %d is skipped: gradient norm %g, losses %s",
+                self.number,
+                learner.optimizer_steps,
+                norm,
+                [facts.loss for facts in self.micro_facts],
+            )
+        learner.optimizer.zero_grad()
+
+    def _fill_missing_gradients(self) -> None:
+        """With nothing to compute the gradient is zero, and AdamW still moves by its momentum, as it would have."""
+        for parameter in self.learner.model.parameters():
+            if parameter.requires_grad and parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+
+    def _metrics(self, table: StepTable) -> dict[str, float]:
+        learner = self.learner
+        learner.skipped_steps += self.num_skipped
+        micro = [fact for part in learner.ranks.gather(self.micro_facts) for fact in part]
+        rows: dict[int, RowFacts] = {}
+        for part in learner.ranks.gather(self.row_facts):
+            rows.update(part)
+        metrics = step_metrics(micro, rows, table, self.algorithm)
+        return metrics | {
+            "learner/grad_norm": float(np.mean(self.grad_norms)),
+            "learner/lr": float(learner.optimizer.param_groups[0]["lr"]),
+            "learner/skipped_steps": float(self.num_skipped),
+            "learner/skipped_steps_total": float(learner.skipped_steps),
+        }
+
+
+def _by_row(batch: MicroBatch, scores: TokenScores) -> dict[int, RowScores]:
+    log_probs, entropy, squares = (tensor.cpu().numpy() for tensor in scores)
+    return {
+        item.row: RowScores(
+            log_probs=log_probs[i, : item.advantages.size],
+            entropy=entropy[i, : item.advantages.size],
+            sum_pi_squared=squares[i, : item.advantages.size],
+        )
+        for i, item in enumerate(batch.items)
+    }
