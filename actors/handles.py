@@ -48,7 +48,7 @@ class VllmServerHandle(Handle):
         sampling: SamplingParams,
         *,
         min_policy_version: int,
-        cohort_size: int = 0,
+        cohort_size: int = 1,
     ) -> Completion:
         ref = self.actor.generate.remote(
             request_id, list(prompt_ids), sampling, min_policy_version, cohort_size

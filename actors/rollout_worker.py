@@ -106,7 +106,7 @@ class RolloutWorker:
     def _engine(self, request: GroupRequest) -> ServerEngine:
         position = request.group_id % len(self._servers)
         neighbours = [g for g in request.cohort if g % len(self._servers) == position]
-        return ServerEngine(self._servers[position], request, len(neighbours) * self._config.rollout.group_size)
+        return ServerEngine(self._servers[position], request, max(1, len(neighbours) * self._config.rollout.group_size))
 
     async def close(self) -> None:
         """Give every sandbox back."""

@@ -50,7 +50,7 @@ class VllmServer:
         prompt_ids: list[int],
         sampling: SamplingParams,
         min_policy_version: int = ANY_VERSION,
-        cohort_size: int = 0,
+        cohort_size: int = 1,
     ) -> Completion:
         """See `VllmEngine.generate`.
 

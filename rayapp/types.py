@@ -34,7 +34,7 @@ class SamplingParams:
     stop: tuple[str, ...] = ()
     """Texts that end the completion; the text that matched is not part of `Completion.text`."""
     seed: int | None = None
-    """The same seed, weights and prompt give the same tokens."""
+    """The same seeds, weights and prompts give the same tokens, for requests that an engine admits as one cohort."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,8 +5,10 @@ vLLM's names.
 
 Admission. On CPU, and on any engine whose kernels choose their blocking by batch size, the last bits of a log-prob
 depend on which requests share a batch, and a sampled token can flip on them. So the scheduler stays paused from one
-weight update to the moment a whole cohort is queued, in the order of request ids: equal weights and seeds then give
-equal batches, and a resumed run repeats an uninterrupted one token for token.
+weight update to the moment a whole cohort is queued, in the order of request ids, and the cohort's first seed seeds the
+sampler: equal weights and seeds then give equal batches, and a resumed run repeats an uninterrupted one token for token.
+vLLM's own per-request seeds are not used: a generator per row costs as much as the model's forward here, and they crash
+the CPU engine of vLLM 0.30 when a prompt is prefilled in parts (`CPU Generator does not use offset`).
 """
 
 from __future__ import annotations
@@ -27,6 +29,20 @@ from rayapp.weights.buckets import TensorEntry
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 
 
+class _Request:
+    """A request that waits for its cohort."""
+
+    def __init__(self, request_id: str, prompt_ids: Sequence[int], sampling: SamplingParams) -> None:
+        self.request_id = request_id
+        self.prompt_ids = prompt_ids
+        self.sampling = sampling
+        self.queue: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+
+    def order(self) -> tuple[object, ...]:
+        """`group=2/trajectory=10` after `group=2/trajectory=9`."""
+        return tuple(int(part) if part.isdigit() else part for part in self.request_id.replace("/", "=").split("="))
+
+
 class VllmEngine:
     """One engine; build it with `start`.
 
@@ -38,7 +54,7 @@ class VllmEngine:
         self._engine = engine
         self.policy_version = 0
         self._is_paused = False
-        self._waiting: dict[str, asyncio.Event] = {}
+        self._waiting: list[_Request] = []
 
     @classmethod
     async def start(cls, config: Config) -> VllmEngine:
@@ -59,19 +75,19 @@ class VllmEngine:
         return cls(engine)
 
     async def generate(
-        self, request_id: str, prompt_ids: Sequence[int], sampling: SamplingParams, *, cohort_size: int = 0
+        self, request_id: str, prompt_ids: Sequence[int], sampling: SamplingParams, *, cohort_size: int = 1
     ) -> Completion:
         """Sample one completion.
 
         Args:
             request_id: unique among those in flight.
-            cohort_size: requests that start together with this one, itself included; 0 starts it at once.
+            cohort_size: requests that start together with this one, itself included.
         Raises:
             EngineDeadError: the engine's process is gone.
             EngineError: it refuses this request.
         """
         started = time.monotonic()
-        queue = await self._admit(request_id, prompt_ids, sampling, cohort_size)
+        queue = await self._admit(_Request(request_id, prompt_ids, sampling), cohort_size)
         admitted = time.monotonic()
         try:
             output = await queue.get()
@@ -84,34 +100,39 @@ class VllmEngine:
             queue.close()
         return _completion(output.outputs[0], self.policy_version, admitted - started, time.monotonic() - admitted)
 
-    async def _admit(
-        self, request_id: str, prompt_ids: Sequence[int], sampling: SamplingParams, cohort_size: int
-    ) -> Any:
-        """Queue a request, in its turn within its cohort. Returns vLLM's collector of its output."""
-        turn = self._waiting[request_id] = asyncio.Event()
-        if len(self._waiting) >= cohort_size:
-            self._next_turn()
+    async def _admit(self, request: _Request, cohort_size: int) -> Any:
+        """Queue a request together with its cohort. Returns vLLM's collector of its output."""
+        self._waiting.append(request)
         try:
-            await turn.wait()
-            return await self._add(request_id, prompt_ids, sampling)
+            if len(self._waiting) >= cohort_size:
+                cohort, self._waiting = sorted(self._waiting, key=_Request.order), []
+                # Shielded: if this request is cancelled, the others must start all the same.
+                await asyncio.shield(self._start_cohort(cohort))
+            return await request.queue
         finally:
-            del self._waiting[request_id]
-            if self._waiting and turn.is_set():
-                self._next_turn()
-            elif not self._waiting:
-                await self._resume()
+            if request in self._waiting:
+                self._waiting.remove(request)
 
-    def _next_turn(self) -> None:
-        self._waiting[min(self._waiting, key=_natural_order)].set()
+    async def _start_cohort(self, cohort: list[_Request]) -> None:
+        """Queue requests in the order of their ids, and let the scheduler see them all at once."""
+        if len(cohort) > 1:
+            await self.pause()
+            await self._engine.collective_rpc("seed_sampling", args=(cohort[0].sampling.seed,))
+        for request in cohort:
+            try:
+                request.queue.set_result(await self._add(request))
+            except EngineError as error:
+                request.queue.set_exception(error)
+        await self._resume()
 
-    async def _add(self, request_id: str, prompt_ids: Sequence[int], sampling: SamplingParams) -> Any:
+    async def _add(self, request: _Request) -> Any:
         # The salt keeps the prefix cache apart by version: blocks computed with older weights are never read again and
         # leave by age, without a flush that would cost the running requests theirs.
-        prompt = {"prompt_token_ids": list(prompt_ids), "cache_salt": f"version={self.policy_version}"}
+        prompt = {"prompt_token_ids": list(request.prompt_ids), "cache_salt": f"version={self.policy_version}"}
         try:
-            return await self._engine.add_request(request_id, prompt, _sampling_params(sampling))
+            return await self._engine.add_request(request.request_id, prompt, _sampling_params(request.sampling))
         except Exception as error:  # boundary: vLLM
-            raise self._engine_error(error, request_id) from error
+            raise self._engine_error(error, request.request_id) from error
 
     async def load_weights(self, version: int, path: str, entries: Sequence[TensorEntry]) -> None:
         """Replace the weights by those in a shared-memory file, between requests.
@@ -192,7 +213,7 @@ def _engine_args(config: Config) -> dict[str, Any]:
         "dtype": server.dtype,
         "max_model_len": config.max_model_tokens,
         "tensor_parallel_size": server.tensor_parallel_size,
-        "distributed_executor_backend": "mp" if server.tensor_parallel_size > 1 else None,
+        "distributed_executor_backend": "mp" if server.tensor_parallel_size > 1 else "uni",
         "gpu_memory_utilization": server.gpu_memory_utilization,
         "max_num_seqs": server.max_num_seqs,
         "enforce_eager": server.enforce_eager,
@@ -217,7 +238,6 @@ def _sampling_params(sampling: SamplingParams) -> Any:
         top_p=sampling.top_p,
         top_k=sampling.top_k,
         stop=list(sampling.stop),
-        seed=sampling.seed,
         logprobs=0,
         flat_logprobs=True,
         output_kind=RequestOutputKind.FINAL_ONLY,
@@ -239,7 +259,3 @@ def _completion(output: Any, policy_version: int, queued_s: float, generate_s: f
         time_generate_s=generate_s,
     )
 
-
-def _natural_order(request_id: str) -> tuple[object, ...]:
-    """`group=2/trajectory=10` after `group=2/trajectory=9`."""
-    return tuple(int(part) if part.isdigit() else part for part in request_id.replace("/", "=").split("="))

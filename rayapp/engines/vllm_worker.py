@@ -10,12 +10,9 @@ import os
 import select
 import signal
 import threading
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rayapp.weights.buckets import TensorEntry, unpack
-
-if TYPE_CHECKING:
-    import torch
 
 
 class WeightUpdateExtension:
@@ -38,6 +35,12 @@ class WeightUpdateExtension:
         # plain load finds no weight_loader on them.
         self.model_runner.reload_weights(weights_iterator=unpack((tuple(entry) for entry in entries), data))  # type: ignore[arg-type]
         return len(entries)
+
+    def seed_sampling(self, seed: int) -> None:
+        """Seed the generator that all requests sample from."""
+        import torch
+
+        torch.manual_seed(seed)
 
     def die_with(self, server_pid: int) -> None:
         """End this engine when the server's process ends, SIGKILL included: nobody else would."""
