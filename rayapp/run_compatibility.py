@@ -1,0 +1,62 @@
+"""Whether a run may go on under a changed configuration: only if what it learns from the same state is the same."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from rayapp.config import Config
+from rayapp.errors import RunFolderError
+
+FREE_KEYS = (
+    "run.output_dir",
+    "run.resume",
+    "train.num_steps",
+    "cluster",
+    "checkpoint",
+    "eval",
+    "tracking",
+    "sandbox",
+    "server.start_timeout_s",
+    "server.request_timeout_s",
+    "server.sync_timeout_s",
+    "learner.step_timeout_s",
+    "rollout.group_deadline_s",
+    "rollout.max_failed_ratio",
+)
+"""Keys and sections that may differ: they change where, how long and how visibly a run goes on, not what it learns."""
+
+
+def check_same_training(config: Config, stored: Path) -> None:
+    """Compare with the configuration that the run folder was made by.
+
+    Raises:
+        RunFolderError: keys differ that change the training; the message names each with both values.
+    """
+    before = dict(_flat(yaml.safe_load(stored.read_text()) or {}))
+    now = dict(_flat(config.model_dump(mode="json")))
+    changed = [
+        f"{key}: {before.get(key)!r} before, {now.get(key)!r} now"
+        for key in sorted(before.keys() | now.keys())
+        if before.get(key) != now.get(key) and not _is_free(key)
+    ]
+    if changed:
+        raise RunFolderError(
+            f"{stored.parent} was made by another configuration:\n  " + "\n  ".join(changed) + "\nGo on with the old "
+            "values, or choose another run.name."
+        )
+
+
+def _is_free(key: str) -> bool:
+    return any(key == free or key.startswith(f"{free}.") for free in FREE_KEYS)
+
+
+def _flat(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in tree.items():
+        if isinstance(value, dict) and value:
+            yield from _flat(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value

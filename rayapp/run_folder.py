@@ -1,0 +1,232 @@
+"""The folder of one run: who may write it, what a resumed run keeps, and nothing in it that looks whole and isn't.
+
+    outputs/<run>/  run.lock  config.yaml  metrics.jsonl  rewards.png
+                    trajectories/step=000001.parquet   checkpoints/step=000010/{learner/, manifest.json}   final/
+
+Everything is written aside and renamed. A checkpoint counts only with its manifest, which names every file with its
+size and is written last. The driver owns the folder through a lock on `run.lock`, which dies with its process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import fcntl
+import json
+import os
+import shutil
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rayapp.config import Config
+from rayapp.config_loading import to_yaml
+from rayapp.errors import RunFolderError
+from rayapp.run_compatibility import check_same_training
+from rayapp.tracking.trajectories import write_trajectories
+from rayapp.types import Group
+
+MANIFEST = "manifest.json"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Checkpoint:
+    """A whole checkpoint."""
+
+    version: int
+    """Optimizer steps done."""
+    path: Path
+    next_group_id: int
+    """First group that the resumed run generates."""
+
+
+class RunFolder:
+    """An open run folder; make one with `RunFolder.open`.
+
+    Args:
+        path: exists, and its lock is held.
+        config: of the run.
+    """
+
+    def __init__(self, path: Path, config: Config) -> None:
+        self.path = path
+        self._config = config
+
+    @classmethod
+    @contextmanager
+    def open(cls, config: Config) -> Iterator[RunFolder]:
+        """Lock the folder, check that this run may go on in it, and keep it for the length of the block.
+
+        Raises:
+            RunFolderError: another process runs in it, run.resume forbids what is there, or the disk is full.
+        """
+        path = config.run_folder
+        with explain_full_disk(path):
+            path.mkdir(parents=True, exist_ok=True)
+            with _locked(path / "run.lock"):
+                folder = cls(path, config)
+                folder._check_resume()
+                write_text(path / "config.yaml", to_yaml(config))
+                yield folder
+
+    def _check_resume(self) -> None:
+        checkpoint, resume = self.latest_checkpoint(), self._config.run.resume
+        has_run = (self.path / "metrics.jsonl").exists() or checkpoint is not None
+        if resume == "must" and checkpoint is None:
+            raise RunFolderError(f"run.resume is must, but {self.path} holds no whole checkpoint. Use auto to start anew.")
+        if resume == "never" and has_run:
+            raise RunFolderError(
+                f"{self.path} holds a run already, and run.resume is never. Choose another run.name, delete the folder, or "
+                "go on with run.resume=auto."
+            )
+        stored = self.path / "config.yaml"
+        if checkpoint is not None and stored.exists():
+            check_same_training(self._config, stored)
+
+    def latest_checkpoint(self) -> Checkpoint | None:
+        """The newest whole checkpoint; torn ones are passed over."""
+        found = [_read_checkpoint(path) for path in self._checkpoints.glob("step=*")]
+        return max((c for c in found if c is not None), key=lambda c: c.version, default=None)
+
+    @property
+    def _checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    def begin_checkpoint(self, version: int) -> Path:
+        """An empty folder to write checkpoint `version` into. What earlier attempts left behind is removed."""
+        for leftover in self._checkpoints.glob(".pending-*"):
+            shutil.rmtree(leftover)
+        pending = self._pending(version)
+        with explain_full_disk(pending):
+            pending.mkdir(parents=True)
+        return pending
+
+    def commit_checkpoint(self, version: int, *, next_group_id: int) -> None:
+        """Make the pending folder the newest checkpoint, and drop those beyond checkpoint.keep_last."""
+        pending, target = self._pending(version), self._checkpoints / f"step={version:06d}"
+        with explain_full_disk(pending):
+            files = sorted(path for path in pending.rglob("*") if path.is_file())
+            for path in files:
+                _fsync(path)
+            manifest = {
+                "version": version,
+                "next_group_id": next_group_id,
+                "files": {str(path.relative_to(pending)): path.stat().st_size for path in files},
+            }
+            write_text(pending / MANIFEST, json.dumps(manifest, indent=1))
+            shutil.rmtree(target, ignore_errors=True)  # a torn one; a whole one is never written twice
+            pending.rename(target)
+            _fsync(self._checkpoints)
+        self._prune()
+
+    def _pending(self, version: int) -> Path:
+        return self._checkpoints / f".pending-{version:06d}"
+
+    def _prune(self) -> None:
+        folders = sorted(self._checkpoints.glob("step=*"))
+        for folder in folders[: -self._config.checkpoint.keep_last]:
+            (folder / MANIFEST).unlink(missing_ok=True)  # first, so that a kill in between leaves nothing that looks whole
+            shutil.rmtree(folder)
+
+    def truncate_after(self, version: int) -> None:
+        """Forget metrics and trajectories of steps that the resumed run takes again."""
+        metrics = self.path / "metrics.jsonl"
+        if metrics.exists():
+            kept = [line for line in metrics.read_text().splitlines() if _step_of(line) <= version]
+            write_text(metrics, "".join(f"{line}\n" for line in kept))
+        for file in (self.path / "trajectories").glob("step=*.parquet"):
+            if int(file.stem.removeprefix("step=")) > version:
+                file.unlink()
+
+    async def write_trajectories(self, step: int, groups: Sequence[Group]) -> None:
+        """Write `trajectories/step=NNNNNN.parquet`, off the event loop."""
+        if self._config.tracking.trajectories:
+            path = self.path / "trajectories" / f"step={step:06d}.parquet"
+            await asyncio.to_thread(_write_trajectories, path, step, groups)
+
+    @contextmanager
+    def pending_final(self) -> Iterator[Path]:
+        """An empty folder that becomes `final/` when the block succeeds."""
+        pending, final = self.path / ".pending-final", self.path / "final"
+        with explain_full_disk(pending):
+            shutil.rmtree(pending, ignore_errors=True)
+            pending.mkdir()
+            yield pending
+            shutil.rmtree(final, ignore_errors=True)
+            pending.rename(final)
+
+
+def _write_trajectories(path: Path, step: int, groups: Sequence[Group]) -> None:
+    with explain_full_disk(path):
+        path.parent.mkdir(exist_ok=True)
+        write_trajectories(path, step, groups)
+
+
+def _read_checkpoint(path: Path) -> Checkpoint | None:
+    """None unless every file that the manifest names is there in full."""
+    try:
+        manifest: dict[str, Any] = json.loads((path / MANIFEST).read_text())
+        whole = all((path / name).stat().st_size == size for name, size in manifest["files"].items())
+    except (OSError, ValueError, KeyError):
+        return None
+    if not whole:
+        return None
+    return Checkpoint(version=manifest["version"], path=path, next_group_id=manifest["next_group_id"])
+
+
+def _step_of(line: str) -> float:
+    """Step of a line of metrics.jsonl; infinite for one that a crash cut short."""
+    try:
+        return float(json.loads(line)["step"])
+    except (ValueError, KeyError, TypeError):
+        return float("inf")
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    with path.open("a+") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.seek(0)
+            holder = file.read().strip() or "unknown"
+            raise RunFolderError(
+                f"{path.parent} is in use by the run with process id {holder}. Wait for it, stop it, or choose another "
+                "run.name."
+            ) from None
+        file.truncate(0)
+        file.write(str(os.getpid()))
+        file.flush()
+        yield
+
+
+@contextmanager
+def explain_full_disk(path: Path) -> Iterator[None]:
+    """Turn a full disk into one message that says what is safe."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            raise
+        raise RunFolderError(
+            f"no space left to write {path}: {error.strerror}. The last whole checkpoint is intact; free some space and "
+            "start the same command again to go on from it."
+        ) from error
+
+
+def write_text(path: Path, text: str) -> None:
+    """Replace a file's contents, all or nothing."""
+    pending = path.with_name(f".{path.name}.pending")
+    pending.write_text(text)
+    _fsync(pending)
+    pending.replace(path)
+
+
+def _fsync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

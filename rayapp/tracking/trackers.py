@@ -1,0 +1,81 @@
+"""The trackers of a run as one. Only the driver writes, in step order; a tracker that fails never stops training."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+from rayapp.config import Config
+from rayapp.protocols import Tracker
+from rayapp.run_folder import RunFolder
+from rayapp.tracking.console import LineConsole, LiveConsole
+from rayapp.tracking.jsonl import JsonlTracker
+
+log = logging.getLogger(__name__)
+
+
+class RunTracker:
+    """Fans out to the configured trackers.
+
+    Args:
+        trackers: by name.
+        console: shows phases as well; None without the console tracker.
+    """
+
+    def __init__(self, trackers: Mapping[str, Tracker], console: LineConsole | LiveConsole | None) -> None:
+        self._trackers = trackers
+        self._console = console
+        self._num_failed: dict[str, int] = {}
+
+    def started(self, text: str) -> None:
+        """A line for people, once the actors are up."""
+        if self._console is not None:
+            self._console.started(text)
+
+    def phase(self, name: str) -> None:
+        """What the driver waits for now."""
+        if self._console is not None:
+            self._console.phase(name)
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """One step to every tracker. Failures are reported once per tracker and counted in `tracking/failed`."""
+        metrics = dict(metrics) | {"tracking/failed": float(sum(self._num_failed.values()))}
+        for name, tracker in self._trackers.items():
+            try:
+                tracker.log(step, metrics)
+            except Exception as error:  # boundary: a tracker is never worth a run
+                self._report(name, error)
+
+    def _report(self, name: str, error: Exception) -> None:
+        if name not in self._num_failed:
+            log.warning("tracker %s failed and may miss steps from now on: %s: %s", name, type(error).__name__, error)
+        self._num_failed[name] = self._num_failed.get(name, 0) + 1
+
+    def close(self) -> None:
+        for tracker in self._trackers.values():
+            tracker.close()
+
+
+@contextmanager
+def make_trackers(config: Config, folder: RunFolder) -> Iterator[RunTracker]:
+    """The trackers that `tracking.trackers` names, closed at the end of the block."""
+    tracker = _make(config, folder.path)
+    try:
+        yield tracker
+    finally:
+        tracker.close()
+
+
+def _make(config: Config, path: Path) -> RunTracker:
+    trackers: dict[str, Tracker] = {}
+    console: LineConsole | LiveConsole | None = None
+    if "jsonl" in config.tracking.trackers:
+        trackers["jsonl"] = JsonlTracker(path / "metrics.jsonl")
+    if "console" in config.tracking.trackers:
+        num_steps = config.train.num_steps
+        console = LiveConsole(num_steps, config.run.name) if sys.stderr.isatty() else LineConsole(num_steps)
+        trackers["console"] = console
+    return RunTracker(trackers, console)

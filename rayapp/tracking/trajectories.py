@@ -1,0 +1,143 @@
+"""`trajectories/step=NNNNNN.parquet`: everything a step trained on, one row per trajectory.
+
+Written by the driver, read by people with any parquet tool, and back into `Group`s exactly by `read_groups`.
+The schema is in docs/run-folder.md; its version is in the file's metadata under `rayapp.schema_version`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from rayapp.errors import InputError
+from rayapp.types import Group, Prompt, Reward, RolloutStatus, Trajectory
+
+SCHEMA_VERSION = "1"
+_KEY = b"rayapp.schema_version"
+
+SCHEMA = pa.schema(
+    [
+        ("step", pa.int32()),
+        ("group_id", pa.int64()),
+        ("index", pa.int32()),
+        ("task", pa.string()),
+        ("prompt", pa.string()),
+        ("prefill", pa.string()),
+        ("stop", pa.list_(pa.string())),
+        ("num_prompt_tokens", pa.int32()),
+        ("completion", pa.string()),
+        ("token_ids", pa.list_(pa.int32())),
+        ("response_mask", pa.list_(pa.bool_())),
+        ("rollout_log_probs", pa.list_(pa.float32())),
+        ("reward", pa.float64()),
+        ("reward_terms", pa.map_(pa.string(), pa.float64())),
+        ("reward_status", pa.string()),
+        ("reward_detail", pa.string()),
+        ("valid", pa.bool_()),
+        ("failure_kind", pa.string()),
+        ("status", pa.string()),
+        ("num_turns", pa.int32()),
+        ("min_policy_version", pa.int32()),
+        ("max_policy_version", pa.int32()),
+        ("time_generate_s", pa.float64()),
+        ("time_score_s", pa.float64()),
+    ],
+    metadata={_KEY: SCHEMA_VERSION.encode()},
+)
+
+
+def write_trajectories(path: Path, step: int, groups: Sequence[Group]) -> None:
+    """Write the trajectories of one step, aside and then renamed."""
+    rows = [_row(step, group, index) for group in groups for index in range(len(group.trajectories))]
+    pending = path.with_name(f".{path.name}.pending")
+    pq.write_table(pa.Table.from_pylist(rows, schema=SCHEMA), pending, compression="zstd")
+    pending.replace(path)
+
+
+def _row(step: int, group: Group, index: int) -> dict[str, Any]:
+    prompt, trajectory = group.prompt, group.trajectories[index]
+    reward = trajectory.reward
+    return {
+        "step": step,
+        "group_id": group.group_id,
+        "index": index,
+        "task": prompt.task,
+        "prompt": prompt.text,
+        "prefill": prompt.prefill,
+        "stop": list(prompt.stop),
+        "num_prompt_tokens": prompt.token_ids.size,
+        "completion": trajectory.completion_text,
+        "token_ids": trajectory.token_ids,
+        "response_mask": trajectory.response_mask,
+        "rollout_log_probs": trajectory.rollout_log_probs,
+        "reward": reward.value,
+        "reward_terms": list(reward.terms.items()),
+        "reward_status": reward.status,
+        "reward_detail": reward.detail,
+        "valid": reward.valid,
+        "failure_kind": reward.failure_kind,
+        "status": trajectory.status.value,
+        "num_turns": trajectory.num_turns,
+        "min_policy_version": trajectory.min_policy_version,
+        "max_policy_version": trajectory.max_policy_version,
+        "time_generate_s": trajectory.time_generate_s,
+        "time_score_s": reward.time_score_s,
+    }
+
+
+def read_groups(path: Path) -> list[Group]:
+    """The groups of a file, as they were written.
+
+    Raises:
+        InputError: it is no file of this schema version.
+    """
+    try:
+        table = pq.read_table(path)
+    except (OSError, pa.ArrowInvalid) as error:
+        raise InputError(f"{path} is no readable parquet file: {error}") from None
+    found = (table.schema.metadata or {}).get(_KEY, b"none").decode()
+    if found != SCHEMA_VERSION:
+        raise InputError(f"{path} has trajectory schema {found}, this version reads {SCHEMA_VERSION}")
+    return [_group(list(rows)) for _, rows in groupby(table.to_pylist(), key=lambda row: row["group_id"])]
+
+
+def _group(rows: list[dict[str, Any]]) -> Group:
+    first = rows[0]
+    prompt = Prompt(
+        task=first["task"],
+        text=first["prompt"],
+        token_ids=np.array(first["token_ids"][: first["num_prompt_tokens"]], np.int32),
+        prefill=first["prefill"],
+        stop=tuple(first["stop"]),
+    )
+    return Group(group_id=first["group_id"], prompt=prompt, trajectories=tuple(_trajectory(row) for row in rows))
+
+
+def _trajectory(row: dict[str, Any]) -> Trajectory:
+    reward = Reward(
+        value=row["reward"],
+        terms=dict(row["reward_terms"]),
+        status=row["reward_status"],
+        valid=row["valid"],
+        failure_kind=row["failure_kind"],
+        detail=row["reward_detail"],
+        time_score_s=row["time_score_s"],
+    )
+    return Trajectory(
+        token_ids=np.array(row["token_ids"], np.int32),
+        response_mask=np.array(row["response_mask"], np.bool_),
+        rollout_log_probs=np.array(row["rollout_log_probs"], np.float32),
+        completion_text=row["completion"],
+        reward=reward,
+        status=RolloutStatus(row["status"]),
+        min_policy_version=row["min_policy_version"],
+        max_policy_version=row["max_policy_version"],
+        num_turns=row["num_turns"],
+        time_generate_s=row["time_generate_s"],
+    )
