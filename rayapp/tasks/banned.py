@@ -50,12 +50,10 @@ def find_banned(source: str, patterns: Sequence[str]) -> str | None:
     if tree is None or not patterns:
         return None
     wanted = {normal_pattern(pattern): pattern for pattern in patterns}
-    for mention in _mentions(tree):
-        if mention in wanted:
-            return wanted[mention]
-        if mention.startswith(_DYNAMIC):
-            return mention
-    return None
+    try:
+        return next((wanted.get(name, name) for name in _mentions(tree) if name in wanted or _DYNAMIC in name), None)
+    except RecursionError:
+        return f"{_DYNAMIC} (nested too deeply to read)"
 
 
 def normal_pattern(pattern: str) -> str:

@@ -82,6 +82,12 @@ def test_nothing_is_banned_without_patterns() -> None:
     assert find_banned("import heapq\nx = eval(input())", ()) is None
 
 
+def test_code_nested_too_deeply_to_read_counts_as_a_dynamic_lookup() -> None:
+    text = " + ".join(["'a'"] * 1500)
+
+    assert find_banned(f"def f(xs): return getattr(xs, {text})", PATTERNS) is not None
+
+
 def test_dotted_pattern_bans_that_name_and_no_other() -> None:
     assert find_banned("import os\nos.path.join", ("os.path",)) == "os.path"
     assert find_banned("from os import path as p", ("os.path",)) == "os.path"
