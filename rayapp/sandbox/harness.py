@@ -113,7 +113,7 @@ def run_calls(code: str, function: str, inputs: Sequence[str], emit: Emit) -> No
     try:
         target = define(code, "candidate").get(function)
         if not callable(target):
-            raise NameError(f"the code defines no function {function}")
+            raise NameError(f"the code defines no function {function}")  # noqa: TRY004  (what Python raises)
     except BaseException as error:  # boundary: candidate code, SystemExit included
         emit(frame("undefined", describe(error)))
         return
@@ -133,19 +133,31 @@ def _call(target: Callable[..., object], index: int, args: Sequence[object], dum
     return answer
 
 
-def run_script(code: str, names: dict[str, object], emit: Emit) -> None:
-    """Run code as a script in `names`; an uncaught exception is printed as Python would, and its last line is sent."""
+def main_names() -> dict[str, object]:
+    """The names a script starts with, in a new module `__main__`."""
+    module = types.ModuleType("__main__")
+    sys.modules["__main__"] = module
+    return module.__dict__
+
+
+def run_script(code: str, names: dict[str, object], emit: Emit) -> int:
+    """Run code as a script in `names` and return its exit status.
+
+    An uncaught exception is printed as Python would, and its last line is sent.
+    """
     try:
         exec(compile(code, "<candidate>", "exec"), names)
     except SystemExit as error:
         status = _exit_status(error)
-        emit(frame("exited", status) if status == 0 else frame("failed", describe(error), status))
+        emit(frame("failed", describe(error), status) if status else frame("exited", 0))
+        return status
     except BaseException as error:  # boundary: candidate code
         text = describe(error)
         _print_traceback(error)
         emit(frame("failed", text, 1))
-    else:
-        emit(frame("exited", 0))
+        return 1
+    emit(frame("exited", 0))
+    return 0
 
 
 def _exit_status(error: SystemExit) -> int:

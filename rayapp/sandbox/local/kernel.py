@@ -1,0 +1,93 @@
+"""The Linux calls that Python's os module lacks, by ctypes. Called by the isolation levels, inside the zygote only.
+
+Each raises OSError with the call's name, so that a report can say which step this node refuses. Numbers that differ
+between x86-64 and arm64 are in `syscalls.py`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+CLONE_NEWNS = 0x00020000
+CLONE_NEWCGROUP = 0x02000000
+CLONE_NEWUTS = 0x04000000
+CLONE_NEWIPC = 0x08000000
+CLONE_NEWUSER = 0x10000000
+CLONE_NEWPID = 0x20000000
+CLONE_NEWNET = 0x40000000
+
+MS_RDONLY, MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_REMOUNT = 1, 2, 4, 8, 32
+MS_BIND, MS_REC, MS_PRIVATE = 4096, 16384, 1 << 18
+MNT_DETACH = 2
+
+PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_CAPBSET_DROP, PR_SET_SECCOMP = 1, 4, 24, 22
+PR_SET_NO_NEW_PRIVS, PR_CAP_AMBIENT, PR_SET_SECUREBITS = 38, 47, 28
+PR_CAP_AMBIENT_CLEAR_ALL = 4
+SECCOMP_MODE_FILTER = 2
+# NOROOT, NO_SETUID_FIXUP, KEEP_CAPS off, NO_CAP_AMBIENT_RAISE, each with its lock.
+SECURE_ALL_LOCKED = 0b11101111
+CAP_SYS_ADMIN = 21
+_CAPABILITY_VERSION_3 = 0x20080522
+
+
+def _check(result: int, call: str, detail: str = "") -> int:
+    if result < 0:
+        number = ctypes.get_errno()
+        raise OSError(number, f"{call}: {os.strerror(number)}", detail or None)
+    return result
+
+
+def syscall(number: int, *args: int | ctypes._SimpleCData[int] | object, name: str) -> int:
+    return _check(_libc.syscall(ctypes.c_long(number), *args), name)
+
+
+def unshare(flags: int) -> None:
+    _check(_libc.unshare(flags), "unshare")
+
+
+def setns(descriptor: int, kind: int) -> None:
+    _check(_libc.setns(descriptor, kind), "setns")
+
+
+def mount(source: str, target: str, kind: str, flags: int, options: str = "") -> None:
+    data = options.encode() if options else None
+    _check(_libc.mount(source.encode(), target.encode(), kind.encode(), ctypes.c_ulong(flags), data), "mount", target)
+
+
+def umount(target: str, flags: int = 0) -> None:
+    _check(_libc.umount2(target.encode(), flags), "umount2", target)
+
+
+def prctl(option: int, *args: int | object) -> None:
+    values = [ctypes.c_ulong(arg) if isinstance(arg, int) else arg for arg in args]
+    values += [ctypes.c_ulong(0)] * (4 - len(values))
+    _check(_libc.prctl(option, *values), f"prctl {option}")
+
+
+def sethostname(name: str) -> None:
+    _check(_libc.sethostname(name.encode(), len(name)), "sethostname")
+
+
+def effective_capabilities() -> int:
+    """Bit set of this process's effective capabilities."""
+    header = (ctypes.c_uint32 * 2)(_CAPABILITY_VERSION_3, 0)
+    data = (ctypes.c_uint32 * 6)()
+    _check(_libc.capget(header, data), "capget")
+    return int(data[0]) | int(data[3]) << 32
+
+
+def drop_capabilities() -> None:
+    """Give up every capability in every set, for this process and all it will execute."""
+    if effective_capabilities() >> 8 & 1:  # CAP_SETPCAP: without it the bounding set can't shrink, and needs not to
+        prctl(PR_SET_SECUREBITS, SECURE_ALL_LOCKED)
+        for capability in range(64):
+            try:
+                prctl(PR_CAPBSET_DROP, capability)
+            except OSError:
+                break  # past the last capability of this kernel
+    prctl(PR_CAP_AMBIENT, PR_CAP_AMBIENT_CLEAR_ALL)
+    header = (ctypes.c_uint32 * 2)(_CAPABILITY_VERSION_3, 0)
+    _check(_libc.capset(header, (ctypes.c_uint32 * 6)()), "capset")

@@ -1,0 +1,132 @@
+"""The embedded provider: sandboxes made of warm interpreters on this node, without a service, a key or root.
+
+    LocalProvider --create--> LocalSandbox --lease on--> Slot (one zygote process) --fork per execution--> candidate code
+
+A zygote outlives the sandboxes it serves: every execution is a fresh fork of it, so nothing of one lease reaches the
+next. Sandboxes live in this process; when it dies its zygotes see their channel close and end with all they started.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import uuid
+from collections.abc import AsyncIterator, Mapping
+
+from rayapp.errors import (
+    IsolationUnavailableError,
+    SandboxConfigError,
+    SandboxDeadlineError,
+    SandboxQuotaError,
+)
+from rayapp.sandbox.local.sandbox import LocalSandbox
+from rayapp.sandbox.local.slot import BootError, Slot
+from rayapp.types import SandboxSpec
+
+MAX_JOBS_PER_SLOT = 20_000
+"""A zygote is replaced after this many executions, so that no slow leak of ours or of CPython's grows forever."""
+LEVELS: tuple[str, ...] = ()
+"""Isolation levels, strongest first."""
+
+
+class LocalProvider:
+    """See `rayapp.protocols.SandboxProvider`. For one event loop."""
+
+    def __init__(
+        self, *, allow_unisolated: bool = False, packages: tuple[str, ...] = (), max_slots: int | None = None
+    ) -> None:
+        """
+        Args:
+            allow_unisolated: run code with resource limits only where the node offers no isolation. Every result says so.
+            packages: preloaded in every sandbox, with those of its spec.
+            max_slots: sandboxes that live at once. None is one per core: more would make timeouts depend on each other.
+        """
+        self._levels = (*LEVELS, "unisolated") if allow_unisolated else LEVELS
+        self._packages = packages
+        self._max_slots = max_slots or len(os.sched_getaffinity(0))
+        self._refused: dict[str, str] = {}
+        self._idle: dict[tuple[str, ...], list[Slot]] = {}
+        self._living: dict[str, tuple[LocalSandbox, tuple[str, ...], dict[str, str]]] = {}
+        self._num_starting = 0
+        self._is_closed = False
+
+    @property
+    def name(self) -> str:
+        return "local"
+
+    async def create(
+        self, spec: SandboxSpec, *, labels: Mapping[str, str], ttl_s: float, timeout_s: float
+    ) -> LocalSandbox:
+        self._check_can_create(spec)
+        packages = tuple(sorted({*self._packages, *spec.packages}))
+        self._num_starting += 1
+        try:
+            async with asyncio.timeout(timeout_s):
+                slot = self._take_idle(packages) or await self._start(packages)
+        except TimeoutError:
+            raise SandboxDeadlineError(
+                f"no local sandbox was ready within {timeout_s:g} s; the node is overloaded"
+            ) from None
+        finally:
+            self._num_starting -= 1
+        sandbox = LocalSandbox(f"local-{uuid.uuid4().hex}", slot, spec, self._ended)
+        self._living[sandbox.id] = (sandbox, packages, dict(labels))
+        await sandbox.extend(ttl_s)
+        return sandbox
+
+    async def list(self, labels: Mapping[str, str], *, timeout_s: float = 30.0) -> AsyncIterator[str]:
+        for sandbox_id, (_, _, own) in tuple(self._living.items()):
+            if labels.items() <= own.items():
+                yield sandbox_id
+
+    async def kill(self, sandbox_id: str, *, timeout_s: float = 10.0) -> None:
+        if sandbox_id in self._living:
+            await self._living[sandbox_id][0].kill(timeout_s=timeout_s)
+
+    async def close(self) -> None:
+        self._is_closed = True
+        for sandbox, _, _ in tuple(self._living.values()):
+            await sandbox.kill(timeout_s=1.0)
+        for slots in self._idle.values():
+            while slots:
+                slots.pop().close()
+
+    def _check_can_create(self, spec: SandboxSpec) -> None:
+        if self._is_closed:
+            raise SandboxConfigError("this provider is closed")
+        if spec.template:
+            raise SandboxConfigError(f"template {spec.template!r}: the local provider has none. Leave template empty.")
+        if len(self._living) + self._num_starting >= self._max_slots:
+            raise SandboxQuotaError(f"all {self._max_slots} local slots are taken; release one or raise max_slots")
+
+    def _take_idle(self, packages: tuple[str, ...]) -> Slot | None:
+        slots = self._idle.get(packages, [])
+        while slots:
+            slot = slots.pop()
+            if slot.is_alive:
+                return slot
+            slot.close()
+        return None
+
+    async def _start(self, packages: tuple[str, ...]) -> Slot:
+        for level in self._levels:
+            if level in self._refused:
+                continue
+            try:
+                return await Slot.start(level, packages=packages)
+            except BootError as error:
+                self._refused[level] = str(error)
+        steps = "; ".join(f"{level}: {step}" for level, step in self._refused.items()) or "none is built in"
+        raise IsolationUnavailableError(
+            f"this node offers no isolation for model-written code ({steps}). Run `rayapp sandbox doctor`, use a remote "
+            "provider, or set sandbox.allow_unisolated: true if you accept that code can read and change this node."
+        )
+
+    def _ended(self, sandbox: LocalSandbox) -> None:
+        """A sandbox has ended: its slot serves the next one, unless it is dead or worn."""
+        _, packages, _ = self._living.pop(sandbox.id)
+        slot = sandbox.slot
+        if slot.is_alive and slot.num_jobs < MAX_JOBS_PER_SLOT and not self._is_closed:
+            self._idle.setdefault(packages, []).append(slot)
+        else:
+            slot.close()

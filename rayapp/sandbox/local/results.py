@@ -1,0 +1,102 @@
+"""Turns a zygote's answer into the results that callers see. Pure; called by `sandbox.py`, outside the sandbox."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+from rayapp.errors import SandboxDeadlineError, SandboxGoneError
+from rayapp.sandbox.codec import Frames, call_results, decode_frames
+from rayapp.sandbox.local.slot import Answer
+from rayapp.types import CallReport, CallResult, ExecOutcome, ExecResult, StopCause
+
+_READY = b'["ready"]'
+
+
+def script_result(answer: Answer, level: str) -> ExecResult:
+    """Of code run as a script.
+
+    Raises:
+        SandboxGoneError: the child never got as far as candidate code.
+    """
+    seen = decode_frames(_candidate_frames(answer), 0)
+    return _result(answer, level, error=seen.script_error, is_complete=True)
+
+
+def call_report(answer: Answer, level: str, num_calls: int) -> CallReport:
+    """Of a function called on several inputs; always one result per input.
+
+    Raises:
+        SandboxGoneError: the child never got as far as candidate code.
+    """
+    seen = decode_frames(_candidate_frames(answer), num_calls)
+    result = _result(answer, level, error=_call_error(seen), is_complete=seen.is_defined and seen.is_done)
+    return CallReport(exec=result, calls=call_results(seen, num_calls, _why_missing(result)))
+
+
+def refusal(error: str, level: str, num_calls: int = 0) -> CallReport:
+    """Of code that was not run because of what it is."""
+    result = ExecResult(
+        outcome=ExecOutcome.CODE_FAILED, exit_code=1, stdout="", stderr="", duration_s=0.0, error=error, isolation=level
+    )
+    return CallReport(exec=result, calls=(CallResult(ok=False, error=error),) * num_calls)
+
+
+def _candidate_frames(answer: Answer) -> tuple[bytes, ...]:
+    """What came after the frame "ready", which our own code writes before candidate code exists."""
+    first = answer.frames[0] if answer.frames else b""
+    if first == _READY:
+        return answer.frames[1:]
+    if answer.stopped == "timeout":
+        raise SandboxDeadlineError(
+            f"the sandbox was not ready {answer.duration_s:.2f} s after the start: the node is overloaded or timeout_s too small"
+        )
+    if answer.stopped == "killed":
+        return ()
+    reason = first.decode(errors="replace") or f"wait status {answer.wait_status}"
+    raise SandboxGoneError(f"the sandbox could not be set up for this execution: {reason}")
+
+
+def _result(answer: Answer, level: str, *, error: str, is_complete: bool) -> ExecResult:
+    exit_code = os.waitstatus_to_exitcode(answer.wait_status)
+    stopped = _stop_cause(answer, exit_code)
+    failed = exit_code != 0 or not is_complete
+    if stopped is not None:
+        outcome = ExecOutcome.CODE_STOPPED
+    else:
+        outcome = ExecOutcome.CODE_FAILED if failed else ExecOutcome.OK
+    return ExecResult(
+        outcome=outcome,
+        exit_code=exit_code,
+        stdout=answer.stdout.decode(errors="replace"),
+        stderr=answer.stderr.decode(errors="replace"),
+        duration_s=answer.duration_s,
+        truncated=answer.stopped == "output",
+        stopped_for=stopped,
+        error=error or (_ending(exit_code) if outcome is ExecOutcome.CODE_FAILED else ""),
+        isolation=level,
+    )
+
+
+def _stop_cause(answer: Answer, exit_code: int) -> StopCause | None:
+    if answer.stopped is not None:
+        return StopCause(answer.stopped)
+    return StopCause.CPU if exit_code == -signal.SIGXCPU else None
+
+
+def _call_error(seen: Frames) -> str:
+    return seen.definition_error if not seen.is_defined else ""
+
+
+def _ending(exit_code: int) -> str:
+    if exit_code < 0:
+        return (
+            f"ended by {signal.Signals(-exit_code).name}" if -exit_code in set(signal.Signals) else "ended by a signal"
+        )
+    return f"ended with exit status {exit_code} before it was through"
+
+
+def _why_missing(result: ExecResult) -> str:
+    if result.stopped_for is not None:
+        return f"no result: stopped for {result.stopped_for.value}"
+    return f"no result: {result.error or 'the code ended first'}"

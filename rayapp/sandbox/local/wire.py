@@ -1,0 +1,82 @@
+"""Messages between a provider and its zygotes: one packet with a JSON header, and at most one memfd with the bytes.
+
+Both ends are ours. Code, inputs and outputs travel in the memfd, so that they never pass through the zygote's own memory,
+which the next execution is forked from. Used by `slot.py` outside and by `zygote.py`; never by the process that runs code.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import struct
+
+MAX_HEADER_BYTES = 32768
+
+
+def send(channel: socket.socket, header: dict[str, object], body: int | None = None) -> None:
+    """Send a header, and a file descriptor with it.
+
+    Raises:
+        BrokenPipeError, ConnectionError: the other end is gone.
+    """
+    packet = json.dumps(header, separators=(",", ":")).encode()
+    if len(packet) > MAX_HEADER_BYTES:
+        raise ValueError(f"header of {len(packet)} bytes; the limit is {MAX_HEADER_BYTES}")
+    socket.send_fds(channel, [packet], [] if body is None else [body])
+
+
+def receive(channel: socket.socket) -> tuple[dict[str, object], int | None]:
+    """The next header and the descriptor that came with it, which the caller closes.
+
+    Raises:
+        EOFError: the other end has closed.
+        BlockingIOError: nothing there yet, on a non-blocking socket.
+    """
+    packet, descriptors, _, _ = socket.recv_fds(channel, MAX_HEADER_BYTES, 1)
+    if not packet:
+        raise EOFError("the other end has closed")
+    header: dict[str, object] = json.loads(packet)
+    return header, descriptors[0] if descriptors else None
+
+
+def memory_file(*parts: bytes) -> int:
+    """A memfd with these bytes, positioned at its end."""
+    descriptor = os.memfd_create("rayapp", os.MFD_CLOEXEC)
+    try:
+        for part in parts:
+            _write_all(descriptor, part)
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def read_memory_file(descriptor: int) -> bytes:
+    """All of its bytes, wherever its offset is."""
+    size = os.fstat(descriptor).st_size
+    data = os.pread(descriptor, size, 0) if size else b""
+    while len(data) < size:
+        more = os.pread(descriptor, size - len(data), len(data))
+        if not more:
+            break
+        data += more
+    return data
+
+
+def split_frames(raw: bytes) -> list[bytes]:
+    """The payloads of what `child.send` wrote; a cut or senseless tail is left out."""
+    frames, at = [], 0
+    while at + 4 <= len(raw):
+        (size,) = struct.unpack_from("<I", raw, at)
+        if at + 4 + size > len(raw):
+            break
+        frames.append(raw[at + 4 : at + 4 + size])
+        at += 4 + size
+    return frames
+
+
+def _write_all(descriptor: int, data: bytes) -> None:
+    view = memoryview(data)
+    while view:
+        view = view[os.write(descriptor, view) :]
