@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from rayapp.errors import InputError
+from rayapp.errors import InputError, UserError
 from rayapp.protocols import SandboxSource, Task
 from rayapp.tasks.coding import CodingTask
 from rayapp.tasks.loading import load_task
@@ -40,7 +40,7 @@ def score_command(task_source: str, files: Sequence[str], *, seed: int, config_p
     Returns:
         0; 1 when the sandbox failed on at least one of them.
     Raises:
-        InputError: the task or a file can't be used.
+        UserError: the task, a file or the sandbox can't be used.
     """
     from rayapp.config_loading import load_config
     from rayapp.sandbox.direct import open_direct
@@ -66,11 +66,14 @@ async def score_answers(
     """Verdicts in the order of the answers."""
     for start in range(0, len(answers), _AT_ONCE):
         batch = answers[start : start + _AT_ONCE]
-        async with asyncio.TaskGroup() as running:
-            verdicts = [
-                running.create_task(task.score(prompt_for(task, answer.text), answer.text, sandboxes, seed=seed))
-                for answer in batch
-            ]
+        try:
+            async with asyncio.TaskGroup() as running:
+                verdicts = [
+                    running.create_task(task.score(prompt_for(task, answer.text), answer.text, sandboxes, seed=seed))
+                    for answer in batch
+                ]
+        except* UserError as group:
+            raise group.exceptions[0] from None
         for answer, verdict in zip(batch, verdicts, strict=True):
             yield answer, verdict.result()
 
