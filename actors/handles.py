@@ -13,6 +13,7 @@ from typing import Any
 from actors.calls import answer
 from rayapp.errors import EngineDeadError, ProcessDiedError
 from rayapp.rollout.order import GroupRequest
+from rayapp.sandbox.pool import Lease
 from rayapp.types import Completion, Group, GroupSummary, SamplingParams
 
 ObjectRef = Any  # ray.ObjectRef[T] can't be named where `Group` is only a reference
@@ -113,6 +114,9 @@ class LearnerHandle(Handle):
     async def export_hf(self, folder: str) -> None:
         await self.call("export_hf", self.actor.export_hf.remote(folder), self.step_timeout_s)
 
+    async def close(self, timeout_s: float = 20.0) -> None:
+        await self.call("close", self.actor.close.remote(), timeout_s)
+
 
 @dataclass(frozen=True, slots=True)
 class SandboxPoolHandle(Handle):
@@ -121,6 +125,18 @@ class SandboxPoolHandle(Handle):
     async def ready(self, timeout_s: float) -> Facts:
         facts: Facts = await self.call("ready", self.actor.ready.remote(), timeout_s)
         return facts
+
+    async def acquire(self, holder: str, *, timeout_s: float) -> Lease:
+        # The pool keeps the caller's deadline itself; the margin is for a pool that hangs.
+        lease: Lease = await self.call("acquire", self.actor.acquire.remote(holder, timeout_s), timeout_s + 10.0)
+        return lease
+
+    async def release(self, lease_id: int) -> None:
+        await self.call("release", self.actor.release.remote(lease_id), 10.0)
+
+    async def stats(self) -> dict[str, float]:
+        stats: dict[str, float] = await self.call("stats", self.actor.stats.remote(), 10.0)
+        return stats
 
     async def close(self, timeout_s: float = 30.0) -> None:
         await self.call("close", self.actor.close.remote(), timeout_s)

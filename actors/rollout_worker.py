@@ -9,13 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from actors.handles import VllmServerHandle
+from actors.handles import SandboxPoolHandle, VllmServerHandle
 from rayapp.config import Config
-from rayapp.protocols import SandboxSource
 from rayapp.rollout.group import run_group
 from rayapp.rollout.order import ANY_VERSION, GroupRequest, evaluation_seed, prompt_index
 from rayapp.rollout.prompts import render_prompts
 from rayapp.sandbox.client import PoolClient
+from rayapp.sandbox.local.provider import LocalProvider
 from rayapp.tasks.loading import load_tasks
 from rayapp.types import Completion, Group, GroupSummary, SamplingParams
 
@@ -56,7 +56,14 @@ class RolloutWorker:
         self._servers = servers
         self._tasks = load_tasks(config.tasks)
         self._prompts = render_prompts(config, self._tasks)
-        self._sandboxes: SandboxSource = PoolClient(pool, config.sandbox)
+        self._sandboxes = PoolClient(
+            pool,
+            LocalProvider(
+                allow_unisolated=config.sandbox.allow_unisolated, max_slots=config.sandbox.max_leases or None
+            ),
+            holder=repr(self),
+            ttl_s=config.sandbox.lease_ttl_s,
+        )
 
     def __repr__(self) -> str:
         return f"rollout-worker-{self._index}"
@@ -110,4 +117,4 @@ class RolloutWorker:
 
     async def close(self) -> None:
         """Give every sandbox back."""
-        await self._sandboxes.close()  # type: ignore[attr-defined]
+        await self._sandboxes.close()

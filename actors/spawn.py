@@ -12,6 +12,7 @@ Classes stay plain, so that tests construct them without Ray. What a role's proc
 
 from __future__ import annotations
 
+import socket
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -89,3 +90,10 @@ def kill(actor: Any) -> None:
     except (ValueError, RuntimeError):
         # The connection to Ray ended first, and our actors with it.
         return
+
+
+def free_address() -> tuple[str, int]:
+    """Where learner rank 0 lets the others find it: this node's address and a port that is free now."""
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return ray.util.get_node_ip_address(), int(probe.getsockname()[1])

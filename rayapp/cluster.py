@@ -15,7 +15,7 @@ from typing import Any
 
 from actors.handles import LearnerHandle, RolloutWorkerHandle, SandboxPoolHandle, VllmServerHandle
 from actors.learner_group import LearnerGroup
-from actors.spawn import kill, spawn
+from actors.spawn import free_address, kill, spawn
 from rayapp.config import Config
 from rayapp.errors import ConfigError, RayappError
 from rayapp.ray_session import ray_session
@@ -134,10 +134,11 @@ def _spawn_servers(config: Config, started: _Started, on_gpu: bool) -> tuple[Vll
 
 def _spawn_learners(config: Config, started: _Started, on_gpu: bool) -> tuple[LearnerHandle, ...]:
     world_size = config.learner.num_learners
+    address, port = free_address()
     handles = tuple(
         started.add(
             LearnerHandle(
-                spawn("learner", f"learner-{rank}", config, rank, world_size, num_gpus=1 if on_gpu else 0),
+                spawn("learner", f"learner-{rank}", config, rank, world_size, address, port, num_gpus=1 if on_gpu else 0),
                 f"learner-{rank}",
                 config.learner.step_timeout_s,
             )

@@ -43,7 +43,7 @@ def step_line(step: int, num_steps: int, metrics: Mapping[str, float]) -> str:
         ("reward", "reward/mean", "{:+.3f}"),
         ("pass", "reward/pass_rate/mean", "{:.2f}"),
         ("solved", "reward/solved/mean", "{:.2f}"),
-        ("entropy", "policy/entropy", "{:.2f}"),
+        ("entropy", "learner/entropy", "{:.2f}"),
         ("stale", "staleness/max", "{:.0f}"),
         ("tok/s", "throughput/response_tokens_per_s", "{:.0f}"),
         ("s", "timing_s/step", "{:.1f}"),
@@ -106,7 +106,7 @@ class LiveConsole:
         eta = f"{left // 60:.0f} min {left % 60:.0f} s" if self._seconds else "-"
         return (
             f"pass rate {self._number('reward/pass_rate/mean', '{:.2f}')}   solved {self._number('reward/solved/mean', '{:.2f}')}"
-            f"   entropy {self._number('policy/entropy', '{:.2f}')}   no signal {self._number('groups/zero_variance', '{:.0%}')}"
+            f"   entropy {self._number('learner/entropy', '{:.2f}')}   no signal {self._number('groups/zero_variance', '{:.0%}')}"
             f"   {self._number('throughput/response_tokens_per_s', '{:.0f}')} tokens/s"
             f"   {self._number('timing_s/step', '{:.1f}')} s a step   left {eta}"
         )
