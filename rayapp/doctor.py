@@ -6,18 +6,22 @@ reported by the name of their variable only.
 
 from __future__ import annotations
 
+import asyncio
 import importlib.metadata
 import os
 import platform
 import shutil
 import sys
+import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from rayapp.config import Config
-from rayapp.errors import UserError
+from rayapp.errors import SandboxError, UserError
+from rayapp.sandbox.config import SandboxConfig
+from rayapp.types import SandboxSpec
 
 Level = Literal["ok", "note", "problem"]
 _KEYS = (
@@ -25,8 +29,10 @@ _KEYS = (
     "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY",
 )  # fmt: skip
 _GIB = 1 << 30
-_ACTOR_GIB = 1.5
-"""Memory of a process that has torch and vLLM imported, before it holds any weights (measured)."""
+_LEARNER_GIB, _SERVER_GIB = 0.7, 2.1
+"""Resident memory with torch, transformers and verl (or vLLM, in three processes) imported and no weights yet: 0.5 and
+0.7 GiB a process, measured with vLLM 0.30 and torch 2.13."""
+_SANDBOX_TIMEOUT_S = 20.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,7 +72,7 @@ def machine() -> Iterator[Finding]:
     shm = shutil.disk_usage("/dev/shm").free if Path("/dev/shm").is_dir() else 0
     yield Finding(level="ok", what="/dev/shm", detail=f"{shm / _GIB:.1f} GiB free")
     yield Finding(level="ok", what="disk", detail=f"{shutil.disk_usage('.').free / _GIB:.1f} GiB free in {Path.cwd()}")
-    yield _sandbox()
+    yield _sandbox(SandboxConfig(), level_if_none="note")
     present = [key for key in _KEYS if os.environ.get(key)]
     yield Finding(
         level="ok", what="keys", detail=f"set: {', '.join(present)}" if present else "none set, none needed here"
@@ -76,6 +82,8 @@ def machine() -> Iterator[Finding]:
 def fitness(config: Config) -> Iterator[Finding]:
     """Whether this config can run here: only what is wrong, or one line that nothing is."""
     problems = [*_device_fits(config), *_model_fits(config), *_memory_fits(config), *_folder_fits(config)]
+    sandbox = _sandbox(config.sandbox, level_if_none="problem")
+    problems += [sandbox] if sandbox.level != "ok" else []
     yield from problems
     if not any(finding.level == "problem" for finding in problems):
         yield Finding(level="ok", what="config", detail=f"{config.run.name} can run here")
@@ -145,6 +153,20 @@ def available_memory() -> int:
     return free
 
 
+def _sandbox(config: SandboxConfig, *, level_if_none: Level) -> Finding:
+    """What really keeps code in, found by running some."""
+    from rayapp.sandbox.direct import open_direct
+
+    async def isolation() -> str:
+        async with open_direct(config) as source, source.lease(SandboxSpec(), timeout_s=_SANDBOX_TIMEOUT_S) as sandbox:
+            return (await sandbox.run_code("pass", timeout_s=_SANDBOX_TIMEOUT_S)).isolation
+
+    try:
+        return Finding(level="ok", what="sandbox", detail=f"isolation {asyncio.run(isolation())}")
+    except SandboxError as error:
+        return Finding(level=level_if_none, what="sandbox", detail=str(error))
+
+
 def _device_fits(config: Config) -> Iterator[Finding]:
     servers, tp, learners = config.server.num_servers, config.server.tensor_parallel_size, config.learner.num_learners
     need, have = servers * tp + learners, len(gpu_names())
@@ -182,8 +204,8 @@ def _memory_fits(config: Config) -> Iterator[Finding]:
     if config.cluster.device == "gpu" or not weights:
         return
     # Parameters of the learner are float32 with two moments of AdamW and a gradient; the file is bfloat16.
-    learners = weights * 2 * 4 + config.learner.num_learners * _ACTOR_GIB * _GIB
-    servers = config.server.num_servers * (weights + (config.server.kv_cache_gib + _ACTOR_GIB) * _GIB)
+    learners = weights * 2 * 4 + config.learner.num_learners * _LEARNER_GIB * _GIB
+    servers = config.server.num_servers * (weights + (config.server.kv_cache_gib + _SERVER_GIB) * _GIB)
     need, have = learners + servers + config.cluster.object_store_mib * (1 << 20), available_memory()
     if need > have:
         yield Finding(
@@ -205,9 +227,13 @@ def _memory_fits(config: Config) -> Iterator[Finding]:
 def _folder_fits(config: Config) -> Iterator[Finding]:
     folder = config.run_folder
     nearest = next(parent for parent in [folder, *folder.parents] if parent.exists())
-    if not os.access(nearest, os.W_OK):
+    try:
+        # Tried rather than looked up: permission bits say nothing of read-only mounts, nor of what root may do.
+        with tempfile.TemporaryFile(dir=nearest):
+            pass
+    except OSError as error:
         yield Finding(
-            level="problem", what="run folder", detail=f"{nearest} is not writable", cure="set run.output_dir"
+            level="problem", what="run folder", detail=f"{nearest}: {error.strerror}", cure="set run.output_dir"
         )
     # A checkpoint has float32 parameters and two moments.
     need = _weights_bytes(config) * 2 * 3 * (config.checkpoint.keep_last + 1)
