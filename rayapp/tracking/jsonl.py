@@ -22,7 +22,7 @@ class JsonlTracker:
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         # Not-a-number is no JSON, and readers in other languages stop at it.
-        record = {"step": step, "time": time.time()} | {k: v for k, v in sorted(metrics.items()) if v == v}
+        record = {"step": step, "time": time.time()} | {k: float(v) for k, v in sorted(metrics.items()) if v == v}
         self._file.write(json.dumps(record) + "\n")
         self._file.flush()
         os.fsync(self._file.fileno())
