@@ -67,25 +67,25 @@ class LeasePool:
         entry = (holder, turn)
         self._queue.append(entry)
         try:
-            return await asyncio.wait_for(turn, timeout_s)
+            # Not wait_for: on 3.11 it swallows a cancellation that arrives together with the grant.
+            async with asyncio.timeout(timeout_s):
+                return await turn
         except TimeoutError:
+            self._give_up(entry)
             raise SandboxUnavailableError(
                 f"no sandbox was free within {timeout_s:g} s: {len(self._leases)} of {self._max_leases} leased, "
                 f"{len(self._queue)} waiting. Raise sandbox.max_leases or lower the tasks' timeout_s."
             ) from None
-        finally:
-            self._leave_queue(entry)
+        except asyncio.CancelledError:
+            self._give_up(entry)
+            raise
 
-    def _leave_queue(self, entry: tuple[str, asyncio.Future[Lease]]) -> None:
-        """A caller that gave up must neither keep its place nor a lease granted in the same moment."""
+    def _give_up(self, entry: tuple[str, asyncio.Future[Lease]]) -> None:
+        """The caller keeps neither its place nor a lease granted in the moment it gave up."""
+        turn = entry[1]
         if entry in self._queue:
             self._queue.remove(entry)
-        turn = entry[1]
-        if turn.cancelled() or not turn.done():
-            return
-        # Granted, but the caller was cancelled before it could read the result.
-        task = asyncio.current_task()
-        if task is not None and task.cancelling():
+        elif turn.done() and not turn.cancelled():
             self.release(turn.result().lease_id)
 
     def release(self, lease_id: int) -> None:
