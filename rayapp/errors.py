@@ -129,3 +129,10 @@ class CheckpointError(RayappError):
 
 class TrainingAbortedError(RayappError):
     """The run stops because going on would train on noise; the message says what failed and how often."""
+
+
+def first_error(error: BaseException) -> BaseException:
+    """The first error inside nested groups: concurrent tasks that failed with it say the same or are its consequence."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error

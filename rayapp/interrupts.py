@@ -8,6 +8,8 @@ import signal
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
+from rayapp.errors import first_error
+
 T = TypeVar("T")
 
 
@@ -42,10 +44,3 @@ def run_until_done(coroutine: Coroutine[Any, Any, T]) -> T:
             raise
         except BaseExceptionGroup as group:
             raise first_error(group) from group
-
-
-def first_error(error: BaseException) -> BaseException:
-    """The first error inside nested groups: concurrent tasks that failed with it say the same or are its consequence."""
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return error

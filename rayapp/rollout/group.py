@@ -12,7 +12,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from rayapp.errors import EngineError, StaleVersionError
+from rayapp.errors import EngineError, StaleVersionError, first_error
 from rayapp.protocols import RolloutEngine, SandboxSource, Task
 from rayapp.rollout.order import GroupRequest, sampling_seed, scoring_seed
 from rayapp.types import (
@@ -47,6 +47,7 @@ async def run_group(
         deadline_s: trajectories not finished by then are recorded as failed.
     Raises:
         StaleVersionError: the server no longer holds the version asked for; nothing of the group is kept.
+        SandboxConfigError: no sandbox can ever be had with this configuration.
     """
     started = time.monotonic()
     sampling = replace(sampling, stop=prompt.stop)
@@ -77,8 +78,8 @@ async def _gather(coroutines: list) -> list[Trajectory]:  # type: ignore[type-ar
     try:
         async with asyncio.TaskGroup() as tasks:
             running = [tasks.create_task(coroutine) for coroutine in coroutines]
-    except* StaleVersionError as stale:
-        raise stale.exceptions[0] from None
+    except BaseExceptionGroup as group:
+        raise first_error(group) from None
     return [task.result() for task in running]
 
 
