@@ -1,4 +1,4 @@
-"""First code of a zygote process: read the settings, enter the isolation level, preload packages, serve.
+"""First code of a zygote process: read the settings, warm up, become nobody, enter the isolation level, serve.
 
 Started as `python -I -S -c … FD` with an empty environment and one inherited socket; see `slot.py`. Answers one packet,
 {"ready": …} or {"failed": the step that this node refuses}, and then belongs to `zygote.py`.
@@ -12,10 +12,13 @@ import os
 import signal
 import socket
 import sys
+from collections.abc import Sequence
 
 from rayapp.sandbox.harness import describe
 from rayapp.sandbox.local import level as levels
-from rayapp.sandbox.local import wire
+from rayapp.sandbox.local import privileges, view, wire
+from rayapp.sandbox.local.landlocked import Landlocked
+from rayapp.sandbox.local.namespaces import Namespaces
 from rayapp.sandbox.local.zygote import Zygote
 
 WARM_MODULES = (
@@ -31,33 +34,48 @@ def main(descriptor: int) -> None:
     with socket.socket(fileno=descriptor) as channel:
         settings, _ = wire.receive(channel)
         try:
-            level = _prepare(settings, channel)
+            level = _prepare(settings)
         except Exception as error:  # boundary: told to the provider, which decides
             wire.send(channel, {"failed": describe(error)})
             return
         wire.send(channel, {"ready": level.name, "pid": os.getpid(), "uid": os.getuid()})
         Zygote(channel, level).serve()
+        level.reset()
 
 
-def _prepare(settings: dict[str, object], channel: socket.socket) -> levels.Level:
+def _prepare(settings: dict[str, object]) -> levels.Level:
     packages, paths = settings["packages"], settings["paths"]
     assert isinstance(packages, list)
     assert isinstance(paths, list)
-    level = make_level(str(settings["level"]))
     for name in WARM_MODULES:
         importlib.import_module(name)
-    level.enter()
-    sys.path[:] = [entry for entry in sys.path if entry != settings["code_path"]] + paths
-    for name in packages:
-        importlib.import_module(name)
+    sys.path[:] = [entry for entry in sys.path if entry != settings["code_path"]]
+    _import_packages(packages, paths)
+    # Only now: packages have loaded libraries of their own, which the view has to show.
+    here = view.of_this_interpreter(paths)
+    level = make_level(str(settings["level"]), here)
+    if level.name != "unisolated":
+        privileges.leave_root([here.library, *here.shared, *here.packages])
     levels.mapped_bytes()
+    level.enter()
     # Out of the collector's sight: a collection in a child would write to, and so copy, every page of the warm heap.
     gc.collect()
     gc.freeze()
     return level
 
 
-def make_level(name: str) -> levels.Level:
+def _import_packages(packages: Sequence[str], paths: Sequence[str]) -> None:
+    """Import them from the folders that hold them; of those folders only `paths` will be visible inside."""
+    sys.path += sorted({os.path.dirname(path) for path in paths})
+    for name in packages:
+        importlib.import_module(name)
+
+
+def make_level(name: str, here: view.View) -> levels.Level:
+    if name in ("ns+proc", "ns"):
+        return Namespaces(here, with_proc=name == "ns+proc")
+    if name == "ll":
+        return Landlocked(here)
     if name == "unisolated":
         return levels.Unisolated()
     raise ValueError(f"unknown isolation level {name!r}")

@@ -1,6 +1,6 @@
 """The process that candidate code runs in: from the fork to the exit. Called by the zygote, in the child only.
 
-    fork -> descriptors 0-3, everything else closed -> read the job -> confine -> frame "ready" -> candidate -> os._exit
+    fork -> descriptors 0-3 -> read the job -> confine -> everything else closed -> frame "ready" -> candidate -> os._exit
 
 The frame "ready" is the first one on the result pipe. Candidate code can't have written it, so a pipe without it means
 that the sandbox failed, and one with it that whatever follows is the code's doing.
@@ -16,36 +16,39 @@ import sys
 from typing import NoReturn
 
 from rayapp.sandbox import harness
+from rayapp.sandbox.local import files, kernel
 from rayapp.sandbox.local.level import Level, Limits
 from rayapp.sandbox.local.wire import read_memory_file
 
 RESULT_FD = 3
-_SPARE_FD = 64
-"""Above everything the zygote has open when it forks, below RLIMIT_NOFILE."""
+_MAX_FD = 1 << 16
+
+Job = dict[str, object]
 
 
-def run(level: Level, job_fd: int, pipes: tuple[int, int, int], limits: Limits, tmp: str | None) -> NoReturn:
+def run(level: Level, job_fd: int, pipes: tuple[int, int, int], limits: Limits, *, home: bool) -> NoReturn:
     """Run the job in this process and end it.
 
     Args:
         pipes: write ends for stdout, stderr and results.
+        home: run in the sandbox's own folder.
     """
     status = 1
     try:
-        job = json.loads(read_memory_file(job_fd))
+        job_fd = kernel.park(job_fd)
         _take_descriptors(*pipes)
-        _give_stdin(job.get("stdin", "").encode("utf-8", "surrogatepass"))
-        os.environ.clear()
-        os.environ.update(job.get("env", {}))
-        level.confine(limits, tmp)
+        job: Job = json.loads(read_memory_file(job_fd))
+        prepare(job)
+        level.confine(limits, home=home, writable=job["kind"] in files.KINDS)
+        os.closerange(RESULT_FD + 1, _MAX_FD)
     except BaseException as error:  # boundary: whatever fails before candidate code is the sandbox's failure
         send(harness.frame("setup", harness.describe(error)))
         os._exit(status)
     send(harness.frame("ready"))
     try:
-        status = _run_job(job)
+        status = run_job(job)
     finally:
-        _flush()
+        flush()
         # No interpreter shutdown: atexit handlers and threads of the candidate have nothing more to say.
         os._exit(status)
 
@@ -58,12 +61,20 @@ def send(payload: bytes) -> None:
 
 
 def _take_descriptors(*pipes: int) -> None:
-    """Put the pipes at 1, 2 and 3 and close all else: nothing of the zygote's may be open in candidate code."""
-    spares = [fcntl.fcntl(pipe, fcntl.F_DUPFD, _SPARE_FD) for pipe in pipes]
+    """Put the pipes at 1, 2 and 3, out of the way of what the zygote has open there."""
+    spares = [kernel.park(pipe) for pipe in pipes]
     for target, spare in enumerate(spares, start=1):
         # The result pipe closes on exec: a command that the candidate starts has no business with it.
         os.dup2(spare, target, inheritable=target != RESULT_FD)
-    os.closerange(RESULT_FD + 1, os.sysconf("SC_OPEN_MAX") if os.sysconf("SC_OPEN_MAX") < 65536 else 65536)
+
+
+def prepare(job: Job) -> None:
+    """Standard input and environment."""
+    env = job.get("env", {})
+    assert isinstance(env, dict)
+    _give_stdin(str(job.get("stdin", "")).encode("utf-8", "surrogatepass"))
+    os.environ.clear()
+    os.environ.update(env)
 
 
 def _give_stdin(data: bytes) -> None:
@@ -82,20 +93,34 @@ def _give_stdin(data: bytes) -> None:
     os.close(source)
 
 
-def _run_job(job: dict[str, object]) -> int:
+def run_job(job: Job) -> int:
     """Returns the exit status."""
-    code = str(job["code"])
-    if job["kind"] == "calls":
+    kind = job["kind"]
+    if kind == "calls":
         inputs = job["inputs"]
         assert isinstance(inputs, list)
-        harness.run_calls(code, str(job["function"]), inputs, send)
+        harness.run_calls(str(job["code"]), str(job["function"]), inputs, send)
         return 0
-    return harness.run_script(code, harness.main_names(), send)
+    if kind == "command":
+        return _execute(job)
+    if kind in files.KINDS:
+        return files.run(job, send)
+    return harness.run_script(str(job["code"]), harness.main_names(), send)
 
 
-def _flush() -> None:
+def _execute(job: Job) -> int:
+    argv = job["argv"]
+    assert isinstance(argv, list)
+    try:
+        os.execvpe(argv[0], argv, os.environ)
+    except OSError as error:
+        os.write(2, f"{argv[0]}: {error.strerror}\n".encode("utf-8", "replace"))
+        return 126 if isinstance(error, PermissionError) else 127
+
+
+def flush() -> None:
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()
-        except BaseException:  # noqa: PERF203  (boundary: the candidate may have replaced or closed it)
+        except BaseException:
             continue

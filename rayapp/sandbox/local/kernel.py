@@ -7,6 +7,7 @@ between x86-64 and arm64 are in `syscalls.py`.
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import os
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -25,11 +26,14 @@ MNT_DETACH = 2
 
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_CAPBSET_DROP, PR_SET_SECCOMP = 1, 4, 24, 22
 PR_SET_NO_NEW_PRIVS, PR_CAP_AMBIENT, PR_SET_SECUREBITS = 38, 47, 28
+PR_SET_CHILD_SUBREAPER, PR_SET_MM = 36, 35
 PR_CAP_AMBIENT_CLEAR_ALL = 4
 SECCOMP_MODE_FILTER = 2
 # NOROOT, NO_SETUID_FIXUP, KEEP_CAPS off, NO_CAP_AMBIENT_RAISE, each with its lock.
 SECURE_ALL_LOCKED = 0b11101111
 CAP_SYS_ADMIN = 21
+_CAP_SETPCAP = 8
+_PARKING = 64
 _CAPABILITY_VERSION_3 = 0x20080522
 
 
@@ -61,10 +65,21 @@ def umount(target: str, flags: int = 0) -> None:
     _check(_libc.umount2(target.encode(), flags), "umount2", target)
 
 
+def pivot_root(new: str, old: str) -> None:
+    _check(_libc.pivot_root(new.encode(), old.encode()), "pivot_root", new)
+
+
 def prctl(option: int, *args: int | object) -> None:
     values = [ctypes.c_ulong(arg) if isinstance(arg, int) else arg for arg in args]
     values += [ctypes.c_ulong(0)] * (4 - len(values))
     _check(_libc.prctl(option, *values), f"prctl {option}")
+
+
+def park(descriptor: int) -> int:
+    """The same open file under a high number, out of the way of 0 to 3, which each child takes for itself."""
+    parked = fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, _PARKING)
+    os.close(descriptor)
+    return parked
 
 
 def sethostname(name: str) -> None:
@@ -79,15 +94,22 @@ def effective_capabilities() -> int:
     return int(data[0]) | int(data[3]) << 32
 
 
-def drop_capabilities() -> None:
-    """Give up every capability in every set, for this process and all it will execute."""
-    if effective_capabilities() >> 8 & 1:  # CAP_SETPCAP: without it the bounding set can't shrink, and needs not to
+def limit_bounding_set() -> None:
+    """Nothing executed from here on can gain a capability. Where CAP_SETPCAP is missing there is none to gain."""
+    if effective_capabilities() >> _CAP_SETPCAP & 1:
         prctl(PR_SET_SECUREBITS, SECURE_ALL_LOCKED)
         for capability in range(64):
             try:
                 prctl(PR_CAPBSET_DROP, capability)
             except OSError:
                 break  # past the last capability of this kernel
+
+
+_header = (ctypes.c_uint32 * 2)(_CAPABILITY_VERSION_3, 0)
+_nothing = (ctypes.c_uint32 * 6)()
+
+
+def clear_capabilities() -> None:
+    """Give up every capability of this process."""
     prctl(PR_CAP_AMBIENT, PR_CAP_AMBIENT_CLEAR_ALL)
-    header = (ctypes.c_uint32 * 2)(_CAPABILITY_VERSION_3, 0)
-    _check(_libc.capset(header, (ctypes.c_uint32 * 6)()), "capset")
+    _check(_libc.capset(_header, _nothing), "capset")

@@ -10,10 +10,15 @@ from __future__ import annotations
 
 import os
 import resource
+import shutil
 import signal
+import tempfile
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Protocol
+
+from rayapp.sandbox.local import kernel
 
 MIB = 1 << 20
 
@@ -47,12 +52,19 @@ class Level(Protocol):
     def fork(self) -> int:
         """As os.fork; the child is the root of everything the execution starts."""
 
-    def confine(self, limits: Limits, tmp: str | None) -> None:
+    def confine(self, limits: Limits, *, home: bool, writable: bool) -> None:
         """In the child, before candidate code: give up everything it must not have.
 
         Args:
-            tmp: directory with the sandbox's own files; None gives the execution a fresh one, where the level has any.
+            home: work in the sandbox's own folder; else in a fresh one, where the level has any.
+            writable: our own code runs, not the candidate's: it may write to the home at every level.
         """
+
+    def prepare_home(self, disk_mib: int) -> None:
+        """Before the first execution with `home`: make the sandbox's own folder."""
+
+    def reset(self) -> None:
+        """The sandbox was given back: its own folder is gone."""
 
     def sweep(self) -> None:
         """After an execution: nothing of it is left."""
@@ -63,16 +75,28 @@ class Unisolated:
 
     name = "unisolated"
 
+    def __init__(self) -> None:
+        self._home = ""
+
     def enter(self) -> None:
         adopt_orphans()
 
     def fork(self) -> int:
         return os.fork()
 
-    def confine(self, limits: Limits, tmp: str | None) -> None:
+    def confine(self, limits: Limits, *, home: bool, writable: bool) -> None:
         os.setsid()
-        os.chdir(tmp or "/tmp")  # noqa: S108
+        os.chdir(self._home if home else tempfile.gettempdir())
         set_limits(limits, num_running=None)
+
+    def prepare_home(self, disk_mib: int) -> None:
+        if not self._home:
+            self._home = tempfile.mkdtemp(prefix="rayapp-unisolated-")
+
+    def reset(self) -> None:
+        if self._home:
+            shutil.rmtree(self._home, ignore_errors=True)
+            self._home = ""
 
     def sweep(self) -> None:
         kill_descendants()
@@ -100,22 +124,16 @@ def set_limits(limits: Limits, *, num_running: int | None) -> None:
         resource.setrlimit(resource.RLIMIT_NPROC, (most, most))
 
 
-_at_boot: list[int] = []
-
-
+@cache
 def mapped_bytes() -> int:
-    """Address space of the warm interpreter, read once: every execution is forked from it, and /proc may be gone later."""
-    if not _at_boot:
-        pages = int(Path("/proc/self/statm").read_text().split()[0])
-        _at_boot.append(pages * resource.getpagesize())
-    return _at_boot[0]
+    """Address space of the warm interpreter, measured at boot: every execution is forked from it."""
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    return pages * resource.getpagesize()
 
 
 def adopt_orphans() -> None:
     """Descendants whose parent died become this process's children, so that `kill_descendants` finds them."""
-    from rayapp.sandbox.local import kernel
-
-    kernel.prctl(36, 1)  # PR_SET_CHILD_SUBREAPER
+    kernel.prctl(kernel.PR_SET_CHILD_SUBREAPER, 1)
 
 
 def kill_descendants() -> None:

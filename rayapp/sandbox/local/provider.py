@@ -25,7 +25,7 @@ from rayapp.types import SandboxSpec
 
 MAX_JOBS_PER_SLOT = 20_000
 """A zygote is replaced after this many executions, so that no slow leak of ours or of CPython's grows forever."""
-LEVELS: tuple[str, ...] = ()
+LEVELS: tuple[str, ...] = ("ns+proc", "ns", "ll")
 """Isolation levels, strongest first."""
 
 

@@ -110,7 +110,11 @@ class LocalSandbox:
             self._check_alive()
             try:
                 return await self._slot.run(
-                    json.dumps(job).encode(), limits=limits, timeout_s=timeout_s, max_output_bytes=max_output_bytes
+                    json.dumps(job).encode(),
+                    limits=limits,
+                    timeout_s=timeout_s,
+                    max_output_bytes=max_output_bytes,
+                    home=False,
                 )
             except SandboxDeadlineError:
                 raise

@@ -97,8 +97,19 @@ class Slot:
         with contextlib.suppress(OSError):
             wire.send(self._channel, {"cancel": self._num_jobs})
 
-    async def run(self, job: bytes, *, limits: Limits, timeout_s: float, max_output_bytes: int) -> Answer:
+    def reset(self) -> None:
+        """The sandbox on this slot has ended: its files and its session are forgotten."""
+        with contextlib.suppress(OSError):
+            wire.send(self._channel, {"reset": True})
+
+    async def run(
+        self, job: bytes, *, limits: Limits, timeout_s: float, max_output_bytes: int, home: bool, session: bool = False
+    ) -> Answer:
         """Execute one job.
+
+        Args:
+            home: in the sandbox's own folder, which lasts until `reset`; else in a fresh one.
+            session: in the sandbox's long-lived process, where names stay.
 
         Raises:
             SandboxGoneError: the zygote died.
@@ -107,9 +118,10 @@ class Slot:
         """
         self._num_jobs += 1
         header: dict[str, object] = {"id": self._num_jobs, "timeout_s": timeout_s, "max_output_bytes": max_output_bytes}
+        header |= {"limits": asdict(limits), "home": home, "session": session}
         try:
             with _memory_file(job) as body:
-                wire.send(self._channel, {**header, "limits": asdict(limits)}, body)
+                wire.send(self._channel, header, body)
             reply, answer_fd = await self._answer(timeout_s + GRACE_S)
         except (EOFError, OSError) as error:
             raise SandboxGoneError(f"the sandbox's interpreter died: {self.close_and_explain()}") from error

@@ -27,8 +27,8 @@ _COMMON = {
 
 _X86_64 = {
     "shmget": 29, "shmat": 30, "shmctl": 31, "socket": 41, "connect": 42, "accept": 43, "bind": 49, "listen": 50,
-    "socketpair": 53, "clone": 56, "fork": 57, "vfork": 58, "kill": 62, "semget": 64, "semop": 65, "semctl": 66,
-    "shmdt": 67, "msgget": 68, "msgsnd": 69, "msgrcv": 70, "msgctl": 71, "ioctl": 16, "ptrace": 101, "setuid": 105,
+    "sendto": 44, "socketpair": 53, "clone": 56, "fork": 57, "vfork": 58, "kill": 62, "semget": 64, "semop": 65, "semctl": 66,
+    "shmdt": 67, "msgget": 68, "msgsnd": 69, "msgrcv": 70, "msgctl": 71, "ioctl": 16, "fcntl": 72, "prctl": 157, "ptrace": 101, "setuid": 105,
     "syslog": 103, "setgid": 106, "setreuid": 113, "setregid": 114, "setgroups": 116, "setresuid": 117, "setresgid": 119,
     "setfsuid": 122, "setfsgid": 123, "rt_sigqueueinfo": 129, "mknod": 133, "uselib": 134, "personality": 135,
     "setpriority": 141, "sched_setparam": 142, "sched_setscheduler": 144, "vhangup": 153, "modify_ldt": 154,
@@ -46,16 +46,16 @@ _X86_64 = {
 }  # fmt: skip
 
 _AARCH64 = {
-    "lookup_dcookie": 18, "inotify_init1": 26, "ioctl": 29, "ioprio_set": 30, "mknodat": 33, "umount2": 39, "mount": 40,
+    "lookup_dcookie": 18, "fcntl": 25, "inotify_init1": 26, "ioctl": 29, "ioprio_set": 30, "mknodat": 33, "umount2": 39, "mount": 40,
     "pivot_root": 41, "chroot": 51, "vhangup": 58, "quotactl": 60, "vmsplice": 75, "acct": 89, "personality": 92,
     "unshare": 97, "kexec_load": 104, "init_module": 105, "delete_module": 106, "clock_settime": 112, "syslog": 116,
     "ptrace": 117, "sched_setparam": 118, "sched_setscheduler": 119, "sched_setaffinity": 122, "kill": 129, "tkill": 130,
     "tgkill": 131, "rt_sigqueueinfo": 138, "setpriority": 140, "reboot": 142, "setregid": 143, "setgid": 144,
     "setreuid": 145, "setuid": 146, "setresuid": 147, "setresgid": 149, "setfsuid": 151, "setfsgid": 152,
-    "setgroups": 159, "sethostname": 161, "setdomainname": 162, "settimeofday": 170, "adjtimex": 171, "mq_open": 180,
+    "setgroups": 159, "sethostname": 161, "setdomainname": 162, "settimeofday": 170, "adjtimex": 171, "prctl": 167, "mq_open": 180,
     "mq_unlink": 181, "msgget": 186, "msgctl": 187, "msgrcv": 188, "msgsnd": 189, "semget": 190, "semctl": 191,
     "semtimedop": 192, "semop": 193, "shmget": 194, "shmctl": 195, "shmat": 196, "shmdt": 197, "socket": 198,
-    "socketpair": 199, "bind": 200, "listen": 201, "accept": 202, "connect": 203, "add_key": 217, "request_key": 218,
+    "socketpair": 199, "bind": 200, "listen": 201, "accept": 202, "connect": 203, "sendto": 206, "add_key": 217, "request_key": 218,
     "keyctl": 219, "clone": 220, "swapon": 224, "swapoff": 225, "mbind": 235, "set_mempolicy": 237, "migrate_pages": 238,
     "move_pages": 239, "rt_tgsigqueueinfo": 240, "perf_event_open": 241, "accept4": 242, "prlimit64": 261,
     "fanotify_init": 262, "fanotify_mark": 263, "name_to_handle_at": 264, "open_by_handle_at": 265, "clock_adjtime": 266,

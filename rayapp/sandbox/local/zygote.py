@@ -150,7 +150,9 @@ class Zygote:
             except EOFError:
                 return
             if job is None:
-                continue  # a cancellation that came after its execution had ended
+                if header.get("reset"):
+                    self._level.reset()
+                continue  # else a cancellation that came after its execution had ended
             try:
                 self._execute(header, job)
             finally:
@@ -160,7 +162,11 @@ class Zygote:
         started = time.monotonic()
         number, max_output = _integer(header, "id"), _integer(header, "max_output_bytes")
         limits = Limits(**header["limits"])  # type: ignore[arg-type]
-        execution = self._start(job, limits, max_output, started + float(header["timeout_s"]))  # type: ignore[arg-type]
+        home = header["home"] is True
+        if home:
+            self._level.prepare_home(limits.disk_mib)
+        deadline = started + float(header["timeout_s"])  # type: ignore[arg-type]
+        execution = self._start(job, limits, max_output, deadline, home=home)
         try:
             execution.watch(self._channel)
             self._level.sweep()
@@ -177,12 +183,12 @@ class Zygote:
             for descriptor in (execution.target, *(stream.source for stream in execution.streams)):
                 os.close(descriptor)
 
-    def _start(self, job: int, limits: Limits, max_output: int, deadline: float) -> Execution:
+    def _start(self, job: int, limits: Limits, max_output: int, deadline: float, *, home: bool) -> Execution:
         pipes = [os.pipe() for _ in range(_NUM_STREAMS)]
         pid = self._level.fork()
         if pid == 0:
             out, err, results = (write for _, write in pipes)
-            child.run(self._level, job, (out, err, results), limits, None)
+            child.run(self._level, job, (out, err, results), limits, home=home)
         for _, write in pipes:
             os.close(write)
         caps = (max_output, max_output, MAX_RESULT_BYTES)

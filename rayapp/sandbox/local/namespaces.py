@@ -1,0 +1,221 @@
+"""The levels `ns+proc` and `ns`: user, mount, pid, net, ipc, uts and cgroup namespaces around Landlock and seccomp.
+
+    started by us, unprivileged uid
+      └─ unshare(all) ─ fork ─> zygote: pid 1 of its own pid namespace, root folder of `view.py`, no network
+                                  └─ fork per execution: pid 1 of another one, private mounts, no capabilities
+
+Killing an execution's first process makes the kernel kill everything in its pid namespace, however it detached itself;
+killing the zygote ends the whole tree. Used by the zygote only.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import struct
+from pathlib import Path
+
+from rayapp.sandbox.local import kernel, landlock, rules, seccomp, syscalls
+from rayapp.sandbox.local.level import MIB, Limits, set_limits
+from rayapp.sandbox.local.view import DEVICES, SYSTEM, View, spare_mount_point
+
+_ALL = (
+    kernel.CLONE_NEWUSER | kernel.CLONE_NEWNS | kernel.CLONE_NEWPID | kernel.CLONE_NEWNET
+    | kernel.CLONE_NEWIPC | kernel.CLONE_NEWUTS | kernel.CLONE_NEWCGROUP
+)  # fmt: skip
+_HOME = "/.home"
+_TMP = "/tmp"
+_MAX_FILES = 1024
+_AT_RECURSIVE, _AT_FDCWD = 0x8000, -100
+_ATTR_RDONLY, _ATTR_NOSUID, _ATTR_NODEV = 1, 2, 4
+
+
+class Namespaces:
+    """See `level.Level`."""
+
+    def __init__(self, view: View, *, with_proc: bool) -> None:
+        self.name = "ns+proc" if with_proc else "ns"
+        self._view = view
+        self._with_proc = with_proc
+        self._has_home = False
+        self._pid_namespace = -1
+        self._ruleset = -1
+        self._filter = b""
+
+    def enter(self) -> None:
+        uid, gid = os.getuid(), os.getgid()
+        kernel.prctl(kernel.PR_SET_DUMPABLE, 1)  # or /proc/self belongs to root and the maps can't be written
+        kernel.unshare(_ALL)
+        Path("/proc/self/setgroups").write_text("deny")
+        Path("/proc/self/uid_map").write_text(f"{uid} {uid} 1")
+        Path("/proc/self/gid_map").write_text(f"{gid} {gid} 1")
+        _become_init()
+        self._pid_namespace = kernel.park(os.open("/proc/self/ns/pid", os.O_RDONLY))
+        kernel.sethostname("sandbox")
+        self._build_root()
+        kernel.prctl(kernel.PR_SET_DUMPABLE, 0)
+        kernel.prctl(kernel.PR_SET_NO_NEW_PRIVS, 1)
+        kernel.limit_bounding_set()
+        self._ruleset = kernel.park(landlock.create_ruleset())
+        landlock.allow(self._ruleset, "/", landlock.READ_ONLY)
+        for device in DEVICES:
+            landlock.allow(self._ruleset, f"/dev/{device}", landlock.DEVICE)
+        self._filter = rules.closing()
+        seccomp.install(rules.standing())
+
+    def fork(self) -> int:
+        kernel.unshare(kernel.CLONE_NEWPID)
+        pid = os.fork()
+        if pid:
+            # Or the next child would be born into this execution.
+            kernel.setns(self._pid_namespace, kernel.CLONE_NEWPID)
+        return pid
+
+    def confine(self, limits: Limits, *, home: bool, writable: bool) -> None:
+        kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)
+        os.setsid()
+        kernel.unshare(kernel.CLONE_NEWNS)
+        self._mount_private(limits, home=home)
+        os.chdir(_TMP)
+        landlock.allow(self._ruleset, _TMP, landlock.read_write())
+        landlock.restrict_self(self._ruleset)
+        set_limits(limits, num_running=1)
+        kernel.clear_capabilities()
+        seccomp.install(self._filter)
+
+    def prepare_home(self, disk_mib: int) -> None:
+        if not self._has_home:
+            kernel.mount("tmpfs", _HOME, "tmpfs", kernel.MS_NOSUID | kernel.MS_NODEV, _tmpfs_options(disk_mib))
+            self._has_home = True
+
+    def reset(self) -> None:
+        if self._has_home:
+            kernel.umount(_HOME, kernel.MNT_DETACH)
+            self._has_home = False
+
+    def sweep(self) -> None:
+        """Nothing to do: the execution's pid namespace died with its first process."""
+
+    def _mount_private(self, limits: Limits, *, home: bool) -> None:
+        if home:
+            kernel.mount(_HOME, _TMP, "", kernel.MS_BIND)
+        else:
+            options = _tmpfs_options(limits.disk_mib)
+            kernel.mount("tmpfs", _TMP, "tmpfs", kernel.MS_NOSUID | kernel.MS_NODEV, options)
+            if self._has_home:
+                kernel.umount(_HOME, kernel.MNT_DETACH)
+        if self._with_proc:
+            flags = kernel.MS_NOSUID | kernel.MS_NODEV | kernel.MS_NOEXEC
+            kernel.mount("proc", "/proc", "proc", flags, "subset=pid")
+
+    def _build_root(self) -> None:
+        kernel.mount("none", "/", "", kernel.MS_REC | kernel.MS_PRIVATE)
+        root = spare_mount_point(self._view.sources())
+        kernel.mount("tmpfs", root, "tmpfs", kernel.MS_NOSUID | kernel.MS_NODEV, "size=1m,mode=755")
+        _bind_system(root)
+        _bind_read_only(self._view.library, root)
+        for folder in _installed_packages(root, self._view.library):
+            kernel.mount("tmpfs", folder, "tmpfs", kernel.MS_NOSUID | kernel.MS_NODEV, "size=64k,mode=755")
+        for source in (*self._view.shared, *self._view.packages):
+            _bind_read_only(source, root)
+        _make_devices(root)
+        _write_etc(root)
+        for folder in (_TMP, _HOME, "/proc", "/.old"):
+            os.mkdir(root + folder, 0o700)
+        if self._with_proc:
+            flags = kernel.MS_NOSUID | kernel.MS_NODEV | kernel.MS_NOEXEC
+            kernel.mount("proc", f"{root}/proc", "proc", flags)
+        self._change_root(root)
+
+    def _change_root(self, root: str) -> None:
+        os.chdir(root)
+        kernel.pivot_root(".", ".old")
+        os.chdir("/")
+        kernel.umount("/.old", kernel.MNT_DETACH)
+        os.rmdir("/.old")
+        flags = kernel.MS_REMOUNT | kernel.MS_BIND | kernel.MS_RDONLY | kernel.MS_NOSUID | kernel.MS_NODEV
+        kernel.mount("none", "/", "", flags)
+
+
+def _become_init() -> None:
+    """Continue as the first process of the new pid namespace; this process only waits for it."""
+    pid = os.fork()
+    if pid == 0:
+        kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)
+        return
+    # Nothing but the zygote may hold the channel open: its end tells the provider that the zygote is dead.
+    os.closerange(3, 1024)
+    os._exit(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) & 0xFF)
+
+
+def _tmpfs_options(disk_mib: int) -> str:
+    return f"size={disk_mib * MIB},nr_inodes={_MAX_FILES},mode=700"
+
+
+def _bind_system(root: str) -> None:
+    for path in SYSTEM:
+        if os.path.islink(path):
+            os.symlink(os.readlink(path), root + path)
+        elif os.path.isdir(path):
+            _bind_read_only(path, root)
+
+
+def _bind_read_only(source: str, root: str) -> None:
+    """Show a folder or file of the machine at the same path, read-only with all that is mounted beneath it."""
+    target = Path(root + source)
+    if os.path.isdir(source):
+        target.mkdir(parents=True, exist_ok=True)
+    elif not target.exists():
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.touch()
+    kernel.mount(source, str(target), "", kernel.MS_BIND | kernel.MS_REC)
+    attributes = struct.pack("<QQQQ", _ATTR_RDONLY | _ATTR_NOSUID | _ATTR_NODEV, 0, 0, 0)
+    kernel.syscall(
+        syscalls.number("mount_setattr"),
+        ctypes.c_int(_AT_FDCWD),
+        str(target).encode(),
+        ctypes.c_uint(_AT_RECURSIVE),
+        attributes,
+        ctypes.c_size_t(len(attributes)),
+        name="mount_setattr",
+    )
+
+
+def _installed_packages(root: str, library: str) -> list[str]:
+    """Folders of installed packages that the view would show, among them perhaps this project's own."""
+    parents = (
+        Path(root + library),
+        *Path(f"{root}/usr/lib").glob("python3*"),
+        *Path(f"{root}/usr/local/lib").glob("python3*"),
+    )
+    found = {
+        str(path)
+        for parent in parents
+        for name in ("site-packages", "dist-packages")
+        if (path := parent / name).is_dir()
+    }
+    return sorted(found)
+
+
+def _make_devices(root: str) -> None:
+    os.mkdir(f"{root}/dev", 0o755)
+    for device in DEVICES:
+        target = f"{root}/dev/{device}"
+        Path(target).touch()
+        kernel.mount(f"/dev/{device}", target, "", kernel.MS_BIND)
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        os.symlink(f"/proc/self/fd/{number}", f"{root}/dev/{name}")
+
+
+def _write_etc(root: str) -> None:
+    """Who the user is, and where libraries lie: what libc looks up. Nothing of this machine's own /etc but the latter."""
+    etc = Path(root, "etc")
+    etc.mkdir()
+    uid, gid = os.getuid(), os.getgid()
+    (etc / "passwd").write_text(f"sandbox:x:{uid}:{gid}:sandbox:{_TMP}:/bin/sh\n")
+    (etc / "group").write_text(f"sandbox:x:{gid}:\n")
+    (etc / "hostname").write_text("sandbox\n")
+    for name in ("ld.so.cache", "alternatives"):
+        if os.access(f"/etc/{name}", os.R_OK):
+            _bind_read_only(f"/etc/{name}", root)

@@ -1,0 +1,201 @@
+"""Which system calls candidate code may not make, and why. Pure data, read by the isolation levels.
+
+What is not named here is allowed: an allowlist breaks honest code on the next release of libc. Calls that are newer than
+this list are refused, so that a new kernel opens no new door.
+"""
+
+from __future__ import annotations
+
+import errno
+import signal
+
+from rayapp.sandbox.local import kernel
+from rayapp.sandbox.local.seccomp import (
+    Block,
+    both,
+    dies_with,
+    not_with,
+    null_pointer,
+    only_with,
+    program,
+    refuse,
+    with_bits,
+    without_bits,
+)
+
+_INIT = 1
+_CLONE_THREAD = 0x00010000
+_CLONE_NEWTIME = 0x80
+_NAMESPACES = 0x7E020000 | _CLONE_NEWTIME
+_AF_UNIX, _SOCK_STREAM, _SOCK_TYPE_MASK = 1, 1, 0xF
+_TIOCSTI, _TIOCLINUX, _FIOSETOWN, _SIOCSPGRP = 0x5412, 0x541C, 0x8901, 0x8902
+_F_SETOWN, _F_SETSIG, _F_SETOWN_EX = 8, 10, 15
+
+_NEVER = [
+    "ptrace",
+    "process_vm_readv",
+    "process_vm_writev",
+    "process_madvise",
+    "process_mrelease",
+    "kcmp",
+    "pidfd_getfd",
+    "socket",
+    "connect",
+    "bind",
+    "listen",
+    "accept",
+    "accept4",
+    "open_by_handle_at",
+    "name_to_handle_at",
+    "bpf",
+    "perf_event_open",
+    "userfaultfd",
+    "io_uring_setup",
+    "io_uring_enter",
+    "io_uring_register",
+    "add_key",
+    "request_key",
+    "keyctl",
+    "shmget",
+    "shmat",
+    "shmctl",
+    "shmdt",
+    "semget",
+    "semop",
+    "semctl",
+    "semtimedop",
+    "msgget",
+    "msgsnd",
+    "msgrcv",
+    "msgctl",
+    "mq_open",
+    "mq_unlink",
+    "memfd_secret",
+    "init_module",
+    "finit_module",
+    "delete_module",
+    "kexec_load",
+    "kexec_file_load",
+    "reboot",
+    "swapon",
+    "swapoff",
+    "acct",
+    "quotactl",
+    "quotactl_fd",
+    "syslog",
+    "settimeofday",
+    "clock_settime",
+    "clock_adjtime",
+    "adjtimex",
+    "sethostname",
+    "setdomainname",
+    "iopl",
+    "ioperm",
+    "modify_ldt",
+    "uselib",
+    "vhangup",
+    "personality",
+    "lookup_dcookie",
+    "fanotify_init",
+    "fanotify_mark",
+    "inotify_init",
+    "inotify_init1",
+    "mknod",
+    "mknodat",
+    "ioprio_set",
+    "migrate_pages",
+    "move_pages",
+    "mbind",
+    "set_mempolicy",
+    "set_mempolicy_home_node",
+    "vmsplice",
+    "lsm_set_self_attr",
+    "statmount",
+    "listmount",
+]
+"""Other processes' memory; the network; files by handle; kernel subsystems with a record of holes; keys; shared memory,
+which no limit of the candidate counts; what only an administrator needs."""
+
+_ZYGOTE_ONLY = [
+    "mount",
+    "umount2",
+    "pivot_root",
+    "chroot",
+    "move_mount",
+    "open_tree",
+    "open_tree_attr",
+    "fsopen",
+    "fsconfig",
+    "fsmount",
+    "fspick",
+    "mount_setattr",
+    "unshare",
+    "setns",
+    "pidfd_open",
+    "pidfd_send_signal",
+    "memfd_create",
+    "setuid",
+    "setgid",
+    "setreuid",
+    "setregid",
+    "setresuid",
+    "setresgid",
+    "setfsuid",
+    "setfsgid",
+    "setgroups",
+    "landlock_create_ruleset",
+    "landlock_add_rule",
+    "landlock_restrict_self",
+]
+"""What the zygote calls to start an execution, and nothing in it may call. Memory files are memory that no
+limit of the candidate counts."""
+
+
+def standing() -> bytes:
+    """The filter of the zygote, which every execution inherits."""
+    rules: dict[str, Block] = {name: refuse() for name in _NEVER}
+    rules["socketpair"] = both((0, _AF_UNIX), (1, _SOCK_STREAM), _SOCK_TYPE_MASK)
+    # A datagram pair could send to any Unix socket by name; this keeps asyncio's stream pair and no other.
+    rules["sendto"] = null_pointer(4)
+    rules["ioctl"] = not_with(1, _TIOCSTI, _TIOCLINUX, _FIOSETOWN, _SIOCSPGRP)
+    # Signal-driven I/O sends any signal to any process of this uid, past every rule about kill.
+    rules["fcntl"] = not_with(1, _F_SETOWN, _F_SETSIG, _F_SETOWN_EX)
+    for name in ("sched_setparam", "sched_setscheduler", "sched_setattr", "sched_setaffinity", "prlimit64"):
+        # 0 is the caller: the limits and the priority of the zygote are not the candidate's to change.
+        rules[name] = only_with(0, 0)
+    rules["setpriority"] = both((0, 0), (1, 0))
+    # Its flags lie in memory, where a filter can't look; libc falls back to clone.
+    rules["clone3"] = refuse(errno.ENOSYS)
+    return program(rules, unknown=refuse(errno.ENOSYS))
+
+
+def closing(*, own_pid: int | None = None) -> bytes:
+    """The filter of one execution, on top of the standing one.
+
+    Args:
+        own_pid: without a pid namespace, its process id: it may signal nobody else and fork no process, threads only.
+    """
+    rules: dict[str, Block] = {name: refuse() for name in _ZYGOTE_ONLY}
+    rules["prctl"] = not_with(0, kernel.PR_SET_PDEATHSIG, kernel.PR_SET_CHILD_SUBREAPER, kernel.PR_SET_MM)
+    rules["clone"] = without_bits(0, _NAMESPACES)
+    if own_pid is None:
+        # As pid 1 of its namespace it would survive killing itself, unlike anywhere else.
+        rules["kill"] = dies_with((0, _INIT), (1, signal.SIGKILL))
+        rules["tgkill"] = dies_with((0, _INIT), (2, signal.SIGKILL))
+    else:
+        rules |= _alone(own_pid)
+    return program(rules)
+
+
+def _alone(own_pid: int) -> dict[str, Block]:
+    no_more = refuse(errno.EAGAIN)
+    return {
+        "kill": only_with(0, own_pid),
+        "tgkill": only_with(0, own_pid),
+        "rt_sigqueueinfo": only_with(0, own_pid),
+        "rt_tgsigqueueinfo": only_with(0, own_pid),
+        "tkill": refuse(),
+        "fork": no_more,
+        "vfork": no_more,
+        "clone": with_bits(0, _CLONE_THREAD, forbidden=_NAMESPACES, number=errno.EAGAIN),
+    }

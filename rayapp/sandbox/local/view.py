@@ -1,0 +1,58 @@
+"""What candidate code sees of the file system: Python's library, the system's programs, a few devices. Used by the levels.
+
+    /usr, /bin, /lib…   the system's programs and libraries, read-only
+    <library>           Python's standard library, without site-packages (this project's own tasks may be installed there)
+    <packages>          the extra packages that a spec names, one folder each, read-only
+    /dev                null, zero, full, random, urandom
+    /tmp                private, in memory, with a quota; the only place to write
+
+Nothing of /home, /root, /etc, /var, /run, /proc or /sys.
+"""
+
+from __future__ import annotations
+
+import sysconfig
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+DEVICES = ("null", "zero", "full", "random", "urandom")
+SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib64", "/lib32", "/libx32")
+_MOUNT_POINTS = ("/mnt", "/media", "/srv", "/opt", "/sys")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class View:
+    library: str
+    """Python's standard library, e.g. /usr/local/lib/python3.11."""
+    shared: tuple[str, ...]
+    """Files outside the library and the system that the interpreter links to, e.g. libpython3.11.so."""
+    packages: tuple[str, ...]
+    """Folders and files of extra packages."""
+
+    def sources(self) -> tuple[str, ...]:
+        return (*SYSTEM, self.library, *self.shared, *self.packages)
+
+
+def of_this_interpreter(packages: Sequence[str]) -> View:
+    library = sysconfig.get_path("stdlib")
+    maps = Path("/proc/self/maps").read_text().splitlines()
+    mapped = {line.split(maxsplit=5)[5] for line in maps if line.count("/")}
+    outside = sorted(
+        path
+        for path in mapped
+        if ".so" in path and not path.startswith((f"{library}/", *(f"{top}/" for top in SYSTEM), *packages))
+    )
+    return View(library=library, shared=tuple(outside), packages=tuple(packages))
+
+
+def spare_mount_point(used: tuple[str, ...]) -> str:
+    """An existing folder to mount on, that hides nothing we need.
+
+    Raises:
+        OSError: there is none.
+    """
+    for folder in _MOUNT_POINTS:
+        if Path(folder).is_dir() and not any(path == folder or path.startswith(f"{folder}/") for path in used):
+            return folder
+    raise OSError(f"no folder to mount on: none of {', '.join(_MOUNT_POINTS)} is there and unused")
