@@ -26,9 +26,10 @@ from rayapp.types import CallReport, Reward
 ERROR_REWARD = -1.0
 
 
-def failure(status: str, detail: str) -> Reward:
+def failure(status: str, detail: str, *, all_raised: bool = False) -> Reward:
     """A verdict of -1."""
-    return Reward(value=ERROR_REWARD, terms=_terms(passed=0, raised=0, tests=1), status=status, detail=detail)
+    terms = _terms(passed=0, raised=int(all_raised), tests=1)
+    return Reward(value=ERROR_REWARD, terms=terms, status=status, detail=detail)
 
 
 def grade(report: CallReport, cases: Sequence[Case]) -> Reward:
@@ -46,7 +47,7 @@ def grade(report: CallReport, cases: Sequence[Case]) -> Reward:
         raise SandboxProtocolError(f"{len(cases)} calls were asked for, {len(report.calls)} results came back")
     errors = [call.error for call in report.calls if not call.ok]
     if len(errors) == len(cases):
-        return failure("error", f"every call failed: {errors[0]}")
+        return failure("error", f"every call failed: {errors[0]}", all_raised=True)
     passed = sum(
         call.ok and same_value(call.value, case.expected) for call, case in zip(report.calls, cases, strict=True)
     )

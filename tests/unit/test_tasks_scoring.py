@@ -113,6 +113,7 @@ async def test_function_that_raises_on_every_call_is_an_error() -> None:
 
     assert (reward.value, reward.status, reward.valid) == (-1.0, "error", True)
     assert reward.detail == "every call failed: no"
+    assert reward.terms["raised_rate"] == 1.0
 
 
 async def test_values_of_another_type_do_not_pass() -> None:
