@@ -70,7 +70,14 @@ def test_uv_is_told_where_the_cpu_torch_is(
 ) -> None:
     monkeypatch.setenv("PIP_FIND_LINKS", links)
 
-    assert installer._uv_command("uv", Path("python"), device) == ["uv", "pip", "install", "--python", "python", *options]
+    assert installer._uv_command("uv", Path("python"), device) == [
+        "uv",
+        "pip",
+        "install",
+        "--python",
+        "python",
+        *options,
+    ]
 
 
 def test_environment_that_is_up_to_date_is_left_alone(installer: ModuleType, tmp_path: Path) -> None:
