@@ -1,9 +1,9 @@
-"""Programs that try to get out, as data: read by the doctor, which tries them on this node, and by the adversarial tests.
+"""Programs that try to get out, as data: tried on this node by the doctor, and by the adversarial tests.
 
-    battery/*.yaml (one file per family) -> Attack -> source with PRELUDE, called as attack(canary) -> list of what it reached
+    battery/*.yaml (a file per family) -> Attack -> PRELUDE and source, called as attack(canary) -> what it reached
 
-A program reports by returning: an empty list means that everything was refused. That alone could also mean that the
-program is broken, so the tests run each without isolation too, where it must reach something (`unisolated: must-reach`).
+A program reports by returning: an empty list means that everything was refused. That could also mean that the program
+is broken, so the tests run each without isolation too, where it must reach something (`unisolated: must-reach`).
 """
 
 from __future__ import annotations
@@ -25,12 +25,25 @@ _libc = ctypes.CDLL(None, use_errno=True)
 reached = []
 
 def attempt(what, action):
-    """Run it, and note what worked. A refusal by the system is what we hope for; any other error is a broken program."""
+    """Run it, and note what worked. A refusal is what we hope for; any other error is a broken program."""
     try:
         action()
     except (OSError, IndexError):
         return
     reached.append(what)
+
+def text_of(path):
+    """Of a file that may be out of reach."""
+    try:
+        return open(path, "rb").read().decode(errors="replace")
+    except OSError:
+        return ""
+
+def names_in(path):
+    try:
+        return os.listdir(path)
+    except OSError:
+        return []
 
 def fail():
     raise PermissionError
@@ -61,7 +74,7 @@ def attack(given):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Expected:
-    """How the execution has to end. All that is given has to hold; with nothing given, the program returns an empty list."""
+    """How the execution has to end. All that is given has to hold; by default it returns an empty list."""
 
     stopped: tuple[str, ...] = ()
     """Ended by us for one of these causes."""
@@ -117,7 +130,7 @@ def _attack(family: str, entry: dict[str, object]) -> Attack:
     fields = _fields(entry)
     expect = fields.pop("expect", {})
     assert isinstance(expect, dict)
-    return Attack(family=family, expect=Expected(**_fields(expect)), **fields)  # type: ignore[arg-type]
+    return Attack(family=family, expect=Expected(**_fields(expect)), **fields)
 
 
 def _fields(entry: dict[str, object]) -> dict[str, Any]:

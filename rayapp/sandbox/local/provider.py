@@ -19,6 +19,7 @@ from rayapp.errors import (
     SandboxDeadlineError,
     SandboxQuotaError,
 )
+from rayapp.sandbox.local.packages import locate
 from rayapp.sandbox.local.sandbox import LocalSandbox
 from rayapp.sandbox.local.slot import BootError, Slot
 from rayapp.types import SandboxSpec
@@ -33,15 +34,21 @@ class LocalProvider:
     """See `rayapp.protocols.SandboxProvider`. For one event loop."""
 
     def __init__(
-        self, *, allow_unisolated: bool = False, packages: tuple[str, ...] = (), max_slots: int | None = None
+        self,
+        *,
+        allow_unisolated: bool = False,
+        packages: tuple[str, ...] = (),
+        max_slots: int | None = None,
+        levels: tuple[str, ...] = LEVELS,
     ) -> None:
         """
         Args:
             allow_unisolated: run code with resource limits only where the node offers no isolation. Every result says so.
             packages: preloaded in every sandbox, with those of its spec.
             max_slots: sandboxes that live at once. None is one per core: more would make timeouts depend on each other.
+            levels: isolation levels to try, strongest first; the doctor and the tests name one.
         """
-        self._levels = (*LEVELS, "unisolated") if allow_unisolated else LEVELS
+        self._levels = (*levels, "unisolated") if allow_unisolated else levels
         self._packages = packages
         self._max_slots = max_slots or len(os.sched_getaffinity(0))
         self._refused: dict[str, str] = {}
@@ -53,6 +60,11 @@ class LocalProvider:
     @property
     def name(self) -> str:
         return "local"
+
+    @property
+    def refused(self) -> Mapping[str, str]:
+        """Levels that this node did not offer, each with the step that failed."""
+        return self._refused
 
     async def create(
         self, spec: SandboxSpec, *, labels: Mapping[str, str], ttl_s: float, timeout_s: float
@@ -109,11 +121,12 @@ class LocalProvider:
         return None
 
     async def _start(self, packages: tuple[str, ...]) -> Slot:
+        paths = locate(packages)
         for level in self._levels:
             if level in self._refused:
                 continue
             try:
-                return await Slot.start(level, packages=packages)
+                return await Slot.start(level, packages=packages, paths=paths)
             except BootError as error:
                 self._refused[level] = str(error)
         steps = "; ".join(f"{level}: {step}" for level, step in self._refused.items()) or "none is built in"

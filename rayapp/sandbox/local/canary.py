@@ -1,0 +1,163 @@
+"""Things on this machine that candidate code must neither reach nor change: made for attacks to try, and looked at after.
+
+    with Canary(uid) as canary:  facts -> attack;  canary.damage() -> what changed
+
+A secret file, folders and files that everyone may write, listening sockets of every kind, shared memory, and a neighbour:
+a process of the same user as the sandbox with a secret in its environment. Used by the doctor and the adversarial tests.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import secrets
+import shutil
+import socket
+import subprocess
+import tempfile
+from pathlib import Path
+from types import TracebackType
+
+from rayapp.sandbox.local import syscalls
+
+_IPC_CREAT, _IPC_RMID = 0o1000, 0
+_WRITABLE = "as it was"
+
+
+class Canary:
+    """Everything is made on entry and gone on exit."""
+
+    def __init__(self, uid: int) -> None:
+        """
+        Args:
+            uid: user id that the sandbox's processes have on this machine.
+        """
+        self._uid = uid
+        self._stack = contextlib.ExitStack()
+        self.facts: dict[str, object] = {}
+        """What attacks are told: plain data."""
+
+    def __enter__(self) -> Canary:
+        with contextlib.ExitStack() as stack:
+            secret = secrets.token_hex(16)
+            folder = self._make_folder(stack, secret)
+            self._neighbour = self._start_neighbour(stack, secret)
+            self.facts = {
+                "secret": secret,
+                "folder": str(folder),
+                "file": str(folder / "secret"),
+                "writable": str(folder / "writable"),
+                "pid": os.getpid(),
+                "group": os.getpgrp(),
+                "neighbour": self._neighbour.pid,
+                "numbers": dict(syscalls.NUMBERS[syscalls.machine()]),
+                **_make_sockets(stack, folder),
+                **_make_shared_memory(stack, secret),
+            }
+            self._before = self._state()
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stack.close()
+
+    def damage(self) -> list[str]:
+        """What is different from before; empty when nothing is."""
+        now = self._state()
+        return [
+            f"{what}: {self._before.get(what)} before, {now[what]} after"
+            for what in now
+            if now[what] != self._before.get(what)
+        ]
+
+    def _state(self) -> dict[str, object]:
+        folder = Path(str(self.facts["folder"]))
+        return {
+            "files": sorted(path.name for path in folder.iterdir()),
+            "a file's content": (folder / "writable").read_text() if (folder / "writable").exists() else "gone",
+            "host name": socket.gethostname(),
+            **_state_of("this process", os.getpid()),
+            **_state_of("the neighbour", self._neighbour.pid),
+            "the neighbour ended": self._neighbour.poll() is not None,
+            "processes of the sandbox's user": _processes_of(self._uid),
+        }
+
+    def _make_folder(self, stack: contextlib.ExitStack, secret: str) -> Path:
+        folder = Path(tempfile.mkdtemp(prefix="rayapp-canary-"))
+        stack.callback(shutil.rmtree, folder, ignore_errors=True)
+        folder.chmod(0o777)
+        for name, text, mode in (("secret", secret, 0o644), ("writable", _WRITABLE, 0o666)):
+            (folder / name).write_text(text)
+            (folder / name).chmod(mode)
+        return folder
+
+    def _start_neighbour(self, stack: contextlib.ExitStack, secret: str) -> subprocess.Popen[bytes]:
+        neighbour = subprocess.Popen(
+            ["/bin/sleep", "600"],
+            env={"SECRET": secret},
+            user=self._uid if os.geteuid() == 0 else None,
+            start_new_session=True,
+        )
+        stack.callback(neighbour.wait)
+        stack.callback(neighbour.kill)
+        return neighbour
+
+
+def _state_of(who: str, pid: int) -> dict[str, object]:
+    try:
+        return {
+            f"priority of {who}": os.getpriority(os.PRIO_PROCESS, pid),
+            f"cores of {who}": sorted(os.sched_getaffinity(pid)),
+            f"limits of {who}": Path(f"/proc/{pid}/limits").read_text(),
+        }
+    except (ProcessLookupError, FileNotFoundError):
+        return {f"{who} is gone": True}
+
+
+def _processes_of(uid: int) -> list[int]:
+    """Only where the sandbox has a user id of its own: ours has other processes, which come and go."""
+    if uid == os.getuid():
+        return []
+    found = []
+    for entry in os.scandir("/proc"):
+        with contextlib.suppress(OSError):
+            if entry.name.isdigit() and entry.stat().st_uid == uid:
+                found.append(int(entry.name))
+    return sorted(found)
+
+
+def _make_sockets(stack: contextlib.ExitStack, folder: Path) -> dict[str, object]:
+    names = {name: f"rayapp-canary-{secrets.token_hex(8)}" for name in ("abstract", "abstract_datagram")}
+    paths = {name: str(folder / name) for name in ("unix", "unix_datagram")}
+    port = 0
+    for kind, address in (
+        (socket.SOCK_STREAM, f"\0{names['abstract']}"),
+        (socket.SOCK_DGRAM, f"\0{names['abstract_datagram']}"),
+        (socket.SOCK_STREAM, paths["unix"]),
+        (socket.SOCK_DGRAM, paths["unix_datagram"]),
+    ):
+        listening = stack.enter_context(socket.socket(socket.AF_UNIX, kind))
+        listening.bind(address)
+        if kind == socket.SOCK_STREAM:
+            listening.listen(100)
+    for path in paths.values():
+        Path(path).chmod(0o777)
+    server = stack.enter_context(socket.create_server(("127.0.0.1", 0), backlog=100))
+    port = server.getsockname()[1]
+    return {"tcp_port": port, **names, **paths}
+
+
+def _make_shared_memory(stack: contextlib.ExitStack, secret: str) -> dict[str, object]:
+    libc = ctypes.CDLL(None, use_errno=True)
+    key = secrets.randbelow(1 << 30) + 1
+    identifier = libc.shmget(key, 4096, _IPC_CREAT | 0o666)
+    if identifier >= 0:
+        stack.callback(libc.shmctl, identifier, _IPC_RMID, None)
+    file = Path("/dev/shm", f"rayapp-canary-{secrets.token_hex(8)}")
+    file.write_text(secret)
+    file.chmod(0o644)
+    stack.callback(file.unlink, missing_ok=True)
+    return {"shm_key": key, "shm_file": str(file)}
