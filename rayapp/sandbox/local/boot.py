@@ -18,6 +18,7 @@ from rayapp.sandbox.harness import describe
 from rayapp.sandbox.local import level as levels
 from rayapp.sandbox.local import privileges, view, wire
 from rayapp.sandbox.local.landlocked import Landlocked
+from rayapp.sandbox.local.limits import mapped_bytes
 from rayapp.sandbox.local.namespaces import Namespaces
 from rayapp.sandbox.local.zygote import Zygote
 
@@ -39,7 +40,7 @@ def main(descriptor: int) -> None:
             wire.send(channel, {"failed": describe(error)})
             return
         wire.send(channel, {"ready": level.name, "pid": os.getpid(), "uid": os.getuid()})
-        Zygote(channel, level).serve()
+        Zygote(channel, level, level.usage).serve()
         level.reset()
 
 
@@ -56,7 +57,7 @@ def _prepare(settings: dict[str, object]) -> levels.Level:
     level = make_level(str(settings["level"]), here)
     if level.name != "unisolated":
         privileges.leave_root([here.library, *here.shared, *here.packages])
-    levels.mapped_bytes()
+    mapped_bytes()
     level.enter()
     # Out of the collector's sight: a collection in a child would write to, and so copy, every page of the warm heap.
     gc.collect()
@@ -66,9 +67,12 @@ def _prepare(settings: dict[str, object]) -> levels.Level:
 
 def _import_packages(packages: Sequence[str], paths: Sequence[str]) -> None:
     """Import them from the folders that hold them; of those folders only `paths` will be visible inside."""
+    # One thread: a zygote with more can't enter a user namespace, and its forks would lack them.
+    os.environ.update({name: "1" for name in ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS")})
     sys.path += sorted({os.path.dirname(path) for path in paths})
     for name in packages:
         importlib.import_module(name)
+    os.environ.clear()
 
 
 def make_level(name: str, here: view.View) -> levels.Level:

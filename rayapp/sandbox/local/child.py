@@ -9,29 +9,38 @@ that the sandbox failed, and one with it that whatever follows is the code's doi
 from __future__ import annotations
 
 import fcntl
+import io
 import json
 import os
+import socket
 import struct
 import sys
+from dataclasses import replace
 from typing import NoReturn
 
 from rayapp.sandbox import harness
 from rayapp.sandbox.local import files, kernel
-from rayapp.sandbox.local.level import Level, Limits
+from rayapp.sandbox.local.level import Level
+from rayapp.sandbox.local.limits import Limits
 from rayapp.sandbox.local.wire import read_memory_file
 
 RESULT_FD = 3
+_CONTROL_FD, _DONE_FD = 4, 5
+"""In a session only."""
+_SESSION_CPU_S = 600
+"""Of all runs in one session together; each run has its own deadline."""
 _MAX_FD = 1 << 16
 
 Job = dict[str, object]
 
 
-def run(level: Level, job_fd: int, pipes: tuple[int, int, int], limits: Limits, *, home: bool) -> NoReturn:
+def run(level: Level, job_fd: int, pipes: tuple[int, int, int], limits: Limits, *, home: bool, running: int) -> NoReturn:
     """Run the job in this process and end it.
 
     Args:
         pipes: write ends for stdout, stderr and results.
         home: run in the sandbox's own folder.
+        running: processes that count against the limit without being this execution's.
     """
     status = 1
     try:
@@ -39,7 +48,7 @@ def run(level: Level, job_fd: int, pipes: tuple[int, int, int], limits: Limits, 
         _take_descriptors(*pipes)
         job: Job = json.loads(read_memory_file(job_fd))
         prepare(job)
-        level.confine(limits, home=home, writable=job["kind"] in files.KINDS)
+        level.confine(limits, home=home, writable=job["kind"] in files.KINDS, running=running)
         os.closerange(RESULT_FD + 1, _MAX_FD)
     except BaseException as error:  # boundary: whatever fails before candidate code is the sandbox's failure
         send(harness.frame("setup", harness.describe(error)))
@@ -51,6 +60,47 @@ def run(level: Level, job_fd: int, pipes: tuple[int, int, int], limits: Limits, 
         flush()
         # No interpreter shutdown: atexit handlers and threads of the candidate have nothing more to say.
         os._exit(status)
+
+
+def run_session(level: Level, control_fd: int, done_fd: int, pipes: tuple[int, int, int], limits: Limits) -> NoReturn:
+    """Run one script after the other in the same names, until killed.
+
+    Args:
+        control_fd: a socket on which jobs arrive.
+        done_fd: a pipe that gets one byte at the end of each.
+    """
+    try:
+        control_fd, done_fd = kernel.park(control_fd), kernel.park(done_fd)
+        _take_descriptors(*pipes)
+        prepare({})
+        level.confine(replace(limits, cpu_s=_SESSION_CPU_S), home=True, writable=False, running=1)
+        os.dup2(control_fd, _CONTROL_FD, inheritable=False)
+        os.dup2(done_fd, _DONE_FD, inheritable=False)
+        os.closerange(_DONE_FD + 1, _MAX_FD)
+        control = socket.socket(fileno=_CONTROL_FD)
+    except BaseException as error:  # boundary: as in `run`
+        send(harness.frame("setup", harness.describe(error)))
+        os._exit(1)
+    send(harness.frame("ready"))
+    names = harness.main_names()
+    while True:
+        job = _next_job(control)
+        os.environ.update(job["env"])  # type: ignore[arg-type]
+        sys.stdin = io.StringIO(str(job["stdin"]))
+        harness.run_script(str(job["code"]), names, send)
+        flush()
+        os.write(_DONE_FD, b".")
+
+
+def _next_job(control: socket.socket) -> Job:
+    _, descriptors, _, _ = socket.recv_fds(control, 16, 1)
+    if not descriptors:
+        os._exit(0)
+    try:
+        job: Job = json.loads(read_memory_file(descriptors[0]))
+    finally:
+        os.close(descriptors[0])
+    return job
 
 
 def send(payload: bytes) -> None:

@@ -13,7 +13,9 @@ import signal
 import tempfile
 
 from rayapp.sandbox.local import kernel, landlock, rules, seccomp
-from rayapp.sandbox.local.level import Limits, adopt_orphans, kill_descendants, set_limits
+from rayapp.sandbox.local.level import adopt_orphans, kill_descendants
+from rayapp.sandbox.local.limits import Limits, set_limits
+from rayapp.sandbox.local.usage import Usage
 from rayapp.sandbox.local.view import DEVICES, SYSTEM, View
 
 
@@ -23,6 +25,7 @@ class Landlocked:
     name = "ll"
 
     def __init__(self, view: View) -> None:
+        self.usage = Usage(-1)
         self._view = view
         self._home = ""
 
@@ -31,6 +34,7 @@ class Landlocked:
             raise OSError("Landlock is missing on this kernel (5.13 or newer has it, unless it was switched off)")
         os.chdir("/")
         adopt_orphans()
+        self.usage = Usage.of_this_process()
         kernel.prctl(kernel.PR_SET_DUMPABLE, 0)
         kernel.prctl(kernel.PR_SET_NO_NEW_PRIVS, 1)
         seccomp.install(rules.standing())
@@ -38,7 +42,7 @@ class Landlocked:
     def fork(self) -> int:
         return os.fork()
 
-    def confine(self, limits: Limits, *, home: bool, writable: bool) -> None:
+    def confine(self, limits: Limits, *, home: bool, writable: bool, running: int) -> None:
         kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)
         os.setsid()
         ruleset = self._ruleset(writable=writable and home)
@@ -63,8 +67,8 @@ class Landlocked:
     def descriptors(self) -> tuple[int, ...]:
         return (self._ruleset,)
 
-    def sweep(self) -> None:
-        kill_descendants()
+    def sweep(self, session: int) -> None:
+        kill_descendants(session)
 
     def _ruleset(self, *, writable: bool) -> int:
         ruleset = landlock.create_ruleset()

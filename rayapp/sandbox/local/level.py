@@ -9,38 +9,22 @@
 from __future__ import annotations
 
 import os
-import resource
 import shutil
 import signal
 import tempfile
-from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import Protocol
 
 from rayapp.sandbox.local import kernel
-
-MIB = 1 << 20
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
-    """What one execution may use."""
-
-    cpu_s: int
-    memory_mib: int
-    """Address space beyond what the warm interpreter has mapped already."""
-    disk_mib: int
-    """Of its private tmpfs, and of one file."""
-    max_processes: int
-    """Processes and threads."""
-    max_open_files: int = 128
-
+from rayapp.sandbox.local.limits import Limits, set_limits
+from rayapp.sandbox.local.usage import Usage
 
 class Level(Protocol):
     """How candidate code is kept in."""
 
     name: str
+    usage: Usage
+    """Set by `enter`: how much the executions of this zygote use."""
 
     def enter(self) -> None:
         """Once, when the zygote starts.
@@ -52,12 +36,13 @@ class Level(Protocol):
     def fork(self) -> int:
         """As os.fork; the child is the root of everything the execution starts."""
 
-    def confine(self, limits: Limits, *, home: bool, writable: bool) -> None:
+    def confine(self, limits: Limits, *, home: bool, writable: bool, running: int) -> None:
         """In the child, before candidate code: give up everything it must not have.
 
         Args:
             home: work in the sandbox's own folder; else in a fresh one, where the level has any.
             writable: our own code runs, not the candidate's: it may write to the home at every level.
+            running: processes of this level's user that count against its limit without being the candidate's.
         """
 
     def prepare_home(self, disk_mib: int) -> None:
@@ -66,8 +51,8 @@ class Level(Protocol):
     def reset(self) -> None:
         """The sandbox was given back: its own folder is gone."""
 
-    def sweep(self) -> None:
-        """After an execution: nothing of it is left."""
+    def sweep(self, session: int) -> None:
+        """After an execution: nothing of it is left, nor of anything but the session with this process id, if any."""
 
 
 class Unisolated:
@@ -76,15 +61,17 @@ class Unisolated:
     name = "unisolated"
 
     def __init__(self) -> None:
+        self.usage = Usage(-1)
         self._home = ""
 
     def enter(self) -> None:
         adopt_orphans()
+        self.usage = Usage.of_this_process()
 
     def fork(self) -> int:
         return os.fork()
 
-    def confine(self, limits: Limits, *, home: bool, writable: bool) -> None:
+    def confine(self, limits: Limits, *, home: bool, writable: bool, running: int) -> None:
         os.setsid()
         os.chdir(self._home if home else tempfile.gettempdir())
         set_limits(limits, num_running=None)
@@ -98,37 +85,8 @@ class Unisolated:
             shutil.rmtree(self._home, ignore_errors=True)
             self._home = ""
 
-    def sweep(self) -> None:
-        kill_descendants()
-
-
-def set_limits(limits: Limits, *, num_running: int | None) -> None:
-    """Resource limits of this process and all it starts; lowered hard, so nothing can raise them again.
-
-    Args:
-        num_running: processes of this user id that run already and count against its limit; None leaves it out.
-    """
-    for what, value in (
-        (resource.RLIMIT_CORE, 0),
-        (resource.RLIMIT_CPU, limits.cpu_s),
-        (resource.RLIMIT_AS, mapped_bytes() + limits.memory_mib * MIB),
-        (resource.RLIMIT_FSIZE, limits.disk_mib * MIB),
-        (resource.RLIMIT_NOFILE, limits.max_open_files),
-        (resource.RLIMIT_MEMLOCK, 0),
-        (resource.RLIMIT_SIGPENDING, 128),
-        (resource.RLIMIT_MSGQUEUE, 0),
-    ):
-        resource.setrlimit(what, (value, value))
-    if num_running is not None:
-        most = num_running + limits.max_processes
-        resource.setrlimit(resource.RLIMIT_NPROC, (most, most))
-
-
-@cache
-def mapped_bytes() -> int:
-    """Address space of the warm interpreter, measured at boot: every execution is forked from it."""
-    pages = int(Path("/proc/self/statm").read_text().split()[0])
-    return pages * resource.getpagesize()
+    def sweep(self, session: int) -> None:
+        kill_descendants(session)
 
 
 def adopt_orphans() -> None:
@@ -136,12 +94,10 @@ def adopt_orphans() -> None:
     kernel.prctl(kernel.PR_SET_CHILD_SUBREAPER, 1)
 
 
-def kill_descendants() -> None:
-    """Kill and reap until there is no child left; the kernel hands us the children of those we killed."""
-    while True:
-        for child in Path("/proc/thread-self/children").read_text().split():
-            os.kill(int(child), signal.SIGKILL)
-        try:
-            os.waitpid(-1, 0)
-        except ChildProcessError:
-            return
+def kill_descendants(kept: int) -> None:
+    """Kill and reap until `kept` is the only child; the kernel hands us the children of those we killed."""
+    while children := {int(child) for child in Path("/proc/thread-self/children").read_text().split()} - {kept}:
+        for child in children:
+            os.kill(child, signal.SIGKILL)
+        for child in children:
+            os.waitpid(child, 0)

@@ -17,7 +17,8 @@ import struct
 from pathlib import Path
 
 from rayapp.sandbox.local import kernel, landlock, rules, seccomp, syscalls
-from rayapp.sandbox.local.level import MIB, Limits, set_limits
+from rayapp.sandbox.local.limits import MIB, Limits, set_limits
+from rayapp.sandbox.local.usage import Usage
 from rayapp.sandbox.local.view import DEVICES, SYSTEM, View, spare_mount_point
 
 _ALL = (
@@ -42,6 +43,7 @@ class Namespaces:
         self._pid_namespace = -1
         self._ruleset = -1
         self._filter = b""
+        self.usage = Usage(-1)
 
     def enter(self) -> None:
         uid, gid = os.getuid(), os.getgid()
@@ -52,6 +54,7 @@ class Namespaces:
         Path("/proc/self/gid_map").write_text(f"{gid} {gid} 1")
         _become_init()
         self._pid_namespace = kernel.park(os.open("/proc/self/ns/pid", os.O_RDONLY))
+        self.usage = Usage.of_this_process()
         kernel.sethostname("sandbox")
         self._build_root()
         kernel.prctl(kernel.PR_SET_DUMPABLE, 0)
@@ -72,7 +75,7 @@ class Namespaces:
             kernel.setns(self._pid_namespace, kernel.CLONE_NEWPID)
         return pid
 
-    def confine(self, limits: Limits, *, home: bool, writable: bool) -> None:
+    def confine(self, limits: Limits, *, home: bool, writable: bool, running: int) -> None:
         kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)
         os.setsid()
         kernel.unshare(kernel.CLONE_NEWNS)
@@ -80,7 +83,7 @@ class Namespaces:
         os.chdir(_TMP)
         landlock.allow(self._ruleset, _TMP, landlock.read_write())
         landlock.restrict_self(self._ruleset)
-        set_limits(limits, num_running=1)
+        set_limits(limits, num_running=running)
         kernel.clear_capabilities()
         seccomp.install(self._filter)
 
@@ -94,7 +97,7 @@ class Namespaces:
             kernel.umount(_HOME, kernel.MNT_DETACH)
             self._has_home = False
 
-    def sweep(self) -> None:
+    def sweep(self, session: int) -> None:
         """Nothing to do: the execution's pid namespace died with its first process."""
 
     def _mount_private(self, limits: Limits, *, home: bool) -> None:

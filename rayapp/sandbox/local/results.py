@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from dataclasses import replace
 
 from rayapp.errors import SandboxDeadlineError, SandboxGoneError
 from rayapp.sandbox.codec import Frames, call_results, decode_frames
@@ -21,6 +22,19 @@ def script_result(answer: Answer, level: str) -> ExecResult:
     """
     seen = decode_frames(_candidate_frames(answer), 0)
     return _result(answer, level, error=seen.script_error, is_complete=True)
+
+
+def session_result(answer: Answer, level: str) -> ExecResult:
+    """Of code run in a session, whose process goes on: how it ended is what its frames claim, and only its own grade.
+
+    Raises:
+        SandboxGoneError: the session never got as far as candidate code.
+    """
+    seen = decode_frames(_candidate_frames(answer), 0)
+    result = _result(answer, level, error=seen.script_error, is_complete=seen.exit_status is not None)
+    if result.exit_code != 0 or not seen.exit_status:
+        return result
+    return replace(result, outcome=ExecOutcome.CODE_FAILED, exit_code=seen.exit_status, error=seen.script_error)
 
 
 def call_report(answer: Answer, level: str, num_calls: int) -> CallReport:
@@ -44,6 +58,8 @@ def refusal(error: str, level: str, num_calls: int = 0) -> CallReport:
 
 def _candidate_frames(answer: Answer) -> tuple[bytes, ...]:
     """What came after the frame "ready", which our own code writes before candidate code exists."""
+    if answer.is_resumed:
+        return answer.frames
     first = answer.frames[0] if answer.frames else b""
     if first == _READY:
         return answer.frames[1:]

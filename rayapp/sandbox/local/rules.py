@@ -27,7 +27,7 @@ _INIT = 1
 _CLONE_THREAD = 0x00010000
 _CLONE_NEWTIME = 0x80
 _NAMESPACES = 0x7E020000 | _CLONE_NEWTIME
-_AF_UNIX, _SOCK_STREAM, _SOCK_TYPE_MASK = 1, 1, 0xF
+_AF_UNIX, _SOCK_STREAM, _SOCK_TYPE_MASK = 1, 1, 0xB
 _TIOCSTI, _TIOCLINUX, _FIOSETOWN, _SIOCSPGRP = 0x5412, 0x541C, 0x8901, 0x8902
 _F_SETOWN, _F_SETSIG, _F_SETOWN_EX = 8, 10, 15
 
@@ -155,7 +155,7 @@ def standing() -> bytes:
     """The filter of the zygote, which every execution inherits."""
     rules: dict[str, Block] = {name: refuse() for name in _NEVER}
     rules["socketpair"] = both((0, _AF_UNIX), (1, _SOCK_STREAM), _SOCK_TYPE_MASK)
-    # A datagram pair could send to any Unix socket by name; this keeps asyncio's stream pair and no other.
+    # Streams (1) and sequenced packets (5), equal under the mask. A datagram pair could send to any Unix socket by name.
     rules["sendto"] = null_pointer(4)
     rules["ioctl"] = not_with(1, _TIOCSTI, _TIOCLINUX, _FIOSETOWN, _SIOCSPGRP)
     # Signal-driven I/O sends any signal to any process of this uid, past every rule about kill.

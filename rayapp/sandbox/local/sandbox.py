@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import base64
+import errno
 import json
 import math
 from collections.abc import Callable, Sequence
 
 from rayapp.errors import SandboxDeadlineError, SandboxError, SandboxGoneError
 from rayapp.sandbox.codec import encode_inputs
-from rayapp.sandbox.local.level import Limits
-from rayapp.sandbox.local.results import call_report, refusal, script_result
+from rayapp.sandbox.local.limits import MIB, Limits
+from rayapp.sandbox.local.results import call_report, refusal, script_result, session_result
 from rayapp.sandbox.local.slot import Answer, Slot
 from rayapp.types import CallReport, ExecResult, SandboxSpec
 
+Job = dict[str, object]
+_CALLS_OUTPUT_BYTES = 65536
 MAX_CODE_CHARS = 1 << 20
 """Longer code is refused unread: nobody writes a megabyte to sort a list, and compiling it takes the memory of others."""
 
@@ -51,21 +55,53 @@ class LocalSandbox:
     async def run_code(
         self, code: str, *, timeout_s: float, stdin: str = "", stateful: bool = False, max_output_bytes: int = 65536
     ) -> ExecResult:
-        if stateful:
-            raise NotImplementedError
+        """See the protocol. A stateful run that is stopped takes the names of its session with it."""
         if (problem := _problem(code)) is not None:
             return refusal(problem, self.isolation).exec
-        job = {"kind": "script", "code": code, "stdin": stdin}
-        return script_result(await self._run(job, timeout_s, max_output_bytes), self.isolation)
+        job: Job = {"kind": "script", "code": code, "stdin": stdin}
+        answer = await self._run(job, timeout_s, max_output_bytes, home=True, session=stateful)
+        return session_result(answer, self.isolation) if stateful else script_result(answer, self.isolation)
 
     async def call_function(
         self, code: str, function: str, inputs: Sequence[Sequence[object]], *, timeout_s: float
     ) -> CallReport:
+        """See the protocol. Files of the sandbox are not visible: nothing but its inputs reaches the function."""
         packed = encode_inputs(inputs)
         if (problem := _problem(code)) is not None:
             return refusal(problem, self.isolation, len(inputs))
-        job = {"kind": "calls", "code": code, "function": function, "inputs": packed}
-        return call_report(await self._run(job, timeout_s, 65536), self.isolation, len(inputs))
+        job: Job = {"kind": "calls", "code": code, "function": function, "inputs": packed}
+        return call_report(await self._run(job, timeout_s, _CALLS_OUTPUT_BYTES), self.isolation, len(inputs))
+
+    async def run_command(
+        self, argv: Sequence[str], *, timeout_s: float, stdin: str = "", max_output_bytes: int = 65536
+    ) -> ExecResult:
+        """See the protocol. Programs are those of /usr on this machine; at level ll they can't start others."""
+        if not argv or not all(type(part) is str for part in argv):
+            raise TypeError(f"a command is one text or more, not {argv!r}")
+        job: Job = {"kind": "command", "argv": list(argv), "stdin": stdin}
+        return script_result(await self._run(job, timeout_s, max_output_bytes, home=True), self.isolation)
+
+    async def write_file(self, path: str, data: bytes, *, timeout_s: float = 10.0) -> None:
+        """See the protocol. A path is relative to the sandbox's own folder, or lies in it.
+
+        Raises:
+            OSError: it can't be written: outside that folder, or no space left.
+        """
+        self._check_size(len(data))
+        job: Job = {"kind": "write", "path": path, "data": base64.b64encode(data).decode()}
+        done = script_result(await self._run(job, timeout_s, _CALLS_OUTPUT_BYTES, home=True), self.isolation)
+        if not done.ok:
+            raise OSError(f"sandbox {self._id}: {path!r} can't be written: {done.error}")
+
+    async def read_file(self, path: str, *, max_bytes: int = 1 << 20, timeout_s: float = 10.0) -> bytes:
+        job: Job = {"kind": "read", "path": path, "max_bytes": max_bytes}
+        answer = await self._run(job, timeout_s, max_bytes, home=True)
+        done = script_result(answer, self.isolation)
+        if done.error.startswith("FileNotFoundError"):
+            raise FileNotFoundError(f"sandbox {self._id}: there is no file {path!r}")
+        if not done.ok:
+            raise OSError(f"sandbox {self._id}: {path!r} can't be read: {done.error}")
+        return answer.stdout
 
     async def alive(self, *, timeout_s: float = 5.0) -> bool:
         return not self._is_ended and self._slot.is_alive
@@ -89,6 +125,7 @@ class LocalSandbox:
         except TimeoutError:
             self._slot.close()
         finally:
+            self._slot.reset()
             self._on_end(self)
 
     def _end_now(self) -> None:
@@ -98,7 +135,14 @@ class LocalSandbox:
             self._slot.close()
             self._on_end(self)
 
-    async def _run(self, job: dict[str, object], timeout_s: float, max_output_bytes: int) -> Answer:
+    def _check_size(self, num_bytes: int) -> None:
+        most = self._spec.disk_mib * MIB
+        if num_bytes > most:
+            raise OSError(errno.ENOSPC, f"sandbox {self._id}: {num_bytes} bytes; its disk holds {most}")
+
+    async def _run(
+        self, job: Job, timeout_s: float, max_output_bytes: int, *, home: bool = False, session: bool = False
+    ) -> Answer:
         job["env"] = dict(self._spec.env)
         limits = Limits(
             cpu_s=math.ceil(timeout_s) + 1,
@@ -114,7 +158,8 @@ class LocalSandbox:
                     limits=limits,
                     timeout_s=timeout_s,
                     max_output_bytes=max_output_bytes,
-                    home=False,
+                    home=home,
+                    session=session,
                 )
             except SandboxDeadlineError:
                 raise

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from rayapp.errors import SandboxDeadlineError, SandboxGoneError, SandboxProtocolError
 from rayapp.sandbox.local import wire
-from rayapp.sandbox.local.level import Limits
+from rayapp.sandbox.local.limits import Limits
 
 GRACE_S = 5.0
 """The zygote enforces the deadline of a job; past this much more it is not answering and is killed."""
@@ -42,6 +42,8 @@ class Answer:
     stderr: bytes
     frames: tuple[bytes, ...]
     duration_s: float
+    is_resumed: bool = False
+    """Ran in a process that had run candidate code before: even its first frame may be the candidate's."""
 
 
 class Slot:
@@ -236,4 +238,5 @@ def _read_answer(reply: Mapping[str, object], answer_fd: int | None, number: int
         stderr=err,
         frames=tuple(wire.split_frames(results)),
         duration_s=float(str(reply["duration_s"])),
+        is_resumed=reply["is_resumed"] is True,
     )

@@ -1,147 +1,57 @@
-"""The warm interpreter: forks one confined child per execution, watches it, and answers with what it wrote.
+"""The warm interpreter: forks one confined child per execution, has it watched, and answers with what it wrote.
 
     provider --packet, memfd(job)--> zygote --fork--> child: candidate code
              <-packet, memfd(out, err, frames)--      | pipes, spliced into the memfd; killed at deadline or flood
 
-Started by `slot.py` as `python -I -S` with an empty environment. It never reads a job nor an output into its own memory:
+Started by `slot.py` as `python -I -S` with an empty environment. It never reads a job or an output into its own memory:
 children are forked from that memory, and one candidate must not find there what another computed.
 """
 
 from __future__ import annotations
 
 import os
-import select
 import signal
 import socket
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from rayapp.sandbox.local import child, wire
-from rayapp.sandbox.local.level import Level, Limits
+from rayapp.sandbox.local.execution import Execution, Stream
+from rayapp.sandbox.local.level import Level
+from rayapp.sandbox.local.limits import Limits
+from rayapp.sandbox.local.usage import Usage
 
 MAX_RESULT_BYTES = 8 << 20
 """All frames of one execution."""
-_CHUNK = 1 << 16
 _NUM_STREAMS = 3
 
 
-@dataclass(slots=True)
-class _Stream:
-    """One pipe out of the child, and where in the answer's memfd its bytes go."""
-
-    source: int
-    start: int
-    limit: int
-    size: int = 0
-
-    def drain(self, target: int) -> bool:
-        """Move what is there; True when the child wrote more than it may.
-
-        Raises:
-            EOFError: every write end is closed.
-        """
-        while True:
-            room = self.limit - self.size
-            if room == 0:
-                return _has_more(self.source)
-            try:
-                # Through the kernel only: see the module's docstring.
-                moved = os.splice(
-                    self.source,
-                    target,
-                    min(room, _CHUNK),
-                    offset_dst=self.start + self.size,
-                    flags=os.SPLICE_F_NONBLOCK,
-                )
-            except BlockingIOError:
-                return False
-            if moved == 0:
-                raise EOFError
-            self.size += moved
-
-
-@dataclass(slots=True)
-class Execution:
-    """One child from fork to reaping."""
+@dataclass(slots=True, kw_only=True)
+class _Session:
+    """A process that runs one stateful job after the other."""
 
     pid: int
-    streams: list[_Stream]
-    target: int
-    deadline: float
-    stopped: str | None = None
-    wait_status: int = 0
-    _open: dict[int, _Stream] = field(default_factory=dict)
+    sources: list[int]
+    done: int
+    control: socket.socket
+    max_processes: int
+    seen_as: set[str]
+    """Its id in the /proc that `Usage` reads."""
 
-    def watch(self, channel: socket.socket) -> None:
-        """Until the child is dead and its pipes are empty."""
-        poll = select.poll()
-        pidfd = os.pidfd_open(self.pid)
-        try:
-            self._open = {stream.source: stream for stream in self.streams}
-            for source in (pidfd, channel.fileno(), *self._open):
-                poll.register(source, select.POLLIN)
-            while self._wait(poll, pidfd, channel):
-                pass
-        finally:
-            self.kill()
-            os.close(pidfd)
-        self._drain_all()
-
-    def kill(self) -> None:
-        """End the child and, where it is the init of a pid namespace, everything it started. Idempotent."""
-        if self.pid:
-            os.kill(self.pid, signal.SIGKILL)
-            self.wait_status = os.waitpid(self.pid, 0)[1]
-            self.pid = 0
-
-    def _wait(self, poll: select.poll, pidfd: int, channel: socket.socket) -> bool:
-        """Handle one round of events; False when the execution is over."""
-        left_ms = (self.deadline - time.monotonic()) * 1000
-        events = poll.poll(left_ms) if left_ms > 0 else []
-        if not events:
-            self.stopped = "timeout"
-            return False
-        ready = [source for source, _ in events]
-        for source in ready:
-            if source in self._open and not self._take(source, poll):
-                return False
-        if channel.fileno() in ready:
-            self._take_cancel(channel)
-            return False
-        return pidfd not in ready
-
-    def _take(self, source: int, poll: select.poll) -> bool:
-        try:
-            if self._open[source].drain(self.target):
-                self.stopped = "output"
-                return False
-        except EOFError:
-            poll.unregister(source)
-            del self._open[source]
-        return True
-
-    def _take_cancel(self, channel: socket.socket) -> None:
-        self.stopped = "killed"
-        _, body = wire.receive(channel)
-        if body is not None:
-            os.close(body)
-
-    def _drain_all(self) -> None:
-        """What was in the pipes when the child died."""
-        for stream in self._open.values():
-            try:
-                if stream.drain(self.target) and self.stopped is None:
-                    self.stopped = "output"
-            except EOFError:
-                continue
+    def close(self) -> None:
+        self.control.close()
+        for descriptor in (*self.sources, self.done):
+            os.close(descriptor)
 
 
 class Zygote:
     """Serves one provider over one channel until that closes."""
 
-    def __init__(self, channel: socket.socket, level: Level) -> None:
+    def __init__(self, channel: socket.socket, level: Level, usage: Usage) -> None:
         self._channel = channel
         self._level = level
+        self._usage = usage
+        self._session: _Session | None = None
 
     def serve(self) -> None:
         while True:
@@ -151,7 +61,7 @@ class Zygote:
                 return
             if job is None:
                 if header.get("reset"):
-                    self._level.reset()
+                    self._reset()
                 continue  # else a cancellation that came after its execution had ended
             try:
                 self._execute(header, job)
@@ -160,52 +70,115 @@ class Zygote:
 
     def _execute(self, header: dict[str, object], job: int) -> None:
         started = time.monotonic()
-        number, max_output = _integer(header, "id"), _integer(header, "max_output_bytes")
+        max_output = _integer(header, "max_output_bytes")
         limits = Limits(**header["limits"])  # type: ignore[arg-type]
-        home = header["home"] is True
-        if home:
-            self._level.prepare_home(limits.disk_mib)
         deadline = started + float(header["timeout_s"])  # type: ignore[arg-type]
-        execution = self._start(job, limits, max_output, deadline, home=home)
+        if header["home"]:
+            self._level.prepare_home(limits.disk_mib)
+        is_resumed = bool(header["session"]) and self._session is not None
+        start = self._resume if header["session"] else self._start
+        execution = start(job, limits, max_output, deadline, home=bool(header["home"]))
         try:
             execution.watch(self._channel)
-            self._level.sweep()
+            self._level.sweep(self._session_pid())
             answer = {
-                "id": number,
+                "id": _integer(header, "id"),
                 "wait_status": execution.wait_status,
                 "stopped": execution.stopped,
                 "sizes": [stream.size for stream in execution.streams],
                 "starts": [stream.start for stream in execution.streams],
                 "duration_s": time.monotonic() - started,
+                "is_resumed": is_resumed,
             }
             wire.send(self._channel, answer, execution.target)
         finally:
-            for descriptor in (execution.target, *(stream.source for stream in execution.streams)):
-                os.close(descriptor)
+            os.close(execution.target)
+            self._close(execution)
 
     def _start(self, job: int, limits: Limits, max_output: int, deadline: float, *, home: bool) -> Execution:
         pipes = [os.pipe() for _ in range(_NUM_STREAMS)]
+        running = 1 + (self._session.max_processes if self._session else 0)
         pid = self._level.fork()
         if pid == 0:
             out, err, results = (write for _, write in pipes)
-            child.run(self._level, job, (out, err, results), limits, home=home)
-        for _, write in pipes:
-            os.close(write)
+            child.run(self._level, job, (out, err, results), limits, home=home, running=running)
+        self._usage.apart = self._session.seen_as if self._session else set()
+        sources = _read_ends(pipes)
+        return self._execution(pid, sources, limits, max_output, deadline)
+
+    def _resume(self, job: int, limits: Limits, max_output: int, deadline: float, *, home: bool) -> Execution:
+        if self._session is None:
+            self._session = self._start_session(limits)
+        session = self._session
+        socket.send_fds(session.control, [b"job"], [job])
+        self._usage.apart = set()
+        return self._execution(session.pid, session.sources, limits, max_output, deadline, done=session.done)
+
+    def _start_session(self, limits: Limits) -> _Session:
+        pipes = [os.pipe() for _ in range(_NUM_STREAMS + 1)]
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        before = self._usage.children()
+        pid = self._level.fork()
+        if pid == 0:
+            out, err, results, done = (write for _, write in pipes)
+            child.run_session(self._level, theirs.detach(), done, (out, err, results), limits)
+        theirs.close()
+        *sources, done = _read_ends(pipes)
+        return _Session(
+            pid=pid,
+            sources=sources,
+            done=done,
+            control=ours,
+            max_processes=limits.max_processes,
+            seen_as=self._usage.children() - before,
+        )
+
+    def _execution(
+        self, pid: int, sources: list[int], limits: Limits, max_output: int, deadline: float, *, done: int | None = None
+    ) -> Execution:
         caps = (max_output, max_output, MAX_RESULT_BYTES)
         starts = (0, max_output, 2 * max_output)
-        streams = [
-            _Stream(source=read, start=start, limit=cap)
-            for (read, _), start, cap in zip(pipes, starts, caps, strict=True)
-        ]
-        for stream in streams:
-            os.set_blocking(stream.source, False)
-        return Execution(pid=pid, streams=streams, target=os.memfd_create("answer", os.MFD_CLOEXEC), deadline=deadline)
+        return Execution(
+            pid=pid,
+            streams=[
+                Stream(source, start, cap) for source, start, cap in zip(sources, starts, caps, strict=True)
+            ],
+            target=os.memfd_create("answer", os.MFD_CLOEXEC),
+            deadline=deadline,
+            limits=limits,
+            usage=self._usage,
+            done=done,
+        )
+
+    def _close(self, execution: Execution) -> None:
+        """The pipes of an execution, or those of a session that did not survive it."""
+        if execution.done is None:
+            for stream in execution.streams:
+                os.close(stream.source)
+        elif execution.pid == 0 and self._session is not None:
+            self._session.close()
+            self._session = None
+
+    def _session_pid(self) -> int:
+        return self._session.pid if self._session else 0
+
+    def _reset(self) -> None:
+        """The sandbox was given back: end its session, forget its files."""
+        if self._session is not None:
+            os.kill(self._session.pid, signal.SIGKILL)
+            os.waitpid(self._session.pid, 0)
+            self._session.close()
+            self._session = None
+        self._level.sweep(0)
+        self._level.reset()
 
 
-def _has_more(source: int) -> bool:
-    events = select.poll()
-    events.register(source, select.POLLIN)
-    return any(flags & select.POLLIN for _, flags in events.poll(0))
+def _read_ends(pipes: list[tuple[int, int]]) -> list[int]:
+    """Close our copies of the write ends, or the end of the child would not show."""
+    for read, write in pipes:
+        os.close(write)
+        os.set_blocking(read, False)
+    return [read for read, _ in pipes]
 
 
 def _integer(header: dict[str, object], key: str) -> int:

@@ -1,0 +1,303 @@
+"""The local provider at every isolation level that this machine offers."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import AsyncIterator
+
+import pytest
+
+from rayapp.errors import SandboxConfigError, SandboxGoneError, SandboxQuotaError
+from rayapp.sandbox.local.provider import LEVELS, LocalProvider
+from rayapp.sandbox.local.sandbox import LocalSandbox
+from rayapp.sandbox.local.slot import BootError, Slot
+from rayapp.types import ExecOutcome, SandboxSpec, StopCause
+
+
+async def refusal(level: str) -> str:
+    """Why this machine does not offer the level; empty when it does."""
+    try:
+        slot = await Slot.start(level)
+    except BootError as error:
+        return str(error)
+    slot.close()
+    return ""
+
+
+@pytest.fixture(params=LEVELS)
+async def provider(request: pytest.FixtureRequest) -> AsyncIterator[LocalProvider]:
+    if reason := await refusal(request.param):
+        pytest.skip(reason)
+    made = LocalProvider(levels=(request.param,), max_slots=2)
+    yield made
+    await made.close()
+
+
+async def new(provider: LocalProvider, spec: SandboxSpec | None = None) -> LocalSandbox:
+    return await provider.create(spec or SandboxSpec(), labels={}, ttl_s=60, timeout_s=30)
+
+
+@pytest.fixture
+async def sandbox(provider: LocalProvider) -> LocalSandbox:
+    return await new(provider)
+
+
+async def test_a_function_is_called_once_per_input_and_its_values_come_back_with_their_types(
+    sandbox: LocalSandbox,
+) -> None:
+    inputs = [[1], [True], [1.0], [(1, [2])], [{3: {4}}], [b"\x00"], [math.nan], [None]]
+
+    report = await sandbox.call_function("def f(x): return x", "f", inputs, timeout_s=5)
+
+    assert report.exec.ok
+    assert [repr(call.value) for call in report.calls] == [repr(args[0]) for args in inputs]
+    assert report.exec.isolation == sandbox.isolation
+
+
+async def test_each_execution_starts_from_the_same_interpreter(sandbox: LocalSandbox) -> None:
+    code = "import json\nold = getattr(json, 'mark', 0)\njson.mark = 1\ndef f(): return old"
+
+    reports = [await sandbox.call_function(code, "f", [[]], timeout_s=5) for _ in range(3)]
+
+    assert [report.calls[0].value for report in reports] == [0, 0, 0]
+
+
+async def test_random_numbers_differ_between_executions(sandbox: LocalSandbox) -> None:
+    code = "import random\ndef f(): return random.random()"
+
+    values = [(await sandbox.call_function(code, "f", [[]], timeout_s=5)).calls[0].value for _ in range(3)]
+
+    assert len(set(map(repr, values))) == 3
+
+
+async def test_a_definition_that_raises_is_told_apart_from_a_call_that_raises(sandbox: LocalSandbox) -> None:
+    broken = await sandbox.call_function("raise ValueError('top')", "f", [[1]], timeout_s=5)
+    raising = await sandbox.call_function("def f(x): raise ValueError('inside')", "f", [[1]], timeout_s=5)
+
+    assert (broken.exec.outcome, broken.exec.error) == (ExecOutcome.CODE_FAILED, "ValueError: top")
+    assert raising.exec.ok
+    assert raising.calls[0].error == "ValueError: inside"
+
+
+async def test_the_deadline_is_for_definition_and_all_calls_together(sandbox: LocalSandbox) -> None:
+    code = "import time\ndef f(s):\n    time.sleep(s)\n    return s"
+
+    report = await sandbox.call_function(code, "f", [[0.0], [0.0], [60.0], [0.0]], timeout_s=1)
+
+    assert report.exec.stopped_for is StopCause.TIMEOUT
+    assert [call.ok for call in report.calls] == [True, True, False, False]
+    assert 0.9 < report.exec.duration_s < 5
+
+
+async def test_a_script_has_output_input_and_an_exit_status(sandbox: LocalSandbox) -> None:
+    code = "import sys\nprint(input())\nprint('bad', file=sys.stderr)\nsys.exit(3)"
+
+    done = await sandbox.run_code(code, timeout_s=5, stdin="hällo\n")
+
+    assert (done.outcome, done.exit_code) == (ExecOutcome.CODE_FAILED, 3)
+    assert (done.stdout, done.stderr) == ("hällo\n", "bad\n")
+
+
+async def test_an_uncaught_exception_is_the_codes_failure_with_its_traceback(sandbox: LocalSandbox) -> None:
+    done = await sandbox.run_code("def f():\n    return 1 / 0\nf()", timeout_s=5)
+
+    assert (done.outcome, done.exit_code) == (ExecOutcome.CODE_FAILED, 1)
+    assert done.error == "ZeroDivisionError: division by zero"
+    assert 'File "<candidate>", line 2, in f' in done.stderr
+    assert "rayapp" not in done.stderr
+
+
+async def test_output_past_the_cap_stops_the_code(sandbox: LocalSandbox) -> None:
+    done = await sandbox.run_code("while True: print('x' * 999)", timeout_s=20, max_output_bytes=5000)
+
+    assert done.stopped_for is StopCause.OUTPUT
+    assert done.truncated
+    assert len(done.stdout) == 5000
+    assert done.duration_s < 10
+
+
+async def test_names_stay_in_a_session_and_nowhere_else(sandbox: LocalSandbox) -> None:
+    await sandbox.run_code("x = 20", timeout_s=5, stateful=True)
+    same = await sandbox.run_code("x += 1\nprint(x)", timeout_s=5, stateful=True)
+    fresh = await sandbox.run_code("print(x)", timeout_s=5)
+    again = await sandbox.run_code("print(x)", timeout_s=5, stateful=True)
+
+    assert [same.stdout, again.stdout] == ["21\n", "21\n"]
+    assert fresh.error.startswith("NameError")
+
+
+async def test_a_session_goes_on_after_an_exception_and_an_exit(sandbox: LocalSandbox) -> None:
+    await sandbox.run_code("x = 1", timeout_s=5, stateful=True)
+    raised = await sandbox.run_code("raise KeyError(x)", timeout_s=5, stateful=True)
+    exited = await sandbox.run_code("raise SystemExit(4)", timeout_s=5, stateful=True)
+    then = await sandbox.run_code("print(input(), x)", timeout_s=5, stateful=True, stdin="in")
+
+    assert (raised.outcome, raised.error) == (ExecOutcome.CODE_FAILED, "KeyError: 1")
+    assert exited.exit_code == 4
+    assert (then.ok, then.stdout) == (True, "in 1\n")
+
+
+async def test_a_stopped_session_is_forgotten_and_the_next_one_works(sandbox: LocalSandbox) -> None:
+    await sandbox.run_code("x = 1", timeout_s=5, stateful=True)
+    stopped = await sandbox.run_code("while True: pass", timeout_s=0.5, stateful=True)
+    died = await sandbox.run_code("import os\nos._exit(7)", timeout_s=5, stateful=True)
+    then = await sandbox.run_code("print('x' in dir())", timeout_s=5, stateful=True)
+
+    assert stopped.stopped_for is StopCause.TIMEOUT
+    assert (died.outcome, died.exit_code) == (ExecOutcome.CODE_FAILED, 7)
+    assert then.stdout == "False\n"
+
+
+async def test_a_session_and_other_executions_do_not_see_each_other(sandbox: LocalSandbox) -> None:
+    await sandbox.run_code("secret = 5", timeout_s=5, stateful=True)
+
+    report = await sandbox.call_function("import os\ndef f(): return os.listdir('.')", "f", [[]], timeout_s=5)
+    still = await sandbox.run_code("print(secret)", timeout_s=5, stateful=True)
+
+    assert not report.calls[0].ok or report.calls[0].value == []
+    assert still.stdout == "5\n"
+
+
+async def test_files_stay_until_the_sandbox_ends(provider: LocalProvider) -> None:
+    first = await new(provider)
+    await first.write_file("sub/data.bin", b"\x00\xff" * 1000)
+
+    seen = await first.run_code("print(len(open('sub/data.bin', 'rb').read()))", timeout_s=5)
+    back = await first.read_file("sub/data.bin", max_bytes=10)
+    await first.kill()
+    second = await new(provider)
+
+    assert seen.stdout == "2000\n"
+    assert back == b"\x00\xff" * 5
+    with pytest.raises(FileNotFoundError, match=r"sub/data\.bin"):
+        await second.read_file("sub/data.bin")
+
+
+async def test_files_outside_the_sandbox_can_be_neither_read_nor_written(sandbox: LocalSandbox) -> None:
+    with pytest.raises(OSError, match="can't be written"):
+        await sandbox.write_file("/usr/lib/x", b"1")
+    with pytest.raises(OSError, match=r"can't be read|no file"):
+        await sandbox.read_file("/etc/shadow")
+
+
+async def test_a_file_larger_than_the_disk_is_refused(sandbox: LocalSandbox) -> None:
+    with pytest.raises(OSError, match="its disk holds"):
+        await sandbox.write_file("big", b"\0" * (17 << 20))
+
+
+async def test_commands_run_with_their_exit_status(sandbox: LocalSandbox) -> None:
+    echoed = await sandbox.run_command(["/bin/cat"], timeout_s=5, stdin="through")
+    failed = await sandbox.run_command(["/bin/sh", "-c", "exit 9"], timeout_s=5)
+    missing = await sandbox.run_command(["no-such-program"], timeout_s=5)
+
+    assert (echoed.ok, echoed.stdout) == (True, "through")
+    assert (failed.outcome, failed.exit_code) == (ExecOutcome.CODE_FAILED, 9)
+    assert missing.exit_code == 127
+    assert "no-such-program" in missing.stderr
+
+
+async def test_only_the_spec_s_environment_is_there(provider: LocalProvider, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_TOKEN", "hf_secret")
+    sandbox = await new(provider, SandboxSpec(env=(("WHO", "me"),)))
+
+    done = await sandbox.run_code("import os\nprint(dict(os.environ))", timeout_s=5)
+
+    assert done.stdout == "{'WHO': 'me'}\n"
+
+
+async def test_a_cancelled_call_ends_the_code_and_the_sandbox_works_on(sandbox: LocalSandbox) -> None:
+    running = asyncio.create_task(sandbox.run_code("while True: pass", timeout_s=60))
+    await asyncio.sleep(0.2)  # any moment will do
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+
+    async with asyncio.timeout(10):
+        assert (await sandbox.run_code("print(1)", timeout_s=5)).stdout == "1\n"
+
+
+async def test_killing_a_sandbox_ends_what_runs_in_it_and_is_idempotent(provider: LocalProvider) -> None:
+    sandbox = await new(provider)
+    running = asyncio.create_task(sandbox.run_code("while True: pass", timeout_s=60))
+    await asyncio.sleep(0.2)
+
+    async with asyncio.timeout(10):
+        await sandbox.kill()
+        await sandbox.kill()
+        assert (await running).stopped_for is StopCause.KILLED
+
+    assert not await sandbox.alive()
+    with pytest.raises(SandboxGoneError, match="has ended"):
+        await sandbox.run_code("pass", timeout_s=5)
+
+
+async def test_a_slot_serves_one_sandbox_after_the_other(provider: LocalProvider) -> None:
+    pids = set()
+    for _ in range(3):
+        sandbox = await new(provider)
+        pids.add(sandbox.slot.pid)
+        await sandbox.run_code("open('left', 'w') if False else None", timeout_s=5, stateful=True)
+        await sandbox.kill()
+
+    assert len(pids) == 1
+
+
+async def test_more_sandboxes_than_slots_are_a_quota_error(provider: LocalProvider) -> None:
+    await new(provider)
+    await new(provider)
+
+    with pytest.raises(SandboxQuotaError, match="all 2 local slots"):
+        await new(provider)
+
+
+async def test_the_memory_of_the_whole_tree_is_bounded(provider: LocalProvider) -> None:
+    sandbox = await new(provider, SandboxSpec(memory_mib=64))
+    one = await sandbox.run_code("x = b'x' * (200 << 20)", timeout_s=20)
+
+    assert one.error.startswith("MemoryError")
+    if sandbox.isolation == "ll":
+        return  # processes are refused there
+    code = (
+        "import os, time\n"
+        "for _ in range(4):\n"
+        "    if os.fork() == 0:\n"
+        "        x = b'x' * (40 << 20)\n"
+        "        time.sleep(60)\n"
+        "time.sleep(60)\n"
+    )
+    together = await sandbox.run_code(code, timeout_s=20)
+    assert together.stopped_for is StopCause.MEMORY
+    assert together.duration_s < 15
+
+
+async def test_preloaded_packages_can_be_used(provider: LocalProvider) -> None:
+    sandbox = await new(provider, SandboxSpec(packages=("numpy",)))
+
+    report = await sandbox.call_function(
+        "import numpy as np\nimport numpy.polynomial\ndef f(x): return np.linalg.inv(np.array(x)).tolist()",
+        "f",
+        [[[[2.0, 0.0], [0.0, 4.0]]]],
+        timeout_s=10,
+    )
+
+    assert report.calls[0].value == [[0.5, 0.0], [0.0, 0.25]], report
+
+
+async def test_a_package_that_is_not_there_is_a_config_error(provider: LocalProvider) -> None:
+    with pytest.raises(SandboxConfigError, match="nosuchpackage"):
+        await new(provider, SandboxSpec(packages=("nosuchpackage",)))
+
+
+async def test_a_zygote_that_dies_is_a_gone_sandbox_and_the_next_one_is_new(provider: LocalProvider) -> None:
+    sandbox = await new(provider)
+    running = asyncio.create_task(sandbox.run_code("while True: pass", timeout_s=60))
+    await asyncio.sleep(0.2)
+    sandbox.slot.close()
+
+    with pytest.raises(SandboxGoneError):
+        async with asyncio.timeout(10):
+            await running
+    assert not await sandbox.alive()
+    await sandbox.kill()
+    assert (await (await new(provider)).run_code("print(1)", timeout_s=5)).stdout == "1\n"
