@@ -55,6 +55,7 @@ class Slot:
         self._errors = errors
         self._num_jobs = 0
         self._is_closed = False
+        self._readable: asyncio.Future[None] | None = None
         self.level = ""
         self.uid = -1
 
@@ -155,13 +156,20 @@ class Slot:
 
     async def _receive(self) -> tuple[dict[str, object], int | None]:
         loop = asyncio.get_running_loop()
-        ready: asyncio.Future[None] = loop.create_future()
-        loop.add_reader(self._channel, lambda: ready.done() or ready.set_result(None))
+        self._readable = loop.create_future()
+        loop.add_reader(self._channel, self._wake)
         try:
-            await ready
+            await self._readable
         finally:
-            loop.remove_reader(self._channel)
+            if not self._is_closed:
+                loop.remove_reader(self._channel)
+        if self._is_closed:
+            raise EOFError("closed")
         return wire.receive(self._channel)
+
+    def _wake(self) -> None:
+        if self._readable is not None and not self._readable.done():
+            self._readable.set_result(None)
 
     def close_and_explain(self) -> str:
         """Close, and tell what the zygote said last."""
@@ -174,6 +182,10 @@ class Slot:
         if self._is_closed:
             return
         self._is_closed = True
+        if self._readable is not None:
+            # Whoever waits for an answer learns that there will be none; the event loop would not tell.
+            self._readable.get_loop().remove_reader(self._channel)
+            self._wake()
         self._channel.close()
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
