@@ -138,36 +138,48 @@ def _varlen_attention(query: Tensor, key: Tensor, value: Tensor, plan: VarlenPla
 
 
 class _TreeAttention(torch.autograd.Function):
-    """On CPU, block by block. Exact: a flash block's gradient needs only the final output and log-sum-exp of its rows."""
+    """On CPU, block by block. Exact: a flash block's gradient needs only the final output and log-sum-exp of its rows.
+
+    Computes in float32: torch's CPU flash kernel takes three times as long for a bfloat16 gradient (16 x 80 tokens, 9
+    heads: 16.7 ms against 6.2 ms on two Zen 5 cores), and merging blocks then loses nothing.
+    """
 
     @staticmethod
     def forward(
         ctx: Any, query: Tensor, key: Tensor, value: Tensor, segments: tuple[Segment, ...], scale: float
     ) -> Tensor:
-        groups = query.shape[1] // key.shape[1]
-        wide_key, wide_value = _repeat_heads(key, groups), _repeat_heads(value, groups)
-        out, lse = _forward_blocks(query, wide_key, wide_value, segments, scale)
+        wide = _by_key_head(query, key, value)
+        out, lse = _forward_blocks(*wide, segments, scale)
         ctx.save_for_backward(query, key, value, out, lse)
         ctx.segments, ctx.scale = segments, scale
-        return out.transpose(1, 2)
+        return out.flatten(0, 1).transpose(0, 1)[None].to(query.dtype)
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, out, lse = ctx.saved_tensors
-        groups = query.shape[1] // key.shape[1]
-        tensors = (query, _repeat_heads(key, groups), _repeat_heads(value, groups), out, lse)
-        grads = _backward_blocks(grad_output.transpose(1, 2), *tensors, ctx.segments, ctx.scale)
-        grad_key, grad_value = (_sum_heads(grad, groups) for grad in grads[1:])
-        return grads[0].to(query.dtype), grad_key.to(key.dtype), grad_value.to(value.dtype), None, None
+        wide = _by_key_head(query, key, value)
+        grad_out = grad_output[0].transpose(0, 1).unflatten(0, wide[0].shape[:2]).float()
+        grads = _backward_blocks(grad_out, *wide, out, lse, ctx.segments, ctx.scale)
+        grad_query = grads[0].flatten(0, 1)[None].to(query.dtype)
+        grad_key, grad_value = (grad.sum(dim=1)[None].to(key.dtype) for grad in grads[1:])
+        return grad_query, grad_key, grad_value, None, None
+
+
+def _by_key_head(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """(Hkv, G, N, D) float32, where G query heads share a key head: keys and values are views, repeated by stride 0."""
+    heads = key.shape[1]
+    wide_query = query[0].unflatten(0, (heads, -1)).float()
+    shape = wide_query.shape
+    return wide_query, key[0].float().unsqueeze(1).expand(shape), value[0].float().unsqueeze(1).expand(shape)
 
 
 def _forward_blocks(
     query: Tensor, key: Tensor, value: Tensor, segments: tuple[Segment, ...], scale: float
 ) -> tuple[Tensor, Tensor]:
-    """Output (1, H, N, D), laid out as (1, N, H, D), and log-sum-exp (1, H, N) float32."""
-    heads, num_tokens = query.shape[1], query.shape[2]
-    out = query.new_empty(1, num_tokens, heads, query.shape[3]).transpose(1, 2)
-    lse = torch.empty(1, heads, num_tokens, dtype=torch.float32)
+    """Output (Hkv, G, N, D), laid out by token, and log-sum-exp (Hkv, G, N)."""
+    heads, groups, num_tokens, width = query.shape
+    out = query.new_empty(num_tokens, heads, groups, width).permute(1, 2, 0, 3)
+    lse = query.new_empty(heads, groups, num_tokens)
     for s in segments:
         own = slice(s.start, s.end)
         out[:, :, own], lse[:, :, own] = _flash(query, key, value, own, own, scale=scale, is_causal=True)
@@ -191,13 +203,12 @@ def _flash(
 def _merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
     """Add a block's share to rows that have seen others, in place."""
     total = torch.logaddexp(lse, part_lse)
-    merged = out.float() * (lse - total).exp_().unsqueeze(-1)
-    out.copy_(merged.addcmul_(part.float(), (part_lse - total).exp_().unsqueeze(-1)))
+    out.mul_((lse - total).exp_().unsqueeze(-1)).addcmul_(part, (part_lse - total).exp_().unsqueeze(-1))
     lse.copy_(total)
 
 
 def _backward_blocks(
-    grad_output: Tensor,
+    grad_out: Tensor,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -206,15 +217,16 @@ def _backward_blocks(
     segments: tuple[Segment, ...],
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of query, key and value, each (1, H, N, D) float32."""
-    grads = tuple(torch.zeros_like(tensor, dtype=torch.float32) for tensor in (query, key, value))
+    """Gradients of query, key and value, each (Hkv, G, N, D), laid out by token."""
+    heads, groups, num_tokens, width = query.shape
+    zeros = query.new_zeros(3, num_tokens, heads, groups, width).permute(0, 2, 3, 1, 4)
     for s in segments:
         own, below = slice(s.start, s.end), slice(s.end, s.subtree_end)
         for rows, is_causal in ((own, True), (below, False)):
             if rows.start == rows.stop:
                 continue
             parts = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-                grad_output[:, :, rows],
+                grad_out[:, :, rows],
                 query[:, :, rows],
                 key[:, :, own],
                 value[:, :, own],
@@ -224,16 +236,6 @@ def _backward_blocks(
                 is_causal,
                 scale=scale,
             )
-            for grad, part, where in zip(grads, parts, (rows, own, own), strict=True):
+            for grad, part, where in zip(zeros, parts, (rows, own, own), strict=True):
                 grad[:, :, where] += part
-    return grads[0], grads[1], grads[2]
-
-
-def _repeat_heads(tensor: Tensor, groups: int) -> Tensor:
-    """(1, Hkv, N, D) -> (1, Hkv * groups, N, D)"""
-    return tensor if groups == 1 else tensor.repeat_interleave(groups, dim=1)
-
-
-def _sum_heads(tensor: Tensor, groups: int) -> Tensor:
-    """(1, Hkv * groups, N, D) -> (1, Hkv, N, D)"""
-    return tensor if groups == 1 else tensor.unflatten(1, (-1, groups)).sum(dim=2)
+    return zeros[0], zeros[1], zeros[2]
