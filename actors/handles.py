@@ -114,9 +114,6 @@ class LearnerHandle(Handle):
     async def export_hf(self, folder: str) -> None:
         await self.call("export_hf", self.actor.export_hf.remote(folder), self.step_timeout_s)
 
-    async def close(self, timeout_s: float = 20.0) -> None:
-        await self.call("close", self.actor.close.remote(), timeout_s)
-
 
 @dataclass(frozen=True, slots=True)
 class SandboxPoolHandle(Handle):

@@ -26,6 +26,8 @@ def ray_session(config: Config) -> Iterator[str]:
     # Under `uv run`, Ray would build the environment anew for every worker; ours is installed already.
     os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    # Ray starts its workers at nice 15: on a machine that does anything else, servers and learners would come last.
+    os.environ.setdefault("RAY_worker_niceness", "0")
     import ray
 
     context = _connect(config)
