@@ -22,6 +22,7 @@ MAX_VALUE_BYTES = 1 << 20
 """One packed value."""
 MAX_ERROR_CHARS = 500
 _EXACT_INT = 1 << 53
+_SIZED = (str, bytes, list, tuple, set, dict)
 _INFINITIES = (float("inf"), float("-inf"))
 
 Emit = Callable[[bytes], None]
@@ -35,10 +36,15 @@ def pack(value: object, depth: int = 0) -> object:
 
     Raises:
         TypeError: not plain data, subclasses included: an object that overrides `==` must not pass as a value.
-        ValueError: nested too deep.
+        ValueError: nested too deep, or too large.
     """
     kind = type(value)
-    if value is None or kind is bool or kind is str:
+    if value is None or kind is bool:
+        return value
+    if kind in _SIZED and len(value) > MAX_VALUE_BYTES:  # type: ignore[arg-type]
+        # Before it is encoded: that would take the time of the calls that follow.
+        raise ValueError(f"the value takes more than {MAX_VALUE_BYTES} bytes")
+    if kind is str:
         return value
     if kind is int:
         return value if -_EXACT_INT < value < _EXACT_INT else {"i": hex(value)}  # type: ignore[operator, arg-type]
