@@ -6,9 +6,7 @@ It refuses to generate with weights other than those a caller asks for, and with
 from __future__ import annotations
 
 import os
-import tempfile
 import time
-from pathlib import Path
 from typing import Any
 
 from rayapp.config import Config
@@ -17,8 +15,6 @@ from rayapp.errors import EngineError, StaleVersionError, WeightSyncError
 from rayapp.rollout.order import ANY_VERSION
 from rayapp.types import Completion, SamplingParams
 from rayapp.weights.buckets import TensorEntry, WeightBucket
-
-SHARED_MEMORY = Path("/dev/shm")
 
 
 class VllmServer:
@@ -75,10 +71,12 @@ class VllmServer:
         engine = self._ready_engine()
         self._is_consistent = False
         started = time.monotonic()
-        with tempfile.NamedTemporaryFile(dir=SHARED_MEMORY, prefix=f"rayapp-weights-{os.getpid()}-") as file:
+        # Memory with no name: nothing is left behind when this process is killed, and /dev/shm, 64 MB in a container by
+        # default, need not hold it. The engine's processes open it through /proc.
+        with os.fdopen(os.memfd_create("rayapp-weights"), "wb") as file:
             entries = await self._copy_buckets(buckets, file)
             copied = time.monotonic()
-            await engine.load_weights(version, file.name, entries)
+            await engine.load_weights(version, f"/proc/{os.getpid()}/fd/{file.fileno()}", entries)
             num_bytes = file.tell()
         self._is_consistent = True
         return {"bytes": float(num_bytes), "copy_s": copied - started, "engine_s": time.monotonic() - copied}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 import pytest
 
@@ -11,6 +12,9 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
+# A Ray of our own for every test, never the one that happens to run on this machine.
+os.environ["RAY_ADDRESS"] = "local"
+os.environ["RAY_AUTH_MODE"] = "disabled"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -25,3 +29,74 @@ def _has_gpu() -> bool:
     import torch
 
     return torch.cuda.is_available()
+
+
+TASK = '''
+"""Pays for the letter a: a reward that random weights get some of, and more after a few steps."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from rayapp.types import Prompt, Reward, SandboxSpec
+
+
+@dataclass(frozen=True)
+class Letters:
+    name: str
+
+    def render(self, tokenizer):
+        text = f"{self.name}: write"
+        return Prompt(task=self.name, text=text, token_ids=np.array(tokenizer.encode(text), np.int32))
+
+    async def score(self, prompt, completion_text, sandboxes, *, seed):
+        code = "def count(text):\\n    return text.count('a')"
+        async with sandboxes.lease(SandboxSpec(), timeout_s=60.0) as sandbox:
+            report = await sandbox.call_function(code, "count", [(completion_text,)], timeout_s=20.0)
+        count = report.calls[0].value
+        return Reward(value=count / 4, terms={"pass_rate": min(1.0, count / 4), "solved": float(count >= 4)})
+
+
+TASK = Letters(name="NAME")
+'''
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Llama of two layers and four heads with random weights, over single characters."""
+    import torch
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+    folder = tmp_path_factory.mktemp("models") / "tiny"
+    letters = ["<pad>", "<eos>", *(chr(code) for code in range(32, 127))]
+    tokenizer = Tokenizer(models.WordLevel({letter: i for i, letter in enumerate(letters)}, unk_token=" "))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>").save_pretrained(folder)
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=len(letters),
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=256,
+        bos_token_id=None,
+        eos_token_id=1,
+        pad_token_id=0,
+        tie_word_embeddings=True,
+    )
+    LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def letter_tasks(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Two task files."""
+    folder = tmp_path_factory.mktemp("tasks")
+    paths = [folder / "first.py", folder / "second.py"]
+    for path in paths:
+        path.write_text(TASK.replace("NAME", path.stem))
+    return [str(path) for path in paths]

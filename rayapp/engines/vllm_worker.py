@@ -24,7 +24,7 @@ class WeightUpdateExtension:
         """Load a whole model from a file in shared memory. Returns the number of tensors.
 
         Args:
-            path: file of raw tensors, e.g. in /dev/shm; the caller unlinks it.
+            path: file of raw tensors in memory, such as /proc/<server>/fd/<memfd>.
             entries: what is where in it.
         """
         import torch
@@ -34,6 +34,7 @@ class WeightUpdateExtension:
         # Layer-wise reload and not load_weights: on CPU vLLM repacks parameters after the first load, and a second
         # plain load finds no weight_loader on them.
         self.model_runner.reload_weights(weights_iterator=unpack((tuple(entry) for entry in entries), data))  # type: ignore[arg-type]
+        _tie_again(self.model_runner.get_model(), self.model_runner.model_config.hf_text_config)
         return len(entries)
 
     def seed_sampling(self, seed: int) -> None:
@@ -46,6 +47,23 @@ class WeightUpdateExtension:
         """End this engine when the server's process ends, SIGKILL included: nobody else would."""
         pidfd = os.pidfd_open(server_pid)
         threading.Thread(target=_end_engine_after, args=(pidfd, server_pid), daemon=True).start()
+
+
+def _tie_again(model: Any, architecture: Any) -> None:
+    """Give a tied output layer the new embedding.
+
+    vLLM 0.30 reloads layer by layer and passes over an output layer that has no weights of its own in the checkpoint.
+    On CPU that layer holds a repacked copy of the embedding: without this it would go on sampling with the old one.
+    """
+    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
+
+    if not architecture.tie_word_embeddings:
+        return
+    layers = list(model.modules())
+    embedding = next(layer for layer in layers if type(layer) is VocabParallelEmbedding)
+    for head in (layer for layer in layers if isinstance(layer, ParallelLMHead)):
+        head.tie_weights(embedding)
+        head.quant_method.process_weights_after_loading(head)
 
 
 def _end_engine_after(pidfd: int, server_pid: int) -> None:

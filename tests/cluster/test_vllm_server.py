@@ -1,0 +1,148 @@
+"""The real vLLM on CPU: it holds the learner's weights, and repeats itself."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+import pytest_asyncio
+
+from actors.learner import Learner
+from actors.vllm_server import VllmServer
+from rayapp.config import Config
+from rayapp.errors import StaleVersionError, WeightSyncError
+from rayapp.types import Completion, SamplingParams
+from rayapp.weights.buckets import WeightBucket
+
+pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(400)]
+
+MAX_LOG_PROB_DIFFERENCE = 0.05
+"""bfloat16 has 8 bits of mantissa: logits of size 4 differ by up to 1/64 between two orders of summation."""
+
+
+@dataclass
+class Reference:
+    """A value that is awaited, as Ray's references are."""
+
+    value: WeightBucket
+
+    def __await__(self):  # type: ignore[no-untyped-def]
+        yield from asyncio.sleep(0).__await__()
+        return self.value
+
+
+def make_config(tiny_model: Path) -> Config:
+    return Config.model_validate(
+        {
+            "model": {"path": str(tiny_model)},
+            "cluster": {"device": "cpu"},
+            "rollout": {"max_prompt_tokens": 64, "max_completion_tokens": 32},
+            "learner": {"max_tokens_per_microbatch": 256},
+            "server": {"kv_cache_gib": 1},
+        }
+    )
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def server(tiny_model: Path) -> AsyncIterator[VllmServer]:
+    started = VllmServer(make_config(tiny_model), 0)
+    await started.start()
+    yield started
+    await started.close()
+
+
+@pytest.fixture(scope="module")
+def other_weights(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny model with every weight moved, as an optimizer step would."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    folder = tmp_path_factory.mktemp("moved")
+    for file in tiny_model.iterdir():
+        (folder / file.name).write_bytes(file.read_bytes())
+    model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.bfloat16)
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.02)
+    model.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def buckets(other_weights: Path) -> list[WeightBucket]:
+    learner = Learner(make_config(other_weights), 0, 1, "", 0)
+    exported = list(learner.export_weights(100_000))
+    learner.close()
+    return exported
+
+
+async def generate_cohort(server: VllmServer, *, size: int, jitter: random.Random | None = None) -> list[Completion]:
+    async def one(index: int) -> Completion:
+        await asyncio.sleep(jitter.random() * 0.2 if jitter else 0)
+        sampling = SamplingParams(max_tokens=24, seed=100 + index)
+        return await server.generate(f"group=0/trajectory={index}", [72, 75, 84], sampling, cohort_size=size)
+
+    return list(await asyncio.gather(*(one(index) for index in range(size))))
+
+
+def log_probs_by_transformers(folder: Path, token_ids: list[int]) -> np.ndarray:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+    with torch.no_grad():
+        logits = model(torch.tensor([token_ids])).logits[0, :-1].float()
+    chosen = logits.log_softmax(-1).gather(1, torch.tensor(token_ids[1:])[:, None])
+    return chosen[:, 0].numpy()
+
+
+async def test_a_cohort_repeats_token_for_token_whatever_the_order_of_arrival(server: VllmServer) -> None:
+    first = await generate_cohort(server, size=12)
+    again = await generate_cohort(server, size=12, jitter=random.Random(3))
+    for one, other in zip(first, again, strict=True):
+        np.testing.assert_array_equal(one.token_ids, other.token_ids)
+        np.testing.assert_array_equal(one.log_probs, other.log_probs)
+
+
+async def test_a_stop_text_ends_the_completion_and_its_tokens_are_kept(server: VllmServer) -> None:
+    whole = (await generate_cohort(server, size=1))[0]
+    stop = whole.text[5]
+    sampling = SamplingParams(max_tokens=24, temperature=0.0, stop=(stop,))
+    cut = await server.generate("group=1/trajectory=0", [72, 75, 84], sampling)
+    assert stop not in cut.text
+    if cut.finish_reason == "stop":
+        assert cut.token_ids.size == len(cut.text) + 1  # one token is one character here
+
+
+async def test_a_server_with_older_weights_than_asked_for_refuses(server: VllmServer) -> None:
+    with pytest.raises(StaleVersionError, match="holds policy version 0, group=2/trajectory=0 needs 1"):
+        await server.generate("group=2/trajectory=0", [72], SamplingParams(max_tokens=2), min_policy_version=1)
+
+
+async def test_after_an_update_the_server_computes_the_log_probs_of_the_learners_weights(
+    server: VllmServer, buckets: list[WeightBucket], other_weights: Path, tiny_model: Path
+) -> None:
+    assert len(buckets) > 1
+    facts = await server.load_weights(1, [Reference(bucket) for bucket in buckets])
+    assert facts["bytes"] == sum(bucket.data.nbytes for bucket in buckets)
+    token_ids = [72, 75, 84, 85, 86, 28, 2, 89]
+    found = (await server.prompt_log_probs([token_ids]))[0]
+    expected = log_probs_by_transformers(other_weights, token_ids)
+    assert np.abs(found - expected).max() < MAX_LOG_PROB_DIFFERENCE
+    # ... which are not those it started with
+    assert np.abs(found - log_probs_by_transformers(tiny_model, token_ids)).max() > 4 * MAX_LOG_PROB_DIFFERENCE
+    assert (await generate_cohort(server, size=2))[0].policy_version == 1
+
+
+async def test_a_server_whose_update_failed_does_not_generate(server: VllmServer, buckets: list[WeightBucket]) -> None:
+    torn = WeightBucket(entries=(("no.such.weight", "bfloat16", (4,), 0, 8),), data=np.zeros(64, np.uint8))
+    with pytest.raises(WeightSyncError, match="version 2 was not loaded"):
+        await server.load_weights(2, [Reference(torn)])
+    with pytest.raises(WeightSyncError, match="mixture"):
+        await server.generate("group=3/trajectory=0", [72], SamplingParams(max_tokens=2))

@@ -1,0 +1,139 @@
+"""A run that is killed goes on as if nothing had happened: same tokens, same metrics, to the last bit."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+
+pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(900)]
+
+NUM_STEPS = 6
+KILL_AFTER = 3
+DEADLINE_S = 400.0
+
+
+@pytest.fixture(scope="module")
+def config_file(tiny_model: Path, letter_tasks: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("resume")
+    config = {
+        "run": {"output_dir": str(folder / "outputs")},
+        "model": {"path": str(tiny_model)},
+        "tasks": letter_tasks,
+        "cluster": {"device": "cpu"},
+        "rollout": {"group_size": 4, "max_prompt_tokens": 32, "max_completion_tokens": 16},
+        "train": {"num_steps": NUM_STEPS, "groups_per_step": 2},
+        "learner": {"max_tokens_per_microbatch": 256, "compute_dtype": "float32", "optimizer": {"lr": 3e-3}},
+        "server": {"kv_cache_gib": 1},
+        "checkpoint": {"every_steps": 2},
+    }
+    file = folder / "config.yaml"
+    file.write_text(yaml.safe_dump(config))
+    return file
+
+
+def train(config_file: Path, name: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "rayapp", "train", str(config_file), f"run.name={name}"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        cwd=Path(__file__).parents[2],
+        start_new_session=True,
+    )
+
+
+def run_folder(config_file: Path, name: str) -> Path:
+    return config_file.parent / "outputs" / name
+
+
+def records(folder: Path) -> list[dict[str, float]]:
+    file = folder / "metrics.jsonl"
+    return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+
+
+def finish(process: subprocess.Popen[str]) -> str:
+    output, _ = process.communicate(timeout=DEADLINE_S)
+    assert process.returncode == 0, output
+    return output
+
+
+def wait_for_step(process: subprocess.Popen[str], folder: Path, step: int) -> None:
+    deadline = time.monotonic() + DEADLINE_S
+    while len(records(folder)) < step:
+        assert process.poll() is None, process.communicate()[0]
+        assert time.monotonic() < deadline, f"step {step} was not reached"
+        time.sleep(0.02)
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(config_file: Path) -> Path:
+    finish(train(config_file, "uninterrupted"))
+    return run_folder(config_file, "uninterrupted")
+
+
+@pytest.fixture(scope="module")
+def killed_and_resumed(config_file: Path) -> Iterator[Path]:
+    """A run whose driver is killed with SIGKILL inside step 4, after the checkpoint of step 2, and started again."""
+    folder = run_folder(config_file, "killed")
+    process = train(config_file, "killed")
+    try:
+        wait_for_step(process, folder, KILL_AFTER)
+    finally:
+        os.kill(process.pid, signal.SIGKILL)
+        process.wait()
+    finish(train(config_file, "killed"))
+    yield folder
+
+
+def deterministic(record: dict[str, float]) -> dict[str, float]:
+    """What does not measure the clock."""
+    clocks = ("timing_s/", "throughput/", "weight_sync/", "time")
+    return {key: value for key, value in record.items() if not key.startswith(clocks)}
+
+
+def test_a_run_leaves_one_line_of_metrics_a_step_and_a_model_that_loads(uninterrupted: Path) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    assert [record["step"] for record in records(uninterrupted)] == list(range(1, NUM_STEPS + 1))
+    model = AutoModelForCausalLM.from_pretrained(uninterrupted / "final")
+    assert model.config.num_hidden_layers == 2
+    assert AutoTokenizer.from_pretrained(uninterrupted / "final").decode([72]) == "f"
+    assert (uninterrupted / "rewards.png").stat().st_size > 10_000
+
+
+def test_the_letter_that_pays_is_written_more_often(uninterrupted: Path) -> None:
+    rewards = [record["reward/mean"] for record in records(uninterrupted)]
+    assert sum(rewards[-2:]) > sum(rewards[:2])
+
+
+def test_a_killed_run_goes_on_with_the_metrics_of_one_that_was_not(uninterrupted: Path, killed_and_resumed: Path) -> None:
+    expected = [deterministic(record) for record in records(uninterrupted)]
+    found = [deterministic(record) for record in records(killed_and_resumed)]
+    assert [record["step"] for record in found] == [record["step"] for record in expected]
+    ledger = {key for record in expected for key in record if key.startswith("ledger/")}  # counts from the resume on
+    for one, other in zip(found, expected, strict=True):
+        assert {k: v for k, v in one.items() if k not in ledger} == {k: v for k, v in other.items() if k not in ledger}
+
+
+def test_a_killed_run_samples_the_same_tokens_again(uninterrupted: Path, killed_and_resumed: Path) -> None:
+    import pyarrow.parquet as pq
+
+    name = f"trajectories/step={NUM_STEPS:06d}.parquet"
+    columns = ["group_id", "index", "token_ids", "rollout_log_probs", "reward"]
+    tables = [pq.read_table(folder / name, columns=columns) for folder in (uninterrupted, killed_and_resumed)]
+    assert tables[0].equals(tables[1])
+
+
+def test_nothing_of_a_killed_run_is_left_running(killed_and_resumed: Path) -> None:
+    left = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True).stdout
+    assert f"run.name={killed_and_resumed.name}" not in left
+    assert not list(Path("/dev/shm").glob("rayapp-weights-*"))
