@@ -59,9 +59,14 @@ class IsolationReport:
 
 
 async def run_doctor(
-    *, levels: tuple[str, ...] = LEVELS, families: tuple[str, ...] = _BATTERY_FAMILIES
+    *, levels: tuple[str, ...] = LEVELS, families: tuple[str, ...] | None = None
 ) -> IsolationReport:
-    """Attack the strongest of these levels that this node offers."""
+    """Attack the strongest of these levels that this node offers.
+
+    Args:
+        families: of attacks; None is all that are quick.
+    """
+    families = _BATTERY_FAMILIES if families is None else families
     provider = LocalProvider(levels=levels)
     try:
         sandbox = await provider.create(SandboxSpec(), labels={}, ttl_s=600.0, timeout_s=_BOOT_TIMEOUT_S)

@@ -1,0 +1,130 @@
+"""`rayapp sandbox`: what isolation this node offers, one program in a sandbox, and how fast that is.
+
+    doctor   attack this node's isolation, print what each check found     exit 0 held, 1 broken, 2 none on this node
+    run      one file, as model-written code would run                     the code's exit status; 124 when it was stopped
+    bench    trivial executions                                            median, p99, rate
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import json
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from rayapp.errors import InputError, SandboxConfigError
+from rayapp.sandbox.local.attacks import load_attacks
+from rayapp.sandbox.local.doctor import format_report, run_doctor
+from rayapp.sandbox.local.provider import LEVELS, LocalProvider
+from rayapp.types import ExecResult, SandboxSpec
+
+app = typer.Typer(no_args_is_help=True, help="Sandboxes: what isolation this node offers, and code in one.")
+PROVIDERS = ("local",)
+_STOPPED = 124
+_READY_TIMEOUT_S = 60.0
+
+LevelOption = Annotated[str, typer.Option(help="Try this level only: ns+proc, ns or ll")]
+
+
+@app.command()
+def doctor(
+    level: LevelOption = "",
+    everything: Annotated[
+        bool, typer.Option("--all", help="Also what takes longer: loops, floods, memory and fork bombs")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="The report as one JSON object")] = False,
+) -> None:
+    """Attack this node's isolation and print the level and what each check found."""
+    families = tuple(sorted({attack.family for attack in load_attacks()})) if everything else None
+    report = asyncio.run(run_doctor(levels=_levels(level), families=families))
+    print(json.dumps(dataclasses.asdict(report)) if as_json else format_report(report))
+    if report.level == "none":
+        raise typer.Exit(2)
+    if not report.ok:
+        raise typer.Exit(1)
+
+
+@app.command()
+def run(
+    file: Annotated[Path, typer.Argument(help="Python source; - is standard input")],
+    provider: Annotated[str, typer.Option(help="Where it runs: local")] = "local",
+    stdin: Annotated[bool, typer.Option("--stdin", help="Give it this command's standard input")] = False,
+    timeout_s: Annotated[float, typer.Option(min=0.001)] = 30.0,
+    package: Annotated[list[str] | None, typer.Option(help="Package it may import, e.g. numpy; may be repeated")] = None,
+    level: LevelOption = "",
+) -> None:
+    """Run one file in a sandbox, with its output and exit status."""
+    if provider not in PROVIDERS:
+        raise SandboxConfigError(f"unknown provider {provider!r}; there is: {', '.join(PROVIDERS)}")
+    if stdin and str(file) == "-":
+        raise InputError("the code and its input can't both come from standard input: give the code as a file")
+    code = _read(file)
+    result = asyncio.run(_run(code, sys.stdin.read() if stdin else "", timeout_s, tuple(package or ()), _levels(level)))
+    sys.stdout.write(result.stdout)
+    sys.stderr.write(result.stderr)
+    if result.stopped_for is not None:
+        sys.stderr.write(f"stopped for {result.stopped_for.value} after {result.duration_s:.2f} s\n")
+        raise typer.Exit(_STOPPED)
+    # As a shell reports a process that a signal ended.
+    raise typer.Exit(result.exit_code if result.exit_code >= 0 else 128 - result.exit_code)
+
+
+@app.command()
+def bench(
+    executions: Annotated[int, typer.Option("-n", min=10)] = 500,
+    level: LevelOption = "",
+) -> None:
+    """Time trivial executions in one sandbox. For the whole picture: benchmarks/sandbox.py."""
+    times_ms, isolation = asyncio.run(_time(executions, _levels(level)))
+    rate = 1000 / statistics.mean(times_ms)
+    p99 = statistics.quantiles(times_ms, n=100)[98]
+    print(f"level {isolation}: median {statistics.median(times_ms):.2f} ms, p99 {p99:.2f} ms, {rate:.0f} executions/s")
+
+
+def _levels(level: str) -> tuple[str, ...]:
+    if not level:
+        return LEVELS
+    if level not in LEVELS:
+        raise InputError(f"unknown level {level!r}; there are: {', '.join(LEVELS)}")
+    return (level,)
+
+
+def _read(file: Path) -> str:
+    try:
+        return sys.stdin.read() if str(file) == "-" else file.read_text()
+    except UnicodeDecodeError as error:
+        raise InputError(f"{file} is not text: {error}") from error
+    except OSError as error:
+        raise InputError(f"{file} can't be read: {error.strerror}") from error
+
+
+async def _run(
+    code: str, stdin: str, timeout_s: float, packages: tuple[str, ...], levels: tuple[str, ...]
+) -> ExecResult:
+    provider = LocalProvider(levels=levels)
+    try:
+        spec = SandboxSpec(packages=packages)
+        sandbox = await provider.create(spec, labels={}, ttl_s=timeout_s + 60.0, timeout_s=_READY_TIMEOUT_S)
+        return await sandbox.run_code(code, timeout_s=timeout_s, stdin=stdin)
+    finally:
+        await asyncio.shield(provider.close())
+
+
+async def _time(executions: int, levels: tuple[str, ...]) -> tuple[list[float], str]:
+    provider = LocalProvider(levels=levels)
+    try:
+        sandbox = await provider.create(SandboxSpec(), labels={}, ttl_s=3600.0, timeout_s=_READY_TIMEOUT_S)
+        times_ms = []
+        for _ in range(executions):
+            started = time.perf_counter()
+            await sandbox.call_function("def f(x): return x", "f", [[1]], timeout_s=10.0)
+            times_ms.append((time.perf_counter() - started) * 1000)
+        return times_ms, sandbox.isolation
+    finally:
+        await asyncio.shield(provider.close())

@@ -1,0 +1,130 @@
+"""Every program of the battery at every level this machine has, as the user who runs the tests and as an ordinary one.
+
+The battery (`rayapp/sandbox/local/battery/*.yaml`) is the doctor's; `try_attack` runs a program, then an honest one, then
+looks at what must not have changed. Without isolation the same programs must get somewhere, or they would prove nothing;
+that, too, only as an ordinary user.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+
+from rayapp.sandbox.local.attacks import Attack, load_attacks
+from rayapp.sandbox.local.canary import Canary
+from rayapp.sandbox.local.doctor import try_attack
+from rayapp.sandbox.local.provider import LEVELS, LocalProvider
+from rayapp.sandbox.local.sandbox import LocalSandbox
+from rayapp.types import SandboxSpec
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+ATTACKS = load_attacks()
+ROOT = Path(__file__).parents[2]
+AS_USER = f"""
+import os, sys
+sys.path.insert(0, {str(ROOT)!r})
+from rayapp.sandbox.local.privileges import leave_root
+leave_root([sys.base_prefix, sys.prefix, {str(ROOT)!r}])
+assert os.getuid() != 0
+os.chdir("/")
+os.execv(sys.executable, [sys.executable, "-c", sys.argv[1], *sys.argv[2:]])
+"""
+DOCTOR = f"""
+import sys
+sys.path.insert(0, {str(ROOT)!r})
+from rayapp.sandbox.cli import app
+app()
+"""
+UNISOLATED = f"""
+import asyncio, json, sys
+sys.path.insert(0, {str(ROOT)!r})
+from rayapp.sandbox.local.attacks import load_attacks
+from rayapp.sandbox.local.canary import Canary
+from rayapp.sandbox.local.provider import LocalProvider
+from rayapp.types import SandboxSpec
+
+async def main():
+    provider = LocalProvider(levels=(), allow_unisolated=True)
+    found = {{}}
+    for attack in load_attacks():
+        if attack.unisolated == "must-reach":
+            sandbox = await provider.create(SandboxSpec(), labels={{}}, ttl_s=60, timeout_s=60)
+            with Canary(sandbox.slot.uid) as canary:
+                report = await sandbox.call_function(attack.source, "attack", [[canary.facts]], timeout_s=10)
+            found[attack.name] = [report.exec.isolation, report.calls[0].value, report.calls[0].error]
+            await sandbox.kill()
+    await provider.close()
+    print(json.dumps(found))
+
+asyncio.run(main())
+"""
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module", params=LEVELS)
+async def sandbox(request: pytest.FixtureRequest) -> AsyncIterator[LocalSandbox]:
+    """One sandbox for all programs: what one of them breaks, the next one finds broken."""
+    provider = LocalProvider(levels=(request.param,))
+    try:
+        yield await provider.create(SandboxSpec(), labels={}, ttl_s=3600, timeout_s=60)
+    finally:
+        await provider.close()
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def canary(sandbox: LocalSandbox) -> AsyncIterator[Canary]:
+    with Canary(sandbox.slot.uid) as canary:
+        yield canary
+
+
+@pytest.mark.parametrize("attack", ATTACKS, ids=[f"{attack.family}: {attack.name}" for attack in ATTACKS])
+async def test_the_sandbox_holds_and_the_next_honest_program_passes(
+    attack: Attack, sandbox: LocalSandbox, canary: Canary
+) -> None:
+    if sandbox.isolation not in attack.levels:
+        pytest.skip(attack.because)
+
+    check = await try_attack(sandbox, attack, canary)
+
+    assert check.passed, check.found
+    assert await sandbox.alive()
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("uid", ["root", "ordinary user"])
+def test_the_doctor_finds_every_attack_held(level: str, uid: str) -> None:
+    if uid == "root" and os.getuid() != 0:
+        pytest.skip("the tests don't run as root")
+
+    done = run_python(DOCTOR, "doctor", "--all", "--json", "--level", level, as_user=uid != "root")
+
+    report = json.loads(done.stdout)
+    assert report["level"] == level
+    assert report["uid"] > 0
+    assert [check for check in report["checks"] if not check["passed"]] == []
+    assert done.returncode == 0
+
+
+def test_without_isolation_the_attacks_get_somewhere() -> None:
+    """Or an empty list would prove nothing about the levels that hold."""
+    done = run_python(UNISOLATED, as_user=True)
+
+    found = json.loads(done.stdout)
+    assert len(found) >= 25
+    assert {isolation for isolation, _, _ in found.values()} == {"unisolated"}
+    assert {name: error for name, (_, reached, error) in found.items() if not reached} == {}
+
+
+def run_python(program: str, *args: str, as_user: bool) -> subprocess.CompletedProcess[str]:
+    """As an ordinary user where the tests run as root: a broken sandbox must not be able to change this machine."""
+    programs = [AS_USER, program] if as_user and os.getuid() == 0 else [program]
+    done = subprocess.run([sys.executable, "-c", *programs, *args], capture_output=True, text=True, timeout=250, check=False)
+    assert done.stdout, done.stderr
+    return done
