@@ -66,4 +66,3 @@ def _first_lines(error: BaseException, num_lines: int = 3) -> str:
     """Ray's messages run over pages; what happened is at the top."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return " ".join(lines[:num_lines])
-

@@ -51,9 +51,7 @@ class VllmServerHandle(Handle):
         min_policy_version: int,
         cohort_size: int = 1,
     ) -> Completion:
-        ref = self.actor.generate.remote(
-            request_id, list(prompt_ids), sampling, min_policy_version, cohort_size
-        )
+        ref = self.actor.generate.remote(request_id, list(prompt_ids), sampling, min_policy_version, cohort_size)
         try:
             completion: Completion = await self.call("generate", ref, self.request_timeout_s)
         except ProcessDiedError as error:

@@ -88,7 +88,9 @@ class VllmServer:
             bucket: WeightBucket = await ref
             start = file.tell()
             file.write(bucket.data.data)
-            entries += [(name, dtype, shape, start + offset, size) for name, dtype, shape, offset, size in bucket.entries]
+            entries += [
+                (name, dtype, shape, start + offset, size) for name, dtype, shape, offset, size in bucket.entries
+            ]
         file.flush()
         return entries
 

@@ -98,7 +98,9 @@ class _Started:
 async def _start(config: Config, started: _Started, dashboard_url: str, *, with_learners: bool) -> Cluster:
     on_gpu = _uses_gpus(config)
     timeout_s = config.cluster.start_timeout_s + config.server.start_timeout_s
-    pool = started.add(SandboxPoolHandle(spawn("sandbox-pool", "sandbox-pool", config.sandbox, config.run.name), "sandbox-pool"))
+    pool = started.add(
+        SandboxPoolHandle(spawn("sandbox-pool", "sandbox-pool", config.sandbox, config.run.name), "sandbox-pool")
+    )
     learners = LearnerGroup(_spawn_learners(config, started, on_gpu) if with_learners else ())
     servers = _spawn_servers(config, started, on_gpu)
     workers = _spawn_rollout_workers(config, started, servers, pool)
@@ -138,7 +140,9 @@ def _spawn_learners(config: Config, started: _Started, on_gpu: bool) -> tuple[Le
     handles = tuple(
         started.add(
             LearnerHandle(
-                spawn("learner", f"learner-{rank}", config, rank, world_size, address, port, num_gpus=1 if on_gpu else 0),
+                spawn(
+                    "learner", f"learner-{rank}", config, rank, world_size, address, port, num_gpus=1 if on_gpu else 0
+                ),
                 f"learner-{rank}",
                 config.learner.step_timeout_s,
             )

@@ -14,9 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from rayapp.sandbox.config import SandboxConfig
 
-LossAggMode = Literal[
-    "token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-sum-norm", "seq-mean-token-mean"
-]
+LossAggMode = Literal["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-sum-norm", "seq-mean-token-mean"]
 Dtype = Literal["float32", "bfloat16"]
 
 

@@ -53,9 +53,13 @@ def _check_weights(folder: Path) -> None:
         named = {folder / name for name in json.loads(index.read_text())["weight_map"].values()}
         missing = sorted(file.name for file in named if not file.is_file())
         if missing:
-            raise InputError(f"model.path {str(folder)!r}: {index.name} names files that are not there: {', '.join(missing)}")
+            raise InputError(
+                f"model.path {str(folder)!r}: {index.name} names files that are not there: {', '.join(missing)}"
+            )
     if not files:
-        raise InputError(f"model.path {str(folder)!r} has no *.safetensors file. Convert the model to safetensors first.")
+        raise InputError(
+            f"model.path {str(folder)!r} has no *.safetensors file. Convert the model to safetensors first."
+        )
     for file in files:
         _check_safetensors(file)
 
@@ -73,7 +77,9 @@ def _check_safetensors(file: Path) -> None:
     except (struct.error, ValueError, KeyError, TypeError) as error:
         raise InputError(f"{file} is no safetensors file: {error}") from None
     if size != 8 + length + end:
-        raise InputError(f"{file} is torn: {size} bytes, its header says {8 + length + end}. Copy or download it again.")
+        raise InputError(
+            f"{file} is torn: {size} bytes, its header says {8 + length + end}. Copy or download it again."
+        )
 
 
 def _check_tokenizer(folder: Path) -> None:

@@ -75,7 +75,9 @@ class RunFolder:
         checkpoint, resume = self.latest_checkpoint(), self._config.run.resume
         has_run = (self.path / "metrics.jsonl").exists() or checkpoint is not None
         if resume == "must" and checkpoint is None:
-            raise RunFolderError(f"run.resume is must, but {self.path} holds no whole checkpoint. Use auto to start anew.")
+            raise RunFolderError(
+                f"run.resume is must, but {self.path} holds no whole checkpoint. Use auto to start anew."
+            )
         if resume == "never" and has_run:
             raise RunFolderError(
                 f"{self.path} holds a run already, and run.resume is never. Choose another run.name, delete the folder, or "
@@ -127,7 +129,9 @@ class RunFolder:
     def _prune(self) -> None:
         folders = sorted(self._checkpoints.glob("step=*"))
         for folder in folders[: -self._config.checkpoint.keep_last]:
-            (folder / MANIFEST).unlink(missing_ok=True)  # first, so that a kill in between leaves nothing that looks whole
+            (folder / MANIFEST).unlink(
+                missing_ok=True
+            )  # first, so that a kill in between leaves nothing that looks whole
             shutil.rmtree(folder)
 
     def truncate_after(self, version: int) -> None:

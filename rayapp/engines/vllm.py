@@ -71,7 +71,9 @@ class VllmEngine:
             engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**_engine_args(config)))
             await engine.collective_rpc("die_with", args=(os.getpid(),))
         except Exception as error:  # boundary: vLLM raises whatever its dependencies raise
-            raise EngineError(f"vLLM did not start with {config.model.path}: {type(error).__name__}: {error}") from error
+            raise EngineError(
+                f"vLLM did not start with {config.model.path}: {type(error).__name__}: {error}"
+            ) from error
         return cls(engine)
 
     async def generate(
@@ -166,8 +168,8 @@ class VllmEngine:
         # A salt of its own: cached blocks would be skipped, and give no log-probs.
         prompt = {"prompt_token_ids": list(token_ids), "cache_salt": f"log-probs={time.monotonic_ns()}"}
         await self._resume()
-        async for output in self._engine.generate(prompt, params, f"log-probs-{time.monotonic_ns()}"):
-            rows = output.prompt_logprobs
+        outputs = self._engine.generate(prompt, params, f"log-probs-{time.monotonic_ns()}")
+        rows = [output.prompt_logprobs async for output in outputs][-1]
         chosen = [row[token].logprob for row, token in zip(rows[1:], token_ids[1:], strict=True)]
         return np.array(chosen, np.float32)
 
@@ -258,4 +260,3 @@ def _completion(output: Any, policy_version: int, queued_s: float, generate_s: f
         time_queued_s=queued_s,
         time_generate_s=generate_s,
     )
-

@@ -33,7 +33,7 @@ class WeightUpdateExtension:
         data = torch.from_file(path, shared=True, size=size, dtype=torch.uint8)
         # Layer-wise reload and not load_weights: on CPU vLLM repacks parameters after the first load, and a second
         # plain load finds no weight_loader on them.
-        self.model_runner.reload_weights(weights_iterator=unpack((tuple(entry) for entry in entries), data))  # type: ignore[arg-type]
+        self.model_runner.reload_weights(weights_iterator=unpack(entries, data))
         _tie_again(self.model_runner.get_model(), self.model_runner.model_config.hf_text_config)
         return len(entries)
 

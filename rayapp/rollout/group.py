@@ -131,9 +131,7 @@ def summarize_group(group: Group, *, time_total_s: float) -> GroupSummary:
         statuses=tuple(t.status.value for t in trajectories),
         reward_statuses=tuple(r.status for r in rewards),
         failure_kinds=tuple(r.failure_kind for r in rewards),
-        reward_terms={
-            name: np.array([r.terms.get(name, np.nan) for r in rewards], np.float32) for name in names
-        },
+        reward_terms={name: np.array([r.terms.get(name, np.nan) for r in rewards], np.float32) for name in names},
         min_policy_version=min(t.min_policy_version for t in trajectories),
         max_policy_version=max(t.max_policy_version for t in trajectories),
         time_generate_s=max((t.time_generate_s for t in trajectories), default=0.0),

@@ -1,6 +1,6 @@
 """Weights on the wire: a few large buffers instead of hundreds of tensors.
 
-    learner rank 0: tensors -> bf16 -> WeightBucket -> object store -> server actor -> shared memory -> engine workers
+learner rank 0: tensors -> bf16 -> WeightBucket -> object store -> server actor -> shared memory -> engine workers
 """
 
 from __future__ import annotations

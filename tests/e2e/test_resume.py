@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -81,7 +80,7 @@ def uninterrupted(config_file: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def killed_and_resumed(config_file: Path) -> Iterator[Path]:
+def killed_and_resumed(config_file: Path) -> Path:
     """A run whose driver is killed with SIGKILL inside step 4, after the checkpoint of step 2, and started again."""
     folder = run_folder(config_file, "killed")
     process = train(config_file, "killed")
@@ -91,7 +90,7 @@ def killed_and_resumed(config_file: Path) -> Iterator[Path]:
         os.kill(process.pid, signal.SIGKILL)
         process.wait()
     finish(train(config_file, "killed"))
-    yield folder
+    return folder
 
 
 def deterministic(record: dict[str, float]) -> dict[str, float]:
@@ -115,7 +114,9 @@ def test_the_letter_that_pays_is_written_more_often(uninterrupted: Path) -> None
     assert sum(rewards[-2:]) > sum(rewards[:2])
 
 
-def test_a_killed_run_goes_on_with_the_metrics_of_one_that_was_not(uninterrupted: Path, killed_and_resumed: Path) -> None:
+def test_a_killed_run_goes_on_with_the_metrics_of_one_that_was_not(
+    uninterrupted: Path, killed_and_resumed: Path
+) -> None:
     expected = [deterministic(record) for record in records(uninterrupted)]
     found = [deterministic(record) for record in records(killed_and_resumed)]
     assert [record["step"] for record in found] == [record["step"] for record in expected]
