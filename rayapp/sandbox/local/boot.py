@@ -16,23 +16,23 @@ from collections.abc import Sequence
 
 from rayapp.sandbox.harness import describe
 from rayapp.sandbox.local import level as levels
-from rayapp.sandbox.local import privileges, view, wire
+from rayapp.sandbox.local import kernel, privileges, view, wire
 from rayapp.sandbox.local.landlocked import Landlocked
-from rayapp.sandbox.local.limits import mapped_bytes
+from rayapp.sandbox.local.limits import mapped_bytes, set_standing_limits
 from rayapp.sandbox.local.namespaces import Namespaces
 from rayapp.sandbox.local.zygote import Zygote
 
 WARM_MODULES = (
-    "abc", "array", "ast", "asyncio", "bisect", "collections", "contextlib", "copy", "dataclasses", "datetime", "decimal",
+    "abc", "array", "ast", "bisect", "collections", "contextlib", "copy", "dataclasses", "datetime", "decimal",
     "enum", "fractions", "functools", "heapq", "io", "itertools", "json", "math", "operator", "random", "re", "statistics",
-    "string", "time", "traceback", "typing", "types", "unicodedata", "linecache", "tokenize",
+    "string", "time", "traceback", "typing", "types", "linecache",
 )  # fmt: skip
 """What model-written code imports most: paid for once here, not in each execution."""
 
 
 def main(descriptor: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    with socket.socket(fileno=descriptor) as channel:
+    with socket.socket(fileno=kernel.reserve_descriptors(descriptor)) as channel:
         settings, _ = wire.receive(channel)
         try:
             level = _prepare(settings)
@@ -58,6 +58,7 @@ def _prepare(settings: dict[str, object]) -> levels.Level:
     if level.name != "unisolated":
         privileges.leave_root([here.library, *here.shared, *here.packages])
     mapped_bytes()
+    set_standing_limits()
     level.enter()
     # Out of the collector's sight: a collection in a child would write to, and so copy, every page of the warm heap.
     gc.collect()

@@ -19,7 +19,7 @@ from dataclasses import replace
 from typing import NoReturn
 
 from rayapp.sandbox import harness
-from rayapp.sandbox.local import files, kernel
+from rayapp.sandbox.local import files
 from rayapp.sandbox.local.level import Level
 from rayapp.sandbox.local.limits import Limits
 from rayapp.sandbox.local.wire import read_memory_file
@@ -34,6 +34,14 @@ _MAX_FD = 1 << 16
 Job = dict[str, object]
 
 
+def packed(payload: bytes) -> bytes:
+    """One frame on the result pipe: 4 bytes of length, then the payload."""
+    return struct.pack("<I", len(payload)) + payload
+
+
+READY = packed(harness.frame("ready"))
+
+
 def run(level: Level, job_fd: int, pipes: tuple[int, int, int], limits: Limits, *, home: bool, running: int) -> NoReturn:
     """Run the job in this process and end it.
 
@@ -44,7 +52,6 @@ def run(level: Level, job_fd: int, pipes: tuple[int, int, int], limits: Limits, 
     """
     status = 1
     try:
-        job_fd = kernel.park(job_fd)
         _take_descriptors(*pipes)
         job: Job = json.loads(read_memory_file(job_fd))
         prepare(job)
@@ -53,7 +60,7 @@ def run(level: Level, job_fd: int, pipes: tuple[int, int, int], limits: Limits, 
     except BaseException as error:  # boundary: whatever fails before candidate code is the sandbox's failure
         send(harness.frame("setup", harness.describe(error)))
         os._exit(status)
-    send(harness.frame("ready"))
+    os.write(RESULT_FD, READY)
     try:
         status = run_job(job)
     finally:
@@ -70,7 +77,6 @@ def run_session(level: Level, control_fd: int, done_fd: int, pipes: tuple[int, i
         done_fd: a pipe that gets one byte at the end of each.
     """
     try:
-        control_fd, done_fd = kernel.park(control_fd), kernel.park(done_fd)
         _take_descriptors(*pipes)
         prepare({})
         level.confine(replace(limits, cpu_s=_SESSION_CPU_S), home=True, writable=False, running=1)
@@ -81,7 +87,7 @@ def run_session(level: Level, control_fd: int, done_fd: int, pipes: tuple[int, i
     except BaseException as error:  # boundary: as in `run`
         send(harness.frame("setup", harness.describe(error)))
         os._exit(1)
-    send(harness.frame("ready"))
+    os.write(RESULT_FD, READY)
     names = harness.main_names()
     while True:
         job = _next_job(control)
@@ -104,41 +110,36 @@ def _next_job(control: socket.socket) -> Job:
 
 
 def send(payload: bytes) -> None:
-    """One frame on the result pipe: 4 bytes of length, then the payload."""
-    view = memoryview(struct.pack("<I", len(payload)) + payload)
+    """Write one frame, whole."""
+    view = memoryview(packed(payload))
     while view:
         view = view[os.write(RESULT_FD, view) :]
 
 
 def _take_descriptors(*pipes: int) -> None:
-    """Put the pipes at 1, 2 and 3, out of the way of what the zygote has open there."""
-    spares = [kernel.park(pipe) for pipe in pipes]
-    for target, spare in enumerate(spares, start=1):
+    """Put the pipes at 1, 2 and 3, which the zygote keeps free for this."""
+    for target, pipe in enumerate(pipes, start=1):
         # The result pipe closes on exec: a command that the candidate starts has no business with it.
-        os.dup2(spare, target, inheritable=target != RESULT_FD)
+        os.dup2(pipe, target, inheritable=target != RESULT_FD)
 
 
 def prepare(job: Job) -> None:
-    """Standard input and environment."""
-    env = job.get("env", {})
-    assert isinstance(env, dict)
-    _give_stdin(str(job.get("stdin", "")).encode("utf-8", "surrogatepass"))
-    os.environ.clear()
-    os.environ.update(env)
+    """Standard input, which is /dev/null already, and the environment, which is empty already."""
+    if stdin := job.get("stdin"):
+        _give_stdin(str(stdin).encode("utf-8", "surrogatepass"))
+    if env := job.get("env"):
+        os.environ.update(env)  # type: ignore[call-overload]
 
 
 def _give_stdin(data: bytes) -> None:
-    if not data:
-        source = os.open(os.devnull, os.O_RDONLY)
-    else:
-        source = os.memfd_create("stdin", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        view = memoryview(data)
-        while view:
-            view = view[os.write(source, view) :]
-        os.lseek(source, 0, os.SEEK_SET)
-        # Sealed: it is memory of this machine that no limit of the candidate covers.
-        seals = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL
-        fcntl.fcntl(source, fcntl.F_ADD_SEALS, seals)
+    source = os.memfd_create("stdin", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    view = memoryview(data)
+    while view:
+        view = view[os.write(source, view) :]
+    os.lseek(source, 0, os.SEEK_SET)
+    # Sealed: it is memory of this machine that no limit of the candidate covers.
+    seals = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL
+    fcntl.fcntl(source, fcntl.F_ADD_SEALS, seals)
     os.dup2(source, 0)
     os.close(source)
 

@@ -33,7 +33,7 @@ SECCOMP_MODE_FILTER = 2
 SECURE_ALL_LOCKED = 0b11101111
 CAP_SYS_ADMIN = 21
 _CAP_SETPCAP = 8
-_PARKING = 64
+_FIRST_FREE = 8
 _CAPABILITY_VERSION_3 = 0x20080522
 
 
@@ -75,11 +75,18 @@ def prctl(option: int, *args: int | object) -> None:
     _check(_libc.prctl(option, *values), f"prctl {option}")
 
 
-def park(descriptor: int) -> int:
-    """The same open file under a high number, out of the way of 0 to 3, which each child takes for itself."""
-    parked = fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, _PARKING)
+def reserve_descriptors(channel: int) -> int:
+    """Occupy the numbers that each child takes for itself, so that nothing the zygote opens can have one of them.
+
+    Returns:
+        the channel's own new number.
+    """
+    moved = fcntl.fcntl(channel, fcntl.F_DUPFD_CLOEXEC, _FIRST_FREE)
+    os.close(channel)
+    while (descriptor := os.open(os.devnull, os.O_RDONLY)) < _FIRST_FREE:
+        pass
     os.close(descriptor)
-    return parked
+    return moved
 
 
 def sethostname(name: str) -> None:
@@ -96,6 +103,7 @@ def effective_capabilities() -> int:
 
 def limit_bounding_set() -> None:
     """Nothing executed from here on can gain a capability. Where CAP_SETPCAP is missing there is none to gain."""
+    prctl(PR_CAP_AMBIENT, PR_CAP_AMBIENT_CLEAR_ALL)
     if effective_capabilities() >> _CAP_SETPCAP & 1:
         prctl(PR_SET_SECUREBITS, SECURE_ALL_LOCKED)
         for capability in range(64):
@@ -110,6 +118,5 @@ _nothing = (ctypes.c_uint32 * 6)()
 
 
 def clear_capabilities() -> None:
-    """Give up every capability of this process."""
-    prctl(PR_CAP_AMBIENT, PR_CAP_AMBIENT_CLEAR_ALL)
+    """Give up every capability of this process. The ambient set is empty once `limit_bounding_set` ran."""
     _check(_libc.capset(_header, _nothing), "capset")

@@ -55,8 +55,8 @@ class Landlocked:
         kernel.clear_capabilities()
         seccomp.install(rules.closing(own_pid=os.getpid()))
 
-    def prepare_home(self, disk_mib: int) -> None:
-        if not self._home:
+    def prepare(self, disk_mib: int, *, home: bool) -> None:
+        if home and not self._home:
             self._home = tempfile.mkdtemp(prefix="rayapp-sandbox-")
 
     def reset(self) -> None:

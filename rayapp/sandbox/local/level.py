@@ -45,8 +45,8 @@ class Level(Protocol):
             running: processes of this level's user that count against its limit without being the candidate's.
         """
 
-    def prepare_home(self, disk_mib: int) -> None:
-        """Before the first execution with `home`: make the sandbox's own folder."""
+    def prepare(self, disk_mib: int, *, home: bool) -> None:
+        """Before each fork, in the zygote: make the folder that the execution will work in."""
 
     def reset(self) -> None:
         """The sandbox was given back: its own folder is gone."""
@@ -76,8 +76,8 @@ class Unisolated:
         os.chdir(self._home if home else tempfile.gettempdir())
         set_limits(limits, num_running=None)
 
-    def prepare_home(self, disk_mib: int) -> None:
-        if not self._home:
+    def prepare(self, disk_mib: int, *, home: bool) -> None:
+        if home and not self._home:
             self._home = tempfile.mkdtemp(prefix="rayapp-unisolated-")
 
     def reset(self) -> None:

@@ -8,6 +8,8 @@ from functools import cache
 from pathlib import Path
 
 MIB = 1 << 20
+MAX_OPEN_FILES = 128
+_MAX_SIGNALS = 128
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,7 +23,25 @@ class Limits:
     """Of its private tmpfs, and of one file."""
     max_processes: int
     """Processes and threads."""
-    max_open_files: int = 128
+
+    def as_dict(self) -> dict[str, object]:
+        return {
+            "cpu_s": self.cpu_s,
+            "memory_mib": self.memory_mib,
+            "disk_mib": self.disk_mib,
+            "max_processes": self.max_processes,
+        }
+
+
+def set_standing_limits() -> None:
+    """Limits that are the same for every execution, on the zygote itself: its forks inherit them."""
+    _lower(
+        (resource.RLIMIT_CORE, 0),
+        (resource.RLIMIT_MEMLOCK, 0),
+        (resource.RLIMIT_MSGQUEUE, 0),
+        (resource.RLIMIT_SIGPENDING, _MAX_SIGNALS),
+        (resource.RLIMIT_NOFILE, MAX_OPEN_FILES),
+    )
 
 
 def set_limits(limits: Limits, *, num_running: int | None) -> None:
@@ -30,20 +50,20 @@ def set_limits(limits: Limits, *, num_running: int | None) -> None:
     Args:
         num_running: processes of this user id that run already and count against its limit; None leaves it out.
     """
-    for what, value in (
-        (resource.RLIMIT_CORE, 0),
+    _lower(
         (resource.RLIMIT_CPU, limits.cpu_s),
         (resource.RLIMIT_AS, mapped_bytes() + limits.memory_mib * MIB),
         (resource.RLIMIT_FSIZE, limits.disk_mib * MIB),
-        (resource.RLIMIT_NOFILE, limits.max_open_files),
-        (resource.RLIMIT_MEMLOCK, 0),
-        (resource.RLIMIT_SIGPENDING, 128),
-        (resource.RLIMIT_MSGQUEUE, 0),
-    ):
-        resource.setrlimit(what, (value, value))
+    )
     if num_running is not None:
-        most = num_running + limits.max_processes
-        resource.setrlimit(resource.RLIMIT_NPROC, (most, most))
+        _lower((resource.RLIMIT_NPROC, num_running + limits.max_processes))
+
+
+def _lower(*limits: tuple[int, int]) -> None:
+    for what, value in limits:
+        _, most = resource.getrlimit(what)
+        bound = value if most == resource.RLIM_INFINITY else min(value, most)
+        resource.setrlimit(what, (bound, bound))
 
 
 @cache

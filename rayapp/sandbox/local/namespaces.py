@@ -25,9 +25,9 @@ _ALL = (
     kernel.CLONE_NEWUSER | kernel.CLONE_NEWNS | kernel.CLONE_NEWPID | kernel.CLONE_NEWNET
     | kernel.CLONE_NEWIPC | kernel.CLONE_NEWUTS | kernel.CLONE_NEWCGROUP
 )  # fmt: skip
-_HOME = "/.home"
 _TMP = "/tmp"
 _MAX_FILES = 1024
+_PLAIN = kernel.MS_NOSUID | kernel.MS_NODEV
 _AT_RECURSIVE, _AT_FDCWD = 0x8000, -100
 _ATTR_RDONLY, _ATTR_NOSUID, _ATTR_NODEV = 1, 2, 4
 
@@ -39,7 +39,9 @@ class Namespaces:
         self.name = "ns+proc" if with_proc else "ns"
         self._view = view
         self._with_proc = with_proc
-        self._has_home = False
+        self._tmp_state: object = None
+        """What an untouched /tmp looks like; None while there is none."""
+        self._tmp_is_home = False
         self._pid_namespace = -1
         self._ruleset = -1
         self._filter = b""
@@ -53,17 +55,13 @@ class Namespaces:
         Path("/proc/self/uid_map").write_text(f"{uid} {uid} 1")
         Path("/proc/self/gid_map").write_text(f"{gid} {gid} 1")
         _become_init()
-        self._pid_namespace = kernel.park(os.open("/proc/self/ns/pid", os.O_RDONLY))
+        self._pid_namespace = os.open("/proc/self/ns/pid", os.O_RDONLY)
         self.usage = Usage.of_this_process()
         kernel.sethostname("sandbox")
         self._build_root()
         kernel.prctl(kernel.PR_SET_DUMPABLE, 0)
         kernel.prctl(kernel.PR_SET_NO_NEW_PRIVS, 1)
         kernel.limit_bounding_set()
-        self._ruleset = kernel.park(landlock.create_ruleset())
-        landlock.allow(self._ruleset, "/", landlock.READ_ONLY)
-        for device in DEVICES:
-            landlock.allow(self._ruleset, f"/dev/{device}", landlock.DEVICE)
         self._filter = rules.closing()
         seccomp.install(rules.standing())
 
@@ -75,60 +73,60 @@ class Namespaces:
             kernel.setns(self._pid_namespace, kernel.CLONE_NEWPID)
         return pid
 
+    def prepare(self, disk_mib: int, *, home: bool) -> None:
+        if not self._tmp_is_home and self._tmp_state != _state_of_tmp(disk_mib):
+            self._renew_tmp(disk_mib)
+        self._tmp_is_home |= home
+
     def confine(self, limits: Limits, *, home: bool, writable: bool, running: int) -> None:
-        kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)
-        os.setsid()
-        kernel.unshare(kernel.CLONE_NEWNS)
-        self._mount_private(limits, home=home)
+        if home and self._with_proc:
+            kernel.unshare(kernel.CLONE_NEWNS)
+            kernel.mount("proc", "/proc", "proc", _PLAIN | kernel.MS_NOEXEC, "subset=pid")
+        elif not home and self._tmp_is_home:
+            kernel.unshare(kernel.CLONE_NEWNS)
+            kernel.mount("tmpfs", _TMP, "tmpfs", _PLAIN, _tmpfs_options(limits.disk_mib))
+            landlock.allow(self._ruleset, _TMP, landlock.read_write())
         os.chdir(_TMP)
-        landlock.allow(self._ruleset, _TMP, landlock.read_write())
         landlock.restrict_self(self._ruleset)
         set_limits(limits, num_running=running)
         kernel.clear_capabilities()
         seccomp.install(self._filter)
 
-    def prepare_home(self, disk_mib: int) -> None:
-        if not self._has_home:
-            kernel.mount("tmpfs", _HOME, "tmpfs", kernel.MS_NOSUID | kernel.MS_NODEV, _tmpfs_options(disk_mib))
-            self._has_home = True
-
     def reset(self) -> None:
-        if self._has_home:
-            kernel.umount(_HOME, kernel.MNT_DETACH)
-            self._has_home = False
+        self._tmp_is_home = False
 
     def sweep(self, session: int) -> None:
         """Nothing to do: the execution's pid namespace died with its first process."""
 
-    def _mount_private(self, limits: Limits, *, home: bool) -> None:
-        if home:
-            kernel.mount(_HOME, _TMP, "", kernel.MS_BIND)
-        else:
-            options = _tmpfs_options(limits.disk_mib)
-            kernel.mount("tmpfs", _TMP, "tmpfs", kernel.MS_NOSUID | kernel.MS_NODEV, options)
-            if self._has_home:
-                kernel.umount(_HOME, kernel.MNT_DETACH)
-        if self._with_proc:
-            flags = kernel.MS_NOSUID | kernel.MS_NODEV | kernel.MS_NOEXEC
-            kernel.mount("proc", "/proc", "proc", flags, "subset=pid")
+    def _renew_tmp(self, disk_mib: int) -> None:
+        """An empty /tmp. One that nobody has touched is as good as new, and most code touches nothing."""
+        if self._tmp_state is not None:
+            kernel.umount(_TMP, kernel.MNT_DETACH)
+            os.close(self._ruleset)
+        kernel.mount("tmpfs", _TMP, "tmpfs", _PLAIN, _tmpfs_options(disk_mib))
+        self._tmp_state = _state_of_tmp(disk_mib)
+        self._ruleset = landlock.create_ruleset()
+        landlock.allow(self._ruleset, "/", landlock.READ_ONLY)
+        landlock.allow(self._ruleset, _TMP, landlock.read_write())
+        for device in DEVICES:
+            landlock.allow(self._ruleset, f"/dev/{device}", landlock.DEVICE)
 
     def _build_root(self) -> None:
         kernel.mount("none", "/", "", kernel.MS_REC | kernel.MS_PRIVATE)
         root = spare_mount_point(self._view.sources())
-        kernel.mount("tmpfs", root, "tmpfs", kernel.MS_NOSUID | kernel.MS_NODEV, "size=1m,mode=755")
+        kernel.mount("tmpfs", root, "tmpfs", _PLAIN, "size=1m,mode=755")
         _bind_system(root)
         _bind_read_only(self._view.library, root)
         for folder in _installed_packages(root, self._view.library):
-            kernel.mount("tmpfs", folder, "tmpfs", kernel.MS_NOSUID | kernel.MS_NODEV, "size=64k,mode=755")
+            kernel.mount("tmpfs", folder, "tmpfs", _PLAIN, "size=64k,mode=755")
         for source in (*self._view.shared, *self._view.packages):
             _bind_read_only(source, root)
         _make_devices(root)
         _write_etc(root)
-        for folder in (_TMP, _HOME, "/proc", "/.old"):
+        for folder in (_TMP, "/proc", "/.old"):
             os.mkdir(root + folder, 0o700)
         if self._with_proc:
-            flags = kernel.MS_NOSUID | kernel.MS_NODEV | kernel.MS_NOEXEC
-            kernel.mount("proc", f"{root}/proc", "proc", flags)
+            kernel.mount("proc", f"{root}/proc", "proc", _PLAIN | kernel.MS_NOEXEC)
         self._change_root(root)
 
     def _change_root(self, root: str) -> None:
@@ -137,7 +135,7 @@ class Namespaces:
         os.chdir("/")
         kernel.umount("/.old", kernel.MNT_DETACH)
         os.rmdir("/.old")
-        flags = kernel.MS_REMOUNT | kernel.MS_BIND | kernel.MS_RDONLY | kernel.MS_NOSUID | kernel.MS_NODEV
+        flags = kernel.MS_REMOUNT | kernel.MS_BIND | kernel.MS_RDONLY | _PLAIN
         kernel.mount("none", "/", "", flags)
 
 
@@ -150,6 +148,13 @@ def _become_init() -> None:
     # Nothing but the zygote may hold the channel open: its end tells the provider that the zygote is dead.
     os.closerange(3, 1024)
     os._exit(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) & 0xFF)
+
+
+def _state_of_tmp(disk_mib: int) -> object:
+    """Changes whenever anything in /tmp does; when it was last read does not count."""
+    now = os.stat(_TMP)
+    names = os.listdir(_TMP)
+    return disk_mib, names, now.st_dev, now.st_mode, now.st_uid, now.st_mtime_ns, now.st_ctime_ns
 
 
 def _tmpfs_options(disk_mib: int) -> str:

@@ -13,8 +13,8 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 from rayapp.errors import SandboxDeadlineError, SandboxGoneError, SandboxProtocolError
@@ -26,6 +26,9 @@ GRACE_S = 5.0
 BOOT_TIMEOUT_S = 60.0
 _CODE_PATH = str(Path(__file__).resolve().parents[3])
 _PROGRAM = "import sys; sys.path.insert(0, {path!r}); from rayapp.sandbox.local.boot import main; main({descriptor})"
+
+
+Packet = tuple[dict[str, object], int | None]
 
 
 class BootError(Exception):
@@ -55,7 +58,9 @@ class Slot:
         self._errors = errors
         self._num_jobs = 0
         self._is_closed = False
-        self._readable: asyncio.Future[None] | None = None
+        self._loop = asyncio.get_running_loop()
+        self._pending: asyncio.Future[Packet] | None = None
+        self._loop.add_reader(channel, self._on_readable)
         self.level = ""
         self.uid = -1
 
@@ -66,11 +71,11 @@ class Slot:
         Raises:
             BootError: it can't enter this level on this node, or can't import a package.
         """
-        slot = await asyncio.to_thread(_spawn)
+        slot = cls(*await asyncio.to_thread(_spawn))
         try:
             settings: dict[str, object] = {"level": level, "code_path": _CODE_PATH}
             wire.send(slot._channel, {**settings, "packages": packages, "paths": paths})
-            header, _ = await asyncio.wait_for(slot._receive(), BOOT_TIMEOUT_S)
+            header, _ = await slot._reply(BOOT_TIMEOUT_S)
         except (EOFError, OSError) as error:
             raise BootError(f"the zygote ended while it started: {slot.close_and_explain()}") from error
         except BaseException:
@@ -119,57 +124,75 @@ class Slot:
             SandboxDeadlineError: it does not answer.
             SandboxProtocolError: it answered nonsense.
         """
+        await self._finish_cancelled()
         self._num_jobs += 1
         header: dict[str, object] = {"id": self._num_jobs, "timeout_s": timeout_s, "max_output_bytes": max_output_bytes}
-        header |= {"limits": asdict(limits), "home": home, "session": session}
+        header |= {"limits": limits.as_dict(), "home": home, "session": session}
         try:
-            with _memory_file(job) as body:
-                wire.send(self._channel, header, body)
-            reply, answer_fd = await self._answer(timeout_s + GRACE_S)
+            self._send(header, job)
+            reply, answer_fd = await self._reply(timeout_s + GRACE_S)
         except (EOFError, OSError) as error:
             raise SandboxGoneError(f"the sandbox's interpreter died: {self.close_and_explain()}") from error
         return _read_answer(reply, answer_fd, self._num_jobs)
 
-    async def _answer(self, timeout_s: float) -> tuple[dict[str, object], int | None]:
-        waiting = asyncio.ensure_future(self._receive())
+    async def _finish_cancelled(self) -> None:
+        """If the last call was cancelled, its execution is being killed: wait for that."""
+        if self._pending is None:
+            return
         try:
-            return await asyncio.wait_for(asyncio.shield(waiting), timeout_s)
+            async with asyncio.timeout(GRACE_S):
+                await asyncio.shield(self._pending)
         except TimeoutError:
             self.close()
-            raise SandboxDeadlineError(f"the sandbox's interpreter did not answer within {timeout_s:g} s") from None
+            raise SandboxDeadlineError("the sandbox's interpreter does not end what was cancelled") from None
+        except (EOFError, OSError) as error:
+            raise SandboxGoneError(f"the sandbox's interpreter died: {self.close_and_explain()}") from error
+
+    def _send(self, header: dict[str, object], job: bytes) -> None:
+        body = wire.memory_file(job)
+        try:
+            wire.send(self._channel, header, body)
+        finally:
+            os.close(body)
+
+    async def _reply(self, timeout_s: float) -> Packet:
+        loop = asyncio.get_running_loop()
+        self._pending = loop.create_future()
+        too_late = loop.call_later(timeout_s, self._give_up, timeout_s)
+        try:
+            return await asyncio.shield(self._pending)
         except asyncio.CancelledError:
-            await asyncio.shield(self._abandon(waiting))
+            self.cancel()
+            self._pending.add_done_callback(_discard)
             raise
         finally:
-            waiting.cancel()
+            too_late.cancel()
 
-    async def _abandon(self, waiting: asyncio.Future[tuple[dict[str, object], int | None]]) -> None:
-        """Kill the running execution and take its answer off the channel, so that the slot can be used again."""
+    def _on_readable(self) -> None:
         try:
-            wire.send(self._channel, {"cancel": self._num_jobs})
-            _, answer_fd = await asyncio.wait_for(waiting, GRACE_S)
-        except (OSError, EOFError, TimeoutError):
-            self.close()
+            packet = wire.receive(self._channel)
+        except BlockingIOError:
+            return
+        except (OSError, EOFError) as error:
+            self._loop.remove_reader(self._channel)
+            self._settle(error)
         else:
-            if answer_fd is not None:
-                os.close(answer_fd)
+            self._settle(packet)
 
-    async def _receive(self) -> tuple[dict[str, object], int | None]:
-        loop = asyncio.get_running_loop()
-        self._readable = loop.create_future()
-        loop.add_reader(self._channel, self._wake)
-        try:
-            await self._readable
-        finally:
-            if not self._is_closed:
-                loop.remove_reader(self._channel)
-        if self._is_closed:
-            raise EOFError("closed")
-        return wire.receive(self._channel)
+    def _settle(self, outcome: Packet | BaseException) -> None:
+        """Hand whoever waits an answer, or the reason why there will be none."""
+        pending, self._pending = self._pending, None
+        if pending is None or pending.done():
+            if isinstance(outcome, tuple) and outcome[1] is not None:
+                os.close(outcome[1])
+        elif isinstance(outcome, BaseException):
+            pending.set_exception(outcome)
+        else:
+            pending.set_result(outcome)
 
-    def _wake(self) -> None:
-        if self._readable is not None and not self._readable.done():
-            self._readable.set_result(None)
+    def _give_up(self, timeout_s: float) -> None:
+        self._settle(SandboxDeadlineError(f"the sandbox's interpreter did not answer within {timeout_s:g} s"))
+        self.close()
 
     def close_and_explain(self) -> str:
         """Close, and tell what the zygote said last."""
@@ -182,10 +205,8 @@ class Slot:
         if self._is_closed:
             return
         self._is_closed = True
-        if self._readable is not None:
-            # Whoever waits for an answer learns that there will be none; the event loop would not tell.
-            self._readable.get_loop().remove_reader(self._channel)
-            self._wake()
+        self._loop.remove_reader(self._channel)
+        self._settle(EOFError("closed"))
         self._channel.close()
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
@@ -197,7 +218,7 @@ class Slot:
             self._errors = -1
 
 
-def _spawn() -> Slot:
+def _spawn() -> tuple[subprocess.Popen[bytes], socket.socket, int]:
     """Start the process; the socket is all it inherits."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     errors = os.memfd_create("zygote-stderr", os.MFD_CLOEXEC)
@@ -221,16 +242,13 @@ def _spawn() -> Slot:
             ours.close()
             os.close(errors)
             raise
-    return Slot(process, ours, errors)
+    return process, ours, errors
 
 
-@contextlib.contextmanager
-def _memory_file(data: bytes) -> Iterator[int]:
-    descriptor = wire.memory_file(data)
-    try:
-        yield descriptor
-    finally:
-        os.close(descriptor)
+def _discard(abandoned: asyncio.Future[Packet]) -> None:
+    """Of a call that was cancelled: nobody wants its answer."""
+    if abandoned.exception() is None and (body := abandoned.result()[1]) is not None:
+        os.close(body)
 
 
 def _read_answer(reply: Mapping[str, object], answer_fd: int | None, number: int) -> Answer:

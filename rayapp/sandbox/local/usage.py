@@ -11,7 +11,6 @@ import resource
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from rayapp.sandbox.local import kernel
 from rayapp.sandbox.local.limits import MIB, Limits
 
 _PAGE = resource.getpagesize()
@@ -32,7 +31,7 @@ class Usage:
     @classmethod
     def of_this_process(cls) -> Usage:
         try:
-            proc = kernel.park(os.open("/proc", os.O_RDONLY | os.O_DIRECTORY))
+            proc = os.open("/proc", os.O_RDONLY | os.O_DIRECTORY)
             usage = cls(proc, os.readlink("self", dir_fd=proc))
             usage._warm_pages = usage._resident_pages(usage.own_pid)
         except OSError:

@@ -73,8 +73,7 @@ class Zygote:
         max_output = _integer(header, "max_output_bytes")
         limits = Limits(**header["limits"])  # type: ignore[arg-type]
         deadline = started + float(header["timeout_s"])  # type: ignore[arg-type]
-        if header["home"]:
-            self._level.prepare_home(limits.disk_mib)
+        self._level.prepare(limits.disk_mib, home=bool(header["home"]))
         is_resumed = bool(header["session"]) and self._session is not None
         start = self._resume if header["session"] else self._start
         execution = start(job, limits, max_output, deadline, home=bool(header["home"]))
