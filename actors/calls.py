@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from ray.exceptions import ActorUnavailableError, ObjectStoreFullError, OutOfMemoryError, RayActorError, RayTaskError
 

@@ -14,7 +14,7 @@ from actors.calls import answer
 from rayapp.errors import EngineDeadError, ProcessDiedError
 from rayapp.rollout.order import GroupRequest
 from rayapp.sandbox.pool import Lease
-from rayapp.types import Completion, Group, GroupSummary, SamplingParams
+from rayapp.types import Completion, GroupSummary, SamplingParams
 
 ObjectRef = Any  # ray.ObjectRef[T] can't be named where `Group` is only a reference
 Facts = dict[str, Any]

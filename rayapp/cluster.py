@@ -137,7 +137,7 @@ def _spawn_servers(config: Config, started: _Started, on_gpu: bool) -> tuple[Vll
 def _spawn_learners(config: Config, started: _Started, on_gpu: bool) -> tuple[LearnerHandle, ...]:
     world_size = config.learner.num_learners
     address, port = free_address()
-    handles = tuple(
+    return tuple(
         started.add(
             LearnerHandle(
                 spawn(
@@ -149,7 +149,6 @@ def _spawn_learners(config: Config, started: _Started, on_gpu: bool) -> tuple[Le
         )
         for rank in range(world_size)
     )
-    return handles
 
 
 def _spawn_rollout_workers(

@@ -40,7 +40,7 @@ class ModelSection(FrozenModel):
     path: str = "models/smollm2-135m"
     """A local Hugging Face folder or a hub id. `rayapp model fetch smollm2-135m` makes the default."""
     trust_remote_code: bool = False
-    """Run Python code that comes with the model. It runs with your credentials: leave it off for models you don't know."""
+    """Run Python code that comes with the model. It has your credentials: leave it off for models you don't know."""
 
 
 class RolloutCorrectionSection(FrozenModel):

@@ -132,7 +132,7 @@ class TrainingAbortedError(RayappError):
 
 
 def first_error(error: BaseException) -> BaseException:
-    """The first error inside nested groups: concurrent tasks that failed with it say the same or are its consequence."""
+    """The first error inside nested groups: concurrent tasks that fail with it say the same or follow from it."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return error

@@ -1,4 +1,4 @@
-"""Whether `model.path` can be used, found out before any actor starts: seconds here instead of a traceback from vLLM."""
+"""Whether `model.path` can be used, found out before any actor starts: a message now instead of vLLM's traceback."""
 
 from __future__ import annotations
 
@@ -111,5 +111,6 @@ def _check_fits(architecture: dict[str, Any], config: Config) -> None:
     if longest is not None and needed > longest:
         raise ConfigError(
             f"rollout.max_prompt_tokens {config.rollout.max_prompt_tokens} + rollout.max_completion_tokens "
-            f"{config.rollout.max_completion_tokens} = {needed} tokens, but {config.model.path} reads at most {longest}."
+            f"{config.rollout.max_completion_tokens} = {needed} tokens, but {config.model.path} reads at most "
+            f"{longest}."
         )

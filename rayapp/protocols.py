@@ -146,7 +146,7 @@ class Tokenizer(Protocol):
 
 
 class Task(Protocol):
-    """Where prompts come from and what completions are worth. Plain picklable data: heavy things are made in `score`."""
+    """Where prompts come from and what completions are worth. Picklable data; heavy things are made in `score`."""
 
     @property
     def name(self) -> str: ...

@@ -51,8 +51,8 @@ def _connect(config: Config):  # type: ignore[no-untyped-def]
             return ray.init(address=address, **common)
         except (ConnectionError, ValueError, RuntimeError) as error:
             raise ConfigError(
-                f"no Ray answers at {address!r} ({_first_line(error)}). Start one there with `ray start --head`, correct "
-                "cluster.address or RAY_ADDRESS, or leave both empty to start a local one."
+                f"no Ray answers at {address!r} ({_first_line(error)}). Start one there with `ray start --head`, "
+                "correct cluster.address or RAY_ADDRESS, or leave both empty to start a local one."
             ) from None
     if not address:
         try:

@@ -80,8 +80,8 @@ class RunFolder:
             )
         if resume == "never" and has_run:
             raise RunFolderError(
-                f"{self.path} holds a run already, and run.resume is never. Choose another run.name, delete the folder, or "
-                "go on with run.resume=auto."
+                f"{self.path} holds a run already, and run.resume is never. Choose another run.name, delete the folder, "
+                "or go on with run.resume=auto."
             )
         stored = self.path / "config.yaml"
         if checkpoint is not None and stored.exists():
@@ -215,8 +215,8 @@ def explain_full_disk(path: Path) -> Iterator[None]:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             raise
         raise RunFolderError(
-            f"no space left to write {path}: {error.strerror}. The last whole checkpoint is intact; free some space and "
-            "start the same command again to go on from it."
+            f"no space left to write {path}: {error.strerror}. The last whole checkpoint is intact; free some space "
+            "and start the same command again to go on from it."
         ) from error
 
 

@@ -238,7 +238,7 @@ class ExecResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallResult:
-    """One call of the candidate's function. `value` is plain data rebuilt by us; it was never the candidate's object."""
+    """One call of the candidate's function. `value` is plain data that we rebuilt, never the candidate's object."""
 
     ok: bool
     value: object = None

@@ -6,7 +6,7 @@ vLLM's names.
 Admission. On CPU, and on any engine whose kernels choose their blocking by batch size, the last bits of a log-prob
 depend on which requests share a batch, and a sampled token can flip on them. So the scheduler stays paused from one
 weight update to the moment a whole cohort is queued, in the order of request ids, and the cohort's first seed seeds the
-sampler: equal weights and seeds then give equal batches, and a resumed run repeats an uninterrupted one token for token.
+sampler: equal weights and seeds then give equal batches, and a resumed run repeats one that never stopped.
 vLLM's own per-request seeds are not used: a generator per row costs as much as the model's forward here, and they crash
 the CPU engine of vLLM 0.30 when a prompt is prefilled in parts (`CPU Generator does not use offset`).
 """

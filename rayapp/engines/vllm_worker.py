@@ -10,6 +10,7 @@ import os
 import select
 import signal
 import threading
+from pathlib import Path
 from typing import Any
 
 from rayapp.weights.buckets import TensorEntry, unpack
@@ -29,7 +30,7 @@ class WeightUpdateExtension:
         """
         import torch
 
-        size = os.path.getsize(path)
+        size = Path(path).stat().st_size
         data = torch.from_file(path, shared=True, size=size, dtype=torch.uint8)
         # Layer-wise reload and not load_weights: on CPU vLLM repacks parameters after the first load, and a second
         # plain load finds no weight_loader on them.

@@ -1,7 +1,7 @@
 """One group from prompt to verdicts: G completions sampled side by side, each scored the moment it ends.
 
-Called by the rollout worker; needs no Ray. A trajectory that fails for reasons that are not the policy's is data with an
-ERROR_* status, never an exception, so one bad sandbox can't take its group along.
+Called by the rollout worker; needs no Ray. A trajectory that fails for reasons that are not the policy's is data with
+an ERROR_* status, never an exception, so one bad sandbox can't take its group along.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ class GroupRequest:
     """The weights that must sample it."""
     cohort: tuple[int, ...] = ()
     """Ids of the groups that start together with this one. A server admits a cohort's requests in one go, so that the
-    batches it computes, and with them the last bits of its log-probs, do not depend on arrival times. Empty: at once."""
+    batches it computes, and with them the last bits of its log-probs, don't depend on arrival times. Empty: at once."""
 
 
 def prompt_index(group_id: int, *, num_prompts: int, seed: int) -> int:
