@@ -1,9 +1,10 @@
 """The process that candidate code runs in: from the fork to the exit. Called by the zygote, in the child only.
 
-    fork -> descriptors 0-3 -> read the job -> confine -> everything else closed -> frame "ready" -> candidate -> os._exit
+    fork -> descriptors 0-3 -> read the job -> confine -> tell that it is ready -> close all else -> candidate -> os._exit
 
-The frame "ready" is the first one on the result pipe. Candidate code can't have written it, so a pipe without it means
-that the sandbox failed, and one with it that whatever follows is the code's doing.
+"Ready" goes to the zygote on a pipe of its own, closed before candidate code begins. Without it the sandbox failed; after it
+whatever follows is the code's doing. On the result pipe the code could read it back, through /proc/self/fd, and so pass off
+its own failure as the sandbox's.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from rayapp.sandbox.local.wire import read_memory_file
 RESULT_FD = 3
 _CONTROL_FD, _DONE_FD = 4, 5
 """In a session only."""
+READY = b"."
 _SESSION_CPU_S = 600
 """Of all runs in one session together; each run has its own deadline."""
 _MAX_FD = 1 << 16
@@ -34,19 +36,14 @@ _MAX_FD = 1 << 16
 Job = dict[str, object]
 
 
-def packed(payload: bytes) -> bytes:
-    """One frame on the result pipe: 4 bytes of length, then the payload."""
-    return struct.pack("<I", len(payload)) + payload
-
-
-READY = packed(harness.frame("ready"))
-
-
-def run(level: Level, job_fd: int, pipes: tuple[int, int, int], limits: Limits, *, home: bool, running: int) -> NoReturn:
+def run(
+    level: Level, job_fd: int, pipes: tuple[int, int, int], status_fd: int, limits: Limits, *, home: bool, running: int
+) -> NoReturn:
     """Run the job in this process and end it.
 
     Args:
         pipes: write ends for stdout, stderr and results.
+        status_fd: write end on which to say that candidate code begins, or why it can't.
         home: run in the sandbox's own folder.
         running: processes that count against the limit without being this execution's.
     """
@@ -56,11 +53,10 @@ def run(level: Level, job_fd: int, pipes: tuple[int, int, int], limits: Limits, 
         job: Job = json.loads(read_memory_file(job_fd))
         prepare(job)
         level.confine(limits, home=home, writable=job["kind"] in files.KINDS, running=running)
-        os.closerange(RESULT_FD + 1, _MAX_FD)
     except BaseException as error:  # boundary: whatever fails before candidate code is the sandbox's failure
-        send(harness.frame("setup", harness.describe(error)))
-        os._exit(status)
-    os.write(RESULT_FD, READY)
+        _fail(status_fd, error)
+    os.write(status_fd, READY)
+    os.closerange(RESULT_FD + 1, _MAX_FD)
     try:
         status = run_job(job)
     finally:
@@ -69,10 +65,13 @@ def run(level: Level, job_fd: int, pipes: tuple[int, int, int], limits: Limits, 
         os._exit(status)
 
 
-def run_session(level: Level, control_fd: int, done_fd: int, pipes: tuple[int, int, int], limits: Limits) -> NoReturn:
+def run_session(
+    level: Level, control_fd: int, done_fd: int, pipes: tuple[int, int, int], status_fd: int, limits: Limits
+) -> NoReturn:
     """Run one script after the other in the same names, until killed.
 
     Args:
+        pipes, status_fd: as in `run`.
         control_fd: a socket on which jobs arrive.
         done_fd: a pipe that gets one byte at the end of each.
     """
@@ -82,12 +81,11 @@ def run_session(level: Level, control_fd: int, done_fd: int, pipes: tuple[int, i
         level.confine(replace(limits, cpu_s=_SESSION_CPU_S), home=True, writable=False, running=1)
         os.dup2(control_fd, _CONTROL_FD, inheritable=False)
         os.dup2(done_fd, _DONE_FD, inheritable=False)
-        os.closerange(_DONE_FD + 1, _MAX_FD)
         control = socket.socket(fileno=_CONTROL_FD)
     except BaseException as error:  # boundary: as in `run`
-        send(harness.frame("setup", harness.describe(error)))
-        os._exit(1)
-    os.write(RESULT_FD, READY)
+        _fail(status_fd, error)
+    os.write(status_fd, READY)
+    os.closerange(_DONE_FD + 1, _MAX_FD)
     names = harness.main_names()
     while True:
         job = _next_job(control)
@@ -96,6 +94,12 @@ def run_session(level: Level, control_fd: int, done_fd: int, pipes: tuple[int, i
         harness.run_script(str(job["code"]), names, send)
         flush()
         os.write(_DONE_FD, b".")
+
+
+def _fail(status_fd: int, error: BaseException) -> NoReturn:
+    # At most PIPE_BUF bytes: written whole or not at all, and never blocking.
+    os.write(status_fd, harness.describe(error).encode("utf-8", "replace")[:4096])
+    os._exit(1)
 
 
 def _next_job(control: socket.socket) -> Job:
@@ -110,8 +114,8 @@ def _next_job(control: socket.socket) -> Job:
 
 
 def send(payload: bytes) -> None:
-    """Write one frame, whole."""
-    view = memoryview(packed(payload))
+    """Write one frame, whole: 4 bytes of length, then the payload."""
+    view = memoryview(struct.pack("<I", len(payload)) + payload)
     while view:
         view = view[os.write(RESULT_FD, view) :]
 

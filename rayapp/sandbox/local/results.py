@@ -11,8 +11,6 @@ from rayapp.sandbox.codec import Frames, call_results, decode_frames
 from rayapp.sandbox.local.slot import Answer
 from rayapp.types import CallReport, CallResult, ExecOutcome, ExecResult, StopCause
 
-_READY = b'["ready"]'
-
 
 def script_result(answer: Answer, level: str) -> ExecResult:
     """Of code run as a script.
@@ -20,7 +18,8 @@ def script_result(answer: Answer, level: str) -> ExecResult:
     Raises:
         SandboxGoneError: the child never got as far as candidate code.
     """
-    seen = decode_frames(_candidate_frames(answer), 0)
+    _check_started(answer)
+    seen = decode_frames(answer.frames, 0)
     return _result(answer, level, error=seen.script_error, is_complete=True)
 
 
@@ -30,7 +29,8 @@ def session_result(answer: Answer, level: str) -> ExecResult:
     Raises:
         SandboxGoneError: the session never got as far as candidate code.
     """
-    seen = decode_frames(_candidate_frames(answer), 0)
+    _check_started(answer)
+    seen = decode_frames(answer.frames, 0)
     result = _result(answer, level, error=seen.script_error, is_complete=seen.exit_status is not None)
     if result.exit_code != 0 or not seen.exit_status:
         return result
@@ -43,7 +43,8 @@ def call_report(answer: Answer, level: str, num_calls: int) -> CallReport:
     Raises:
         SandboxGoneError: the child never got as far as candidate code.
     """
-    seen = decode_frames(_candidate_frames(answer), num_calls)
+    _check_started(answer)
+    seen = decode_frames(answer.frames, num_calls)
     result = _result(answer, level, error=_call_error(seen), is_complete=seen.is_defined and seen.is_done)
     return CallReport(exec=result, calls=call_results(seen, num_calls, _why_missing(result)))
 
@@ -56,21 +57,15 @@ def refusal(error: str, level: str, num_calls: int = 0) -> CallReport:
     return CallReport(exec=result, calls=(CallResult(ok=False, error=error),) * num_calls)
 
 
-def _candidate_frames(answer: Answer) -> tuple[bytes, ...]:
-    """What came after the frame "ready", which our own code writes before candidate code exists."""
-    if answer.is_resumed:
-        return answer.frames
-    first = answer.frames[0] if answer.frames else b""
-    if first == _READY:
-        return answer.frames[1:]
+def _check_started(answer: Answer) -> None:
+    if not answer.problem or answer.stopped == "killed":
+        return
     if answer.stopped == "timeout":
         raise SandboxDeadlineError(
-            f"the sandbox was not ready {answer.duration_s:.2f} s after the start: the node is overloaded or timeout_s too small"
+            f"the sandbox was not ready {answer.duration_s:.2f} s after the start: the node is overloaded or timeout_s too "
+            "small"
         )
-    if answer.stopped == "killed":
-        return ()
-    reason = first.decode(errors="replace") or f"wait status {answer.wait_status}"
-    raise SandboxGoneError(f"the sandbox could not be set up for this execution: {reason}")
+    raise SandboxGoneError(f"the sandbox could not be set up for this execution: {answer.problem}")
 
 
 def _result(answer: Answer, level: str, *, error: str, is_complete: bool) -> ExecResult:

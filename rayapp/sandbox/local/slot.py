@@ -45,8 +45,8 @@ class Answer:
     stderr: bytes
     frames: tuple[bytes, ...]
     duration_s: float
-    is_resumed: bool = False
-    """Ran in a process that had run candidate code before: even its first frame may be the candidate's."""
+    problem: str = ""
+    """Why candidate code could not begin; empty when it did."""
 
 
 class Slot:
@@ -268,5 +268,5 @@ def _read_answer(reply: Mapping[str, object], answer_fd: int | None, number: int
         stderr=err,
         frames=tuple(wire.split_frames(results)),
         duration_s=float(str(reply["duration_s"])),
-        is_resumed=reply["is_resumed"] is True,
+        problem="" if reply["status"] == "." else str(reply["status"]) or "it ended before it was ready",
     )

@@ -52,6 +52,8 @@ class Zygote:
         self._level = level
         self._usage = usage
         self._session: _Session | None = None
+        self._status, self._status_of_child = os.pipe()
+        os.set_blocking(self._status, False)
 
     def serve(self) -> None:
         while True:
@@ -87,12 +89,19 @@ class Zygote:
                 "sizes": [stream.size for stream in execution.streams],
                 "starts": [stream.start for stream in execution.streams],
                 "duration_s": time.monotonic() - started,
-                "is_resumed": is_resumed,
+                "status": "." if is_resumed else self._read_status(),
             }
             wire.send(self._channel, answer, execution.target)
         finally:
             os.close(execution.target)
             self._close(execution)
+
+    def _read_status(self) -> str:
+        """What the child said before candidate code began; nothing if it was killed before that."""
+        try:
+            return os.read(self._status, 8192).decode(errors="replace")
+        except BlockingIOError:
+            return ""
 
     def _start(self, job: int, limits: Limits, max_output: int, deadline: float, *, home: bool) -> Execution:
         pipes = [os.pipe() for _ in range(_NUM_STREAMS)]
@@ -100,7 +109,8 @@ class Zygote:
         pid = self._level.fork()
         if pid == 0:
             out, err, results = (write for _, write in pipes)
-            child.run(self._level, job, (out, err, results), limits, home=home, running=running)
+            status = self._status_of_child
+            child.run(self._level, job, (out, err, results), status, limits, home=home, running=running)
         self._usage.apart = self._session.seen_as if self._session else set()
         sources = _read_ends(pipes)
         return self._execution(pid, sources, limits, max_output, deadline)
@@ -120,7 +130,8 @@ class Zygote:
         pid = self._level.fork()
         if pid == 0:
             out, err, results, done = (write for _, write in pipes)
-            child.run_session(self._level, theirs.detach(), done, (out, err, results), limits)
+            status = self._status_of_child
+            child.run_session(self._level, theirs.detach(), done, (out, err, results), status, limits)
         theirs.close()
         *sources, done = _read_ends(pipes)
         return _Session(
@@ -139,9 +150,7 @@ class Zygote:
         starts = (0, max_output, 2 * max_output)
         return Execution(
             pid=pid,
-            streams=[
-                Stream(source, start, cap) for source, start, cap in zip(sources, starts, caps, strict=True)
-            ],
+            streams=[Stream(source, start, cap) for source, start, cap in zip(sources, starts, caps, strict=True)],
             target=os.memfd_create("answer", os.MFD_CLOEXEC),
             deadline=deadline,
             limits=limits,
