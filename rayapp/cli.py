@@ -7,6 +7,7 @@ can mend are printed as one message without a traceback.
 
 from __future__ import annotations
 
+import logging
 import sys
 from importlib.util import find_spec
 from pathlib import Path
@@ -146,6 +147,10 @@ if find_spec("rayapp.sandbox.cli") is not None:
 
 def main() -> None:
     """Entry point: runs a command and turns what went wrong into an exit code."""
+    # Our own warnings only: the libraries' would drown them.
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("%(levelname)s: %(message)s"))
+    logging.getLogger("rayapp").addHandler(handler)
     sys.exit(run(sys.argv[1:]))
 
 

@@ -14,21 +14,23 @@ class JsonlTracker:
     """Appends to a file.
 
     Args:
-        path: made if missing; a resumed run cuts the lines of later steps before this opens it.
+        path: made if missing. It is opened for every step: a run that resumes replaces the file to cut its end, and a
+            handle from before would go on writing into the one that is gone.
     """
 
     def __init__(self, path: Path) -> None:
-        self._file = path.open("a")
+        self._path = path
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         # Not-a-number is no JSON, and readers in other languages stop at it.
         record = {"step": step, "time": time.time()} | {k: float(v) for k, v in sorted(metrics.items()) if v == v}
-        self._file.write(json.dumps(record) + "\n")
-        self._file.flush()
-        os.fsync(self._file.fileno())
+        with self._path.open("a") as file:
+            file.write(json.dumps(record) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
 
     def close(self) -> None:
-        self._file.close()
+        """Nothing is held."""
 
 
 def read_metrics(path: Path) -> Iterator[dict[str, Any]]:

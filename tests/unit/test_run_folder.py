@@ -1,0 +1,155 @@
+"""The run folder: one owner, and nothing in it that looks whole and isn't."""
+
+from __future__ import annotations
+
+import json
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from rayapp.config import Config
+from rayapp.errors import RunFolderError
+from rayapp.run_folder import MANIFEST, RunFolder, explain_full_disk, write_text
+
+
+def config(path: Path, **overrides: object) -> Config:
+    sections: dict[str, object] = {"run": {"output_dir": str(path), "name": "r"}}
+    for key, value in overrides.items():
+        section, _, name = key.partition("__")
+        sections[section] = {**sections.get(section, {}), name: value}  # type: ignore[dict-item]
+    return Config.model_validate(sections)
+
+
+def save(folder: RunFolder, version: int) -> Path:
+    pending = folder.begin_checkpoint(version)
+    (pending / "weights").write_bytes(b"w" * 100)
+    folder.commit_checkpoint(version, next_group_id=2 * version)
+    return folder.path / "checkpoints" / f"step={version:06d}"
+
+
+def latest_version(folder: RunFolder) -> int | None:
+    checkpoint = folder.latest_checkpoint()
+    return checkpoint.version if checkpoint else None
+
+
+def test_a_second_run_in_the_same_folder_is_refused_with_the_first_ones_process_id(tmp_path: Path) -> None:
+    code = (
+        "import sys; from pathlib import Path; from rayapp.config import Config; from rayapp.run_folder import RunFolder\n"
+        "with RunFolder.open(Config.model_validate({'run': {'output_dir': sys.argv[1], 'name': 'r'}})):\n"
+        "    print('open', flush=True); sys.stdin.read()"
+    )
+    first = subprocess.Popen(
+        [sys.executable, "-c", code, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert first.stdout is not None
+    assert first.stdout.readline() == "open\n"
+    with pytest.raises(RunFolderError, match=f"in use by the run with process id {first.pid}"):
+        RunFolder.open(config(tmp_path)).__enter__()
+    first.kill()  # the lock dies with its process
+    first.communicate()
+    with RunFolder.open(config(tmp_path)):
+        pass
+
+
+def test_the_newest_whole_checkpoint_is_found_and_older_ones_are_pruned(tmp_path: Path) -> None:
+    with RunFolder.open(config(tmp_path, checkpoint__keep_last=2)) as folder:
+        for version in (2, 4, 6):
+            save(folder, version)
+        checkpoint = folder.latest_checkpoint()
+        assert checkpoint is not None
+        assert (checkpoint.version, checkpoint.next_group_id) == (6, 12)
+        names = sorted(path.name for path in (folder.path / "checkpoints").iterdir())
+        assert names == ["step=000004", "step=000006"]
+
+
+@pytest.mark.parametrize("damage", ["no manifest", "short file", "missing file", "torn manifest"])
+def test_a_torn_checkpoint_is_passed_over(tmp_path: Path, damage: str) -> None:
+    with RunFolder.open(config(tmp_path)) as folder:
+        save(folder, 2)
+        newest = save(folder, 4)
+        match damage:
+            case "no manifest":
+                (newest / MANIFEST).unlink()
+            case "short file":
+                (newest / "weights").write_bytes(b"w")
+            case "missing file":
+                (newest / "weights").unlink()
+            case "torn manifest":
+                (newest / MANIFEST).write_text((newest / MANIFEST).read_text()[:20])
+        assert latest_version(folder) == 2
+
+
+def test_a_save_that_was_killed_leaves_nothing_that_is_picked_up_and_is_cleared_by_the_next(tmp_path: Path) -> None:
+    with RunFolder.open(config(tmp_path)) as folder:
+        (folder.begin_checkpoint(2) / "weights").write_bytes(b"w")
+        assert latest_version(folder) is None
+        save(folder, 3)
+        assert [path.name for path in (folder.path / "checkpoints").iterdir()] == ["step=000003"]
+
+
+def test_resume_must_needs_a_checkpoint_and_never_refuses_one(tmp_path: Path) -> None:
+    with (
+        pytest.raises(RunFolderError, match="holds no whole checkpoint"),
+        RunFolder.open(config(tmp_path, run__resume="must")),
+    ):
+        pass
+    with RunFolder.open(config(tmp_path)) as folder:
+        save(folder, 1)
+    with (
+        pytest.raises(RunFolderError, match=r"run\.resume is never"),
+        RunFolder.open(config(tmp_path, run__resume="never")),
+    ):
+        pass
+
+
+def test_going_on_with_another_learning_rate_names_the_key_and_both_values(tmp_path: Path) -> None:
+    with RunFolder.open(config(tmp_path)) as folder:
+        save(folder, 1)
+    changed = config(tmp_path, learner__optimizer={"lr": 0.5})
+    with (
+        pytest.raises(RunFolderError, match=r"learner\.optimizer\.lr: 1e-06 before, 0\.5 now"),
+        RunFolder.open(changed),
+    ):
+        pass
+
+
+def test_going_on_for_more_steps_is_the_same_training(tmp_path: Path) -> None:
+    with RunFolder.open(config(tmp_path)) as folder:
+        save(folder, 1)
+    with RunFolder.open(config(tmp_path, train__num_steps=999)) as folder:
+        assert latest_version(folder) == 1
+
+
+def test_a_resumed_run_forgets_the_steps_it_takes_again_and_a_line_that_was_cut_short(tmp_path: Path) -> None:
+    with RunFolder.open(config(tmp_path)) as folder:
+        lines = [json.dumps({"step": step, "reward/mean": 0.1}) for step in (1, 2, 3)]
+        (folder.path / "metrics.jsonl").write_text("\n".join(lines) + '\n{"step": 4, "rew')
+        (folder.path / "trajectories").mkdir()
+        for step in (1, 2, 3):
+            (folder.path / "trajectories" / f"step={step:06d}.parquet").touch()
+        folder.truncate_after(2)
+        assert (folder.path / "metrics.jsonl").read_text() == "\n".join(lines[:2]) + "\n"
+        assert len(list((folder.path / "trajectories").iterdir())) == 2
+
+
+def test_a_full_disk_gives_one_message_and_leaves_the_last_checkpoint_whole(tmp_path: Path) -> None:
+    with RunFolder.open(config(tmp_path)) as folder:
+        save(folder, 1)
+        pending = folder.begin_checkpoint(2)
+        limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+        # A limit on file sizes stands in for a disk without room: the same write fails at the same place.
+        resource.setrlimit(resource.RLIMIT_FSIZE, (10, limits[1]))
+        try:
+            with pytest.raises(RunFolderError, match="no space left to write"), explain_full_disk(pending):
+                write_text(pending / "weights", "w" * 100)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        assert latest_version(folder) == 1
+
+
+def test_the_device_that_is_always_full_is_explained_too() -> None:
+    with pytest.raises(RunFolderError, match="No space left on device"), explain_full_disk(Path("/dev/full")):
+        Path("/dev/full").write_text("x")
