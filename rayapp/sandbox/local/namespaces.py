@@ -126,7 +126,7 @@ class Namespaces:
         for folder in (_TMP, "/proc", "/.old"):
             os.mkdir(root + folder, 0o700)
         if self._with_proc:
-            kernel.mount("proc", f"{root}/proc", "proc", _PLAIN | kernel.MS_NOEXEC)
+            _keep_hidden_proc(root)
         self._change_root(root)
 
     def _change_root(self, root: str) -> None:
@@ -159,6 +159,18 @@ def _state_of_tmp(disk_mib: int) -> object:
 
 def _tmpfs_options(disk_mib: int) -> str:
     return f"size={disk_mib * MIB},nr_inodes={_MAX_FILES},mode=700"
+
+
+def _keep_hidden_proc(root: str) -> None:
+    """A /proc that no path leads to. The kernel lets a namespace mount a fresh one only where it has a whole one already.
+
+    Raises:
+        OSError: this machine's own /proc is partly masked, as in most pods.
+    """
+    hidden = Path(root, ".hidden")
+    (hidden / "proc").mkdir(parents=True)
+    kernel.mount("proc", str(hidden / "proc"), "proc", _PLAIN | kernel.MS_NOEXEC)
+    kernel.mount("tmpfs", str(hidden), "tmpfs", _PLAIN | kernel.MS_RDONLY, "size=4k,nr_inodes=2,mode=0")
 
 
 def _bind_system(root: str) -> None:
