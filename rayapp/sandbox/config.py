@@ -131,7 +131,7 @@ ProviderConfig = Annotated[
 class SandboxConfig(_Frozen):
     """Where model-written code runs, and how many sandboxes at a time."""
 
-    providers: tuple[ProviderConfig, ...] = Field((LocalConfig(),), min_length=1)
+    providers: tuple[ProviderConfig, ...] = (LocalConfig(),)
     """In order of preference. The next one serves only while all before it can't: their quota is zero, or they fail again
     and again. Results of a fallback say so."""
     max_leases: int = Field(0, ge=0)
@@ -165,6 +165,8 @@ class SandboxConfig(_Frozen):
 
     @model_validator(mode="after")
     def _distinct_providers(self) -> Self:
+        if not self.providers:
+            raise ValueError("providers is empty: name one at least, e.g. providers: [{type: local}]")
         kinds = [provider.type for provider in self.providers]
         if twice := {kind for kind in kinds if kinds.count(kind) > 1}:
             raise ValueError(f"provider {', '.join(sorted(twice))} is there more than once; each kind may be there once")
