@@ -1,0 +1,136 @@
+"""Two learner ranks over gloo: the same step as one rank, and checkpoints that fit either."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(240)]
+
+RANK = '''
+"""One rank: two steps on the same groups, a checkpoint, and rank 0's weights to a file."""
+import sys
+from pathlib import Path
+import numpy as np
+from actors.learner import Learner
+from actors.learner_group import assign_by_tokens
+from rayapp.config import Config
+from rayapp.rollout.group import summarize_group
+from rayapp.tracking.trajectories import read_groups
+from rayapp.weights.buckets import unpack
+import torch
+
+rank, world, port = (int(word) for word in sys.argv[1:4])
+model, trajectories, checkpoint, out = sys.argv[4:8]
+config = Config.model_validate({
+    "model": {"path": model}, "cluster": {"device": "cpu"},
+    "rollout": {"group_size": 4, "max_prompt_tokens": 16, "max_completion_tokens": 16},
+    "learner": {"num_learners": world, "compute_dtype": "float32", "max_tokens_per_microbatch": 40,
+                "optimizer": {"lr": 1e-3}},
+})
+groups = read_groups(Path(trajectories))
+summaries = tuple(summarize_group(group, time_total_s=0.0) for group in groups)
+learner = Learner(config, rank, world, "127.0.0.1", port)
+first = 1
+if Path(checkpoint).exists() and sys.argv[8] == "resume":
+    first = learner.load_checkpoint(checkpoint) + 1
+for step in range(first, 3):
+    assignment = assign_by_tokens([int(s.num_tokens.sum()) for s in summaries], world)
+    metrics = learner.train_step(step, summaries, assignment, *(groups[i] for i in assignment[rank]))
+    if step == 1 and sys.argv[8] == "save":
+        learner.save_checkpoint(checkpoint, 1)
+buckets = list(learner.export_weights(1 << 20))
+if rank == 0:
+    tensors = {name: t.float().numpy() for b in buckets for name, t in unpack(b.entries, torch.from_numpy(b.data))}
+    np.savez(out, loss=metrics["learner/loss"], grad_norm=metrics["learner/grad_norm"], **tensors)
+else:
+    assert not buckets
+learner.close()
+'''
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def run_ranks(world: int, folder: Path, model: Path, trajectories: Path, mode: str) -> dict[str, np.ndarray]:
+    """Run all ranks to their end. Returns what rank 0 wrote."""
+    out, port = folder / f"{mode}-{world}.npz", free_port()
+    arguments = [str(path) for path in (model, trajectories, folder / "checkpoint", out)]
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", RANK, str(rank), str(world), str(port), *arguments, mode],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            cwd=Path(__file__).parents[2],
+        )
+        for rank in range(world)
+    ]
+    for process in ranks:
+        output, _ = process.communicate(timeout=200)
+        assert process.returncode == 0, output
+    return dict(np.load(out))
+
+
+@pytest.fixture(scope="module")
+def trajectories(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from rayapp.tracking.trajectories import write_trajectories
+    from rayapp.types import Group, Prompt, Reward, RolloutStatus, Trajectory
+
+    rng = np.random.default_rng(5)
+    groups = []
+    for group_id in range(3):  # three groups on two ranks: one of them gets more
+        prompt = rng.integers(2, 90, 5)
+        members = []
+        for _ in range(4):
+            tokens = np.concatenate([prompt, rng.integers(2, 90, rng.integers(2, 12))]).astype(np.int32)
+            mask = np.arange(tokens.size) >= prompt.size
+            members.append(
+                Trajectory(
+                    token_ids=tokens,
+                    response_mask=mask,
+                    rollout_log_probs=np.where(mask, -4.0, 0.0).astype(np.float32),
+                    completion_text="",
+                    reward=Reward(value=float(rng.normal())),
+                    status=RolloutStatus.COMPLETED,
+                    min_policy_version=0,
+                    max_policy_version=0,
+                )
+            )
+        rendered = Prompt(task="t", text="", token_ids=prompt.astype(np.int32))
+        groups.append(Group(group_id=group_id, prompt=rendered, trajectories=tuple(members)))
+    path = tmp_path_factory.mktemp("trajectories") / "step=000001.parquet"
+    write_trajectories(path, 1, groups)
+    return path
+
+
+@pytest.fixture(scope="module")
+def one_rank(tiny_model: Path, trajectories: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, np.ndarray]:
+    return run_ranks(1, tmp_path_factory.mktemp("one"), tiny_model, trajectories, "plain")
+
+
+def assert_same_model(found: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> None:
+    assert found.keys() == expected.keys()
+    for name, array in expected.items():
+        # Two Adam steps at 1e-3: a gradient that differs in its last bits moves a weight by far less than one of bf16.
+        np.testing.assert_allclose(found[name], array, rtol=1e-2, atol=1e-4, err_msg=name)
+
+
+def test_two_ranks_take_the_step_of_one(
+    one_rank: dict[str, np.ndarray], tiny_model: Path, trajectories: Path, tmp_path: Path
+) -> None:
+    two = run_ranks(2, tmp_path, tiny_model, trajectories, "save")
+    np.testing.assert_allclose(two["loss"], one_rank["loss"], atol=1e-5)
+    np.testing.assert_allclose(two["grad_norm"], one_rank["grad_norm"], rtol=1e-4)
+    assert_same_model(two, one_rank)
+    # ... and what two ranks saved after the first step, one rank goes on with
+    resumed = run_ranks(1, tmp_path, tiny_model, trajectories, "resume")
+    assert_same_model(resumed, one_rank)
