@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,6 +16,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from rayapp.config import Config
 
 T = TypeVar("T")
+
+M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_MAX = -1, -2, -4
+"""Options of glibc's mallopt, from malloc.h."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,6 +52,8 @@ def start_ranks(config: Config, rank: int, world_size: int, master_address: str,
     """
     device = learner_device(config)
     use_threads(config, world_size)
+    if device.type == "cpu":
+        keep_freed_memory()
     # A rank that fails leaves the others in a collective: they give up when the driver's own deadline would pass.
     timeout = timedelta(seconds=config.learner.step_timeout_s)
     backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
@@ -82,6 +88,20 @@ def use_threads(config: Config, world_size: int) -> None:
     cores = len(os.sched_getaffinity(0))
     threads = config.learner.cpu_threads or max(1, cores // world_size)
     torch.set_num_threads(threads)
+
+
+def keep_freed_memory() -> None:
+    """Have glibc reuse what was freed instead of giving it back to the kernel. Elsewhere it does nothing.
+
+    A step frees and allocates gigabytes of activations; each page given back is zeroed and mapped again, which took a
+    tenth of the step's CPU time (measured: 1.2 s of 11 s, 783000 page faults, against 0.03 s and 7000).
+    """
+    try:
+        mallopt = ctypes.CDLL(None).mallopt
+    except (OSError, AttributeError):
+        return
+    for option, value in ((M_MMAP_MAX, 0), (M_TRIM_THRESHOLD, 2**31 - 1), (M_TOP_PAD, 256 * 2**20)):
+        mallopt(option, value)
 
 
 def flatten(parts: Sequence[Sequence[T]]) -> list[T]:

@@ -132,17 +132,22 @@ def _to_probabilities(
         if options.temperature != 1.0:
             scaled = scaled / options.temperature
         probs = torch.softmax(scaled, dim=-1)
-        largest, index = scaled.max(dim=-1)
         # The largest probability is at least 1 / V: its log never underflows, as a small one's would.
-        log_norm = largest - probs.gather(-1, index[:, None])[:, 0].log_()
+        index = logits[start:stop].argmax(dim=-1, keepdim=True)
+        log_norm = (scaled.gather(-1, index) - probs.gather(-1, index).log_())[:, 0]
         first, last = _pairs_of(rows, start, stop)
         local = rows[first:last] - start
         log_probs[first:last] = scaled[local, token_ids[first:last]] - log_norm[local]
         # H = log Z - sum p z: two reads of the chunk, no temporary.
-        entropy[start:stop] = log_norm - torch.linalg.vecdot(probs, scaled)
+        entropy[start:stop] = log_norm - _row_dots(probs, scaled)
         if options.needs_sum_pi_squared:
-            squares[start:stop] = torch.linalg.vecdot(probs, probs)
+            squares[start:stop] = _row_dots(probs, probs)
         logits[start:stop] = probs
+
+
+def _row_dots(first: Tensor, second: Tensor) -> Tensor:
+    """Dot products of rows (C, V) -> (C,), without the temporary that a product and a sum would make."""
+    return torch.bmm(first.unsqueeze(1), second.unsqueeze(2)).view(-1)
 
 
 def _probabilities(hidden: Tensor, weight: Tensor, options: HeadOptions) -> Tensor:
