@@ -1,0 +1,222 @@
+"""How fast local sandboxes are, next to what they are made of and to what one would use instead; all in one run.
+
+    python benchmarks/sandbox.py [--executions 400] [--json]
+
+Each figure is measured in rounds that take turns with the others, so that a busy moment of the machine hits all of them;
+the median over all samples is shown. Baselines: a bare `os.fork` of the same warm interpreter (what an execution can't go
+below), a cold interpreter, and a cold interpreter in bubblewrap where that is installed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+from rayapp.errors import IsolationUnavailableError
+from rayapp.sandbox.compare import equal
+from rayapp.sandbox.direct import DirectSandboxSource
+from rayapp.sandbox.local.boot import WARM_MODULES
+from rayapp.sandbox.local.provider import LEVELS, LocalProvider
+from rayapp.sandbox.local.sandbox import LocalSandbox
+from rayapp.types import SandboxSpec
+
+ROUNDS = 8
+TRIVIAL = "def f(x):\n    return x"
+SORTING = """
+def f(items):
+    if len(items) < 2:
+        return items
+    pivot, *rest = items
+    return f([x for x in rest if x < pivot]) + [pivot] + f([x for x in rest if x >= pivot])
+"""
+NUMPY = "import numpy\ndef f(x):\n    return int(numpy.arange(x).sum())"
+BARE_FORK = """
+import gc, os, sys, time
+for name in sys.argv[2:]:
+    __import__(name)
+gc.collect()
+gc.freeze()
+for _ in range(int(sys.argv[1])):
+    started = time.perf_counter()
+    pid = os.fork()
+    if pid == 0:
+        os._exit(0)
+    os.waitpid(pid, 0)
+    print(time.perf_counter() - started)
+"""
+BWRAP = (
+    "bwrap", "--unshare-all", "--die-with-parent", "--ro-bind", "/", "/", "--tmpfs", "/tmp", "--proc", "/proc",
+    "--dev", "/dev",
+)  # fmt: skip
+HARNESS_IMPORTS = "import " + ", ".join(WARM_MODULES)
+PYTHON = os.path.realpath(sys.executable)
+
+Samples = dict[str, list[float]]
+
+
+async def sample(provider: LocalProvider, code: str, argument: object, executions: int) -> list[float]:
+    """Seconds per execution in one sandbox."""
+    sandbox = await provider.create(SandboxSpec(), labels={}, ttl_s=600, timeout_s=60)
+    try:
+        times = []
+        for _ in range(executions):
+            started = time.perf_counter()
+            report = await sandbox.call_function(code, "f", [[argument]], timeout_s=30)
+            times.append(time.perf_counter() - started)
+            assert report.calls[0].ok, report
+        return times
+    finally:
+        await sandbox.kill()
+
+
+def bare_fork(executions: int) -> list[float]:
+    argv = [PYTHON, "-I", "-S", "-c", BARE_FORK, str(executions), *WARM_MODULES]
+    done = subprocess.run(argv, env={}, capture_output=True, text=True, check=True)
+    return [float(line) for line in done.stdout.split()]
+
+
+def cold(executions: int, *argv: str) -> list[float]:
+    times = []
+    for _ in range(executions):
+        started = time.perf_counter()
+        subprocess.run(argv, env={}, capture_output=True, check=True)
+        times.append(time.perf_counter() - started)
+    return times
+
+
+async def open_levels() -> dict[str, LocalProvider]:
+    """A provider for each level that this machine offers."""
+    providers = {}
+    for level in LEVELS:
+        provider = LocalProvider(levels=(level,), max_slots=64)
+        try:
+            await sample(provider, TRIVIAL, 1, 20)
+            providers[level] = provider
+        except IsolationUnavailableError as error:
+            print(f"{level}: {error}", file=sys.stderr)
+            await provider.close()
+    return providers
+
+
+async def latencies(providers: dict[str, LocalProvider], executions: int) -> Samples:
+    """Seconds per execution of everything, in turns."""
+    with_numpy = LocalProvider(levels=("ns", "ll"), packages=("numpy",))
+    kinds: dict[str, Callable[[int], Awaitable[list[float]] | list[float]]] = {"bare fork": bare_fork}
+    for level, provider in providers.items():
+        kinds[level] = lambda count, provider=provider: sample(provider, TRIVIAL, 1, count)  # type: ignore[misc]
+    kinds["numpy"] = lambda count: sample(with_numpy, NUMPY, 10, count)
+    kinds["cold python"] = lambda count: cold(count // 4, PYTHON, "-I", "-S", "-c", "pass")
+    if shutil.which("bwrap"):
+        kinds["cold bwrap"] = lambda count: cold(count // 4, *BWRAP, PYTHON, "-c", "pass")
+        kinds["cold bwrap, imports"] = lambda count: cold(count // 4, *BWRAP, PYTHON, "-c", HARNESS_IMPORTS)
+    samples: Samples = {kind: [] for kind in kinds}
+    for _ in range(ROUNDS):
+        for kind, measure in kinds.items():
+            measured = measure(max(executions // ROUNDS, 4))
+            samples[kind] += measured if isinstance(measured, list) else await measured
+    await with_numpy.close()
+    return samples
+
+
+async def rate(provider: LocalProvider, slots: int, executions: int) -> float:
+    """Executions per second of several sandboxes side by side."""
+    started = time.perf_counter()
+    await asyncio.gather(*(sample(provider, TRIVIAL, 1, executions) for _ in range(slots)))
+    return slots * executions / (time.perf_counter() - started)
+
+
+async def score_batch(provider: LocalProvider, completions: int = 500, tests: int = 5) -> float:
+    """Seconds to score completions on several tests each: values fetched from sandboxes, compared here."""
+    source = DirectSandboxSource(provider)
+    inputs = [[[(number * 7919 + at * 104729) % 1000 for at in range(20)]] for number in range(tests)]
+    expected = [sorted(args[0]) for args in inputs]
+    waiting = asyncio.Semaphore(len(os.sched_getaffinity(0)))
+
+    async def one() -> bool:
+        async with waiting, source.lease(SandboxSpec(), timeout_s=120) as sandbox:
+            report = await sandbox.call_function(SORTING, "f", inputs, timeout_s=30)
+        return all(equal(want, call.value) for want, call in zip(expected, report.calls, strict=True))
+
+    started = time.perf_counter()
+    passed = await asyncio.gather(*(one() for _ in range(completions)))
+    assert all(passed)
+    return time.perf_counter() - started
+
+
+def memory_mib(pid: int) -> dict[str, float]:
+    """Of a slot's processes: resident, and their proportional share (pages shared with others divided among them)."""
+    pids = [pid, *map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split())]
+    total = {"Rss": 0, "Pss": 0}
+    for each in pids:
+        for line in Path(f"/proc/{each}/smaps_rollup").read_text().splitlines():
+            key, _, value = line.partition(":")
+            if key in total:
+                total[key] += int(value.split()[0])
+    return {f"{key.lower()}_mib": round(value / 1024, 1) for key, value in total.items()}
+
+
+async def slot_memory(provider: LocalProvider) -> dict[str, float]:
+    sandbox: LocalSandbox = await provider.create(SandboxSpec(), labels={}, ttl_s=600, timeout_s=60)
+    try:
+        return memory_mib(sandbox.slot.pid)
+    finally:
+        await sandbox.kill()
+
+
+async def measure(executions: int) -> dict[str, object]:
+    providers = await open_levels()
+    samples = await latencies(providers, executions)
+    cores = len(os.sched_getaffinity(0))
+    rates, batches, memory = {}, {}, {}
+    for level, provider in providers.items():
+        rates[level] = {slots: max([await rate(provider, slots, executions // 2) for _ in range(3)]) for slots in (1, cores)}
+        batches[level] = min([await score_batch(provider) for _ in range(3)])
+        memory[level] = await slot_memory(provider)
+        await provider.close()
+    return {
+        "median_ms": {kind: statistics.median(times) * 1000 for kind, times in samples.items()},
+        "p99_ms": {kind: statistics.quantiles(times, n=100)[98] * 1000 for kind, times in samples.items()},
+        "executions_per_s": rates,
+        "score_500x5_s": batches,
+        "slot_memory": memory,
+        "cores": cores,
+        "kernel": os.uname().release,
+        "python": sys.version.split()[0],
+    }
+
+
+def show(result: dict[str, object]) -> None:
+    medians, tails = result["median_ms"], result["p99_ms"]
+    assert isinstance(medians, dict)
+    assert isinstance(tails, dict)
+    fork = medians["bare fork"]
+    print(f"{'':22} {'median ms':>10} {'p99 ms':>10} {'x bare fork':>12}")
+    for kind, median in medians.items():
+        print(f"{kind:22} {median:10.2f} {tails[kind]:10.2f} {median / fork:12.2f}")
+    for key in ("executions_per_s", "score_500x5_s", "slot_memory", "cores", "kernel", "python"):
+        print(f"{key:22} {result[key]}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--executions", type=int, default=400, help="of each kind")
+    parser.add_argument("--json", action="store_true", help="one JSON object instead of a table")
+    options = parser.parse_args()
+    result = asyncio.run(measure(options.executions))
+    if options.json:
+        print(json.dumps(result))
+    else:
+        show(result)
+
+
+if __name__ == "__main__":
+    main()
