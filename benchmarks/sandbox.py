@@ -2,9 +2,9 @@
 
     python benchmarks/sandbox.py [--executions 400] [--json]
 
-Each figure is measured in rounds that take turns with the others, so that a busy moment of the machine hits all of them;
-the median over all samples is shown. Baselines: a bare `os.fork` of the same warm interpreter (what an execution can't go
-below), a cold interpreter, and a cold interpreter in bubblewrap where that is installed.
+Each figure is measured in rounds that take turns with the others, so that a busy moment of the machine hits them all;
+the median over all samples is shown. Baselines: a bare `os.fork` of the same warm interpreter (what an execution can't
+go below), a cold interpreter, and a cold interpreter in bubblewrap where that is installed.
 """
 
 from __future__ import annotations
@@ -178,7 +178,9 @@ async def measure(executions: int) -> dict[str, object]:
     cores = len(os.sched_getaffinity(0))
     rates, batches, memory = {}, {}, {}
     for level, provider in providers.items():
-        rates[level] = {slots: max([await rate(provider, slots, executions // 2) for _ in range(3)]) for slots in (1, cores)}
+        rates[level] = {
+            slots: max([await rate(provider, slots, executions // 2) for _ in range(3)]) for slots in (1, cores)
+        }
         batches[level] = min([await score_batch(provider) for _ in range(3)])
         memory[level] = await slot_memory(provider)
         await provider.close()

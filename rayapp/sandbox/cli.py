@@ -1,8 +1,8 @@
 """`rayapp sandbox`: what isolation this node offers, one program in a sandbox, and how fast that is.
 
-    doctor   attack this node's isolation, print what each check found     exit 0 held, 1 broken, 2 none on this node
-    run      one file, as model-written code would run                     the code's exit status; 124 when it was stopped
-    bench    trivial executions                                            median, p99, rate
+doctor   attack this node's isolation, print what each check found     exit 0 held, 1 broken, 2 none on this node
+run      one file, as model-written code would run                     the code's exit status; 124 when it was stopped
+bench    trivial executions                                            median, p99, rate
 """
 
 from __future__ import annotations
@@ -56,7 +56,9 @@ def run(
     provider: Annotated[str, typer.Option(help="Where it runs: local")] = "local",
     stdin: Annotated[bool, typer.Option("--stdin", help="Give it this command's standard input")] = False,
     timeout_s: Annotated[float, typer.Option(min=0.001)] = 30.0,
-    package: Annotated[list[str] | None, typer.Option(help="Package it may import, e.g. numpy; may be repeated")] = None,
+    package: Annotated[
+        list[str] | None, typer.Option(help="Package it may import, e.g. numpy; may be repeated")
+    ] = None,
     level: LevelOption = "",
 ) -> None:
     """Run one file in a sandbox, with its output and exit status."""

@@ -21,7 +21,7 @@ LEASE_TTL_S = 3600.0
 
 
 class DirectSandboxSource:
-    """See `rayapp.protocols.SandboxSource`. Example: `async with source.lease(SandboxSpec(), timeout_s=60) as sandbox:`."""
+    """See `rayapp.protocols.SandboxSource`. Example: `async with source.lease(spec, timeout_s=60) as sandbox:`."""
 
     def __init__(self, provider: SandboxProvider) -> None:
         self._provider = provider

@@ -1,8 +1,8 @@
 """Every program of the battery at every level this machine has, as the user who runs the tests and as an ordinary one.
 
-The battery (`rayapp/sandbox/local/battery/*.yaml`) is the doctor's; `try_attack` runs a program, then an honest one, then
-looks at what must not have changed. Without isolation the same programs must get somewhere, or they would prove nothing;
-that, too, only as an ordinary user.
+The battery (`rayapp/sandbox/local/battery/*.yaml`) is the doctor's; `try_attack` runs a program, then an honest one,
+then looks at what must not have changed. Without isolation the same programs must get somewhere, or they would prove
+nothing; that is tried only as an ordinary user.
 """
 
 from __future__ import annotations
@@ -125,6 +125,8 @@ def test_without_isolation_the_attacks_get_somewhere() -> None:
 def run_python(program: str, *args: str, as_user: bool) -> subprocess.CompletedProcess[str]:
     """As an ordinary user where the tests run as root: a broken sandbox must not be able to change this machine."""
     programs = [AS_USER, program] if as_user and os.getuid() == 0 else [program]
-    done = subprocess.run([sys.executable, "-c", *programs, *args], capture_output=True, text=True, timeout=250, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", *programs, *args], capture_output=True, text=True, timeout=250, check=False
+    )
     assert done.stdout, done.stderr
     return done

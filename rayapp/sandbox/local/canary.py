@@ -1,9 +1,9 @@
-"""Things on this machine that candidate code must neither reach nor change: made for attacks to try, and looked at after.
+"""Things on this machine that candidate code must neither reach nor change: attacks try them, and we look afterwards.
 
     with Canary(uid) as canary:  facts -> attack;  canary.damage() -> what changed
 
-A secret file, folders and files that everyone may write, listening sockets of every kind, shared memory, and a neighbour:
-a process of the same user as the sandbox with a secret in its environment. Used by the doctor and the adversarial tests.
+A secret file, folders and files that everyone may write, listening sockets of every kind, shared memory, and a
+neighbour: a process of the sandbox's own user with a secret in its environment. Used by the doctor and the tests.
 """
 
 from __future__ import annotations

@@ -58,9 +58,7 @@ class IsolationReport:
         return bool(self.checks) and all(check.passed for check in self.checks)
 
 
-async def run_doctor(
-    *, levels: tuple[str, ...] = LEVELS, families: tuple[str, ...] | None = None
-) -> IsolationReport:
+async def run_doctor(*, levels: tuple[str, ...] = LEVELS, families: tuple[str, ...] | None = None) -> IsolationReport:
     """Attack the strongest of these levels that this node offers.
 
     Args:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 from dataclasses import replace
 
@@ -69,13 +68,10 @@ def _check_started(answer: Answer) -> None:
 
 
 def _result(answer: Answer, level: str, *, error: str, is_complete: bool) -> ExecResult:
-    exit_code = os.waitstatus_to_exitcode(answer.wait_status)
+    exit_code = answer.exit_code
     stopped = _stop_cause(answer, exit_code)
-    failed = exit_code != 0 or not is_complete
-    if stopped is not None:
-        outcome = ExecOutcome.CODE_STOPPED
-    else:
-        outcome = ExecOutcome.CODE_FAILED if failed else ExecOutcome.OK
+    ended = ExecOutcome.OK if exit_code == 0 and is_complete else ExecOutcome.CODE_FAILED
+    outcome = ended if stopped is None else ExecOutcome.CODE_STOPPED
     return ExecResult(
         outcome=outcome,
         exit_code=exit_code,
