@@ -1,34 +1,32 @@
 """The process that candidate code runs in: from the fork to the exit. Called by the zygote, in the child only.
 
-    fork -> descriptors 0-3 -> read the job -> confine -> tell that it is ready -> close all else -> candidate -> os._exit
+    fork -> descriptors 1-3 -> confine -> wait for a job -> limits -> "ready" -> candidate -> "done" -> os._exit
 
-"Ready" goes to the zygote on a pipe of its own, closed before candidate code begins. Without it the sandbox failed; after it
-whatever follows is the code's doing. On the result pipe the code could read it back, through /proc/self/fd, and so pass off
-its own failure as the sandbox's.
+It is forked and confined before its job is known, so that a job finds it waiting. On the control socket it says "ready"
+before candidate code begins, and "done" with the exit status at the end. Without "ready" the sandbox failed; after it
+whatever follows is the code's doing. Code can't read back what was said on a socket, as it could on a pipe through
+/proc/self/fd, and so can't pass off its own failure as the sandbox's; saying "done" early only ends it early.
 """
 
 from __future__ import annotations
 
-import fcntl
 import io
 import json
 import os
 import socket
 import struct
 import sys
-from dataclasses import replace
+import threading
 from typing import NoReturn
 
 from rayapp.sandbox import harness
 from rayapp.sandbox.local import files
-from rayapp.sandbox.local.level import Level
+from rayapp.sandbox.local.execution import MAX_CONTROL_BYTES, READY
+from rayapp.sandbox.local.level import Level, Place
 from rayapp.sandbox.local.limits import Limits
 from rayapp.sandbox.local.wire import read_memory_file
 
 RESULT_FD = 3
-_CONTROL_FD, _DONE_FD = 4, 5
-"""In a session only."""
-READY = b"."
 _SESSION_CPU_S = 600
 """Of all runs in one session together; each run has its own deadline."""
 _MAX_FD = 1 << 16
@@ -36,88 +34,81 @@ _MAX_FD = 1 << 16
 Job = dict[str, object]
 
 
-def run(
-    level: Level, job_fd: int, pipes: tuple[int, int, int], status_fd: int, limits: Limits, *, home: bool, running: int
-) -> NoReturn:
-    """Run the job in this process and end it.
+def run(level: Level, place: Place, pipes: tuple[int, int, int], control: socket.socket) -> NoReturn:
+    """Wait for a job, run it, and end; in a session, wait for the next one instead.
 
     Args:
         pipes: write ends for stdout, stderr and results.
-        status_fd: write end on which to say that candidate code begins, or why it can't.
-        home: run in the sandbox's own folder.
-        running: processes that count against the limit without being this execution's.
+        control: jobs come in here.
     """
-    status = 1
     try:
         _take_descriptors(*pipes)
-        job: Job = json.loads(read_memory_file(job_fd))
-        prepare(job)
-        level.confine(limits, home=home, writable=job["kind"] in files.KINDS, running=running)
+        level.confine(place)
+        _close_all_but(control.fileno())
+        job = _next_job(control)
+        level.limit(_limits_of(job), running=int(str(job["running"])))
+        _set_input(job)
     except BaseException as error:  # boundary: whatever fails before candidate code is the sandbox's failure
-        _fail(status_fd, error)
-    os.write(status_fd, READY)
-    os.closerange(RESULT_FD + 1, _MAX_FD)
+        control.send(harness.describe(error).encode("utf-8", "replace")[:MAX_CONTROL_BYTES])
+        os._exit(1)
+    if job["session"]:
+        _serve(job, control)
+    status = 1
+    control.send(READY)
     try:
-        status = run_job(job)
+        status = _run(job)
     finally:
-        flush()
-        # No interpreter shutdown: atexit handlers and threads of the candidate have nothing more to say.
+        _flush()
+        control.send(bytes([status & 0xFF]))
+        # No interpreter shutdown: atexit handlers and daemon threads of the candidate have nothing more to say.
         os._exit(status)
 
 
-def run_session(
-    level: Level, control_fd: int, done_fd: int, pipes: tuple[int, int, int], status_fd: int, limits: Limits
-) -> NoReturn:
-    """Run one script after the other in the same names, until killed.
-
-    Args:
-        pipes, status_fd: as in `run`.
-        control_fd: a socket on which jobs arrive.
-        done_fd: a pipe that gets one byte at the end of each.
-    """
-    try:
-        _take_descriptors(*pipes)
-        prepare({})
-        level.confine(replace(limits, cpu_s=_SESSION_CPU_S), home=True, writable=False, running=1)
-        os.dup2(control_fd, _CONTROL_FD, inheritable=False)
-        os.dup2(done_fd, _DONE_FD, inheritable=False)
-        control = socket.socket(fileno=_CONTROL_FD)
-    except BaseException as error:  # boundary: as in `run`
-        _fail(status_fd, error)
-    os.write(status_fd, READY)
-    os.closerange(_DONE_FD + 1, _MAX_FD)
+def _serve(job: Job, control: socket.socket) -> NoReturn:
+    """One script after the other in the same names, until killed."""
     names = harness.main_names()
+    control.send(READY)
     while True:
+        sys.stdin = io.TextIOWrapper(io.FileIO(os.dup(0)))
+        status = harness.run_script(str(job["code"]), names, send)
+        _flush()
+        control.send(bytes([status]))
         job = _next_job(control)
-        os.environ.update(job["env"])  # type: ignore[arg-type]
-        sys.stdin = io.StringIO(str(job["stdin"]))
-        harness.run_script(str(job["code"]), names, send)
-        flush()
-        os.write(_DONE_FD, b".")
-
-
-def _fail(status_fd: int, error: BaseException) -> NoReturn:
-    # At most PIPE_BUF bytes: written whole or not at all, and never blocking.
-    os.write(status_fd, harness.describe(error).encode("utf-8", "replace")[:4096])
-    os._exit(1)
+        _set_input(job)
 
 
 def _next_job(control: socket.socket) -> Job:
-    _, descriptors, _, _ = socket.recv_fds(control, 16, 1)
+    """The packet has the limits; the job is in the first memory file, standard input in the second, if there is one."""
+    packet, descriptors, _, _ = socket.recv_fds(control, MAX_CONTROL_BYTES, 2)
     if not descriptors:
-        os._exit(0)
-    try:
-        job: Job = json.loads(read_memory_file(descriptors[0]))
-    finally:
-        os.close(descriptors[0])
-    return job
+        os._exit(0)  # the zygote has closed its end: there will be no job
+    job: Job = json.loads(read_memory_file(descriptors[0]))
+    os.close(descriptors[0])
+    return {**job, **json.loads(packet), "stdin": descriptors[1] if len(descriptors) > 1 else -1}
 
 
-def send(payload: bytes) -> None:
-    """Write one frame, whole: 4 bytes of length, then the payload."""
-    view = memoryview(struct.pack("<I", len(payload)) + payload)
-    while view:
-        view = view[os.write(RESULT_FD, view) :]
+def _limits_of(job: Job) -> Limits:
+    limits = Limits(**job["limits"])  # type: ignore[arg-type]
+    if job["session"]:
+        return Limits(
+            cpu_s=_SESSION_CPU_S,
+            memory_mib=limits.memory_mib,
+            disk_mib=limits.disk_mib,
+            max_processes=limits.max_processes,
+        )
+    return limits
+
+
+def _set_input(job: Job) -> None:
+    """Standard input, which is /dev/null unless there is some, and the environment, which is empty until now."""
+    stdin = job["stdin"]
+    assert isinstance(stdin, int)
+    if stdin >= 0:
+        os.lseek(stdin, 0, os.SEEK_SET)
+        os.dup2(stdin, 0)
+        os.close(stdin)
+    if env := job.get("env"):
+        os.environ.update(env)  # type: ignore[call-overload]
 
 
 def _take_descriptors(*pipes: int) -> None:
@@ -127,28 +118,19 @@ def _take_descriptors(*pipes: int) -> None:
         os.dup2(pipe, target, inheritable=target != RESULT_FD)
 
 
-def prepare(job: Job) -> None:
-    """Standard input, which is /dev/null already, and the environment, which is empty already."""
-    if stdin := job.get("stdin"):
-        _give_stdin(str(stdin).encode("utf-8", "surrogatepass"))
-    if env := job.get("env"):
-        os.environ.update(env)  # type: ignore[call-overload]
+def _close_all_but(kept: int) -> None:
+    os.closerange(RESULT_FD + 1, kept)
+    os.closerange(kept + 1, _MAX_FD)
 
 
-def _give_stdin(data: bytes) -> None:
-    source = os.memfd_create("stdin", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    view = memoryview(data)
+def send(payload: bytes) -> None:
+    """Write one frame, whole: 4 bytes of length, then the payload."""
+    view = memoryview(struct.pack("<I", len(payload)) + payload)
     while view:
-        view = view[os.write(source, view) :]
-    os.lseek(source, 0, os.SEEK_SET)
-    # Sealed: it is memory of this machine that no limit of the candidate covers.
-    seals = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL
-    fcntl.fcntl(source, fcntl.F_ADD_SEALS, seals)
-    os.dup2(source, 0)
-    os.close(source)
+        view = view[os.write(RESULT_FD, view) :]
 
 
-def run_job(job: Job) -> int:
+def _run(job: Job) -> int:
     """Returns the exit status."""
     kind = job["kind"]
     if kind == "calls":
@@ -160,22 +142,31 @@ def run_job(job: Job) -> int:
         return _execute(job)
     if kind in files.KINDS:
         return files.run(job, send)
-    return harness.run_script(str(job["code"]), harness.main_names(), send)
+    status = harness.run_script(str(job["code"]), harness.main_names(), send)
+    _join_threads()
+    return status
 
 
 def _execute(job: Job) -> int:
     argv = job["argv"]
     assert isinstance(argv, list)
     try:
-        os.execvpe(argv[0], argv, os.environ)
+        os.execvpe(argv[0], argv, os.environ)  # noqa: S606  (in here is the sandbox)
     except OSError as error:
         os.write(2, f"{argv[0]}: {error.strerror}\n".encode("utf-8", "replace"))
         return 126 if isinstance(error, PermissionError) else 127
 
 
-def flush() -> None:
+def _join_threads() -> None:
+    """As at the end of any script, where Python waits for threads that are no daemons."""
+    for thread in threading.enumerate():
+        if not thread.daemon and thread is not threading.current_thread():
+            thread.join()
+
+
+def _flush() -> None:
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()
-        except BaseException:
+        except BaseException:  # noqa: PERF203  (boundary: the candidate may have replaced or closed it)
             continue

@@ -17,6 +17,8 @@ from rayapp.sandbox.local import wire
 from rayapp.sandbox.local.limits import Limits
 from rayapp.sandbox.local.usage import Usage
 
+READY = b"."
+MAX_CONTROL_BYTES = 4096
 _CHUNK = 1 << 16
 _LOOK_EVERY_S = 0.05
 """Between looks at the tree's memory: time enough to write 100 MiB past the limit, and little work for us."""
@@ -59,6 +61,8 @@ class Execution:
 
     pid: int
     """Its first process; 0 once that is reaped."""
+    control: socket.socket
+    """Where its first process says that it is ready, then that it is done; see `child.py`."""
     streams: list[Stream]
     target: int
     """The answer's memory file."""
@@ -66,38 +70,51 @@ class Execution:
     """By the monotonic clock."""
     limits: Limits
     usage: Usage
-    done: int | None = None
-    """In a session: a pipe that becomes readable when the job is over and its process goes on."""
     stopped: str | None = None
-    wait_status: int = 0
+    exit_code: int = 0
+    """What it says itself, if it said that it is done; negative is the signal that ended it."""
+    is_ready: bool = False
+    is_done: bool = False
+    problem: str = ""
+    """Why candidate code could not begin."""
     _open: dict[int, Stream] = field(default_factory=dict)
     _look_at: float = 0.0
 
+    @property
+    def goes_on(self) -> bool:
+        """The job is over, and its process lives."""
+        return self.is_done and self.pid != 0
+
     def watch(self, channel: socket.socket) -> None:
-        """Until the job is over, by itself or by us. Unless it is in a session, the tree is dead then."""
+        """Until the job is over, by itself or by us. Its processes are dead then, unless it said itself that it is done."""
         poll = select.poll()
         pidfd = os.pidfd_open(self.pid)
-        goes_on = False
         self._look_at = time.monotonic() + _LOOK_EVERY_S
         try:
             self._open = {stream.source: stream for stream in self.streams}
-            for source in (pidfd, channel.fileno(), *self._open, *(() if self.done is None else (self.done,))):
+            for source in (pidfd, channel.fileno(), self.control.fileno(), *self._open):
                 poll.register(source, select.POLLIN)
             while self._wait(poll, pidfd, channel):
                 pass
-            goes_on = self.done is not None and self.stopped is None and bool(self._read_done())
         finally:
-            if not goes_on:
-                self.kill()
+            if not self.is_done:
+                self._kill()
             os.close(pidfd)
         self._drain_all()
+        if self.stopped == "output":
+            self._kill()
+        if not self.is_ready:
+            self._listen()
+        if not self.is_ready and not self.problem:
+            self.problem = f"it ended before it was ready, with {self.exit_code}"
 
-    def kill(self) -> None:
+    def _kill(self) -> None:
         """End the first process and, where it is the init of a pid namespace, everything. Idempotent."""
         if self.pid:
             os.kill(self.pid, signal.SIGKILL)
-            self.wait_status = os.waitpid(self.pid, 0)[1]
+            self.exit_code = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
             self.pid = 0
+            self.is_done = False
 
     def _wait(self, poll: select.poll, pidfd: int, channel: socket.socket) -> bool:
         """Handle one round of events; False when the execution is over."""
@@ -106,19 +123,47 @@ class Execution:
             self.stopped = "timeout"
             return False
         events = poll.poll(min(left_s, _LOOK_EVERY_S) * 1000)
-        if time.monotonic() >= self._look_at:
-            self._look_at = time.monotonic() + _LOOK_EVERY_S
-            self.stopped = self.usage.excess(self.limits)
-            if self.stopped is not None:
-                return False
+        if time.monotonic() >= self._look_at and self._has_excess():
+            return False
         ready = [source for source, _ in events]
         for source in ready:
             if source in self._open and not self._take(source, poll):
                 return False
+        if self.control.fileno() in ready and not self._listen():
+            poll.unregister(self.control)
         if channel.fileno() in ready:
             self._take_cancel(channel)
             return False
-        return pidfd not in ready and self.done not in ready
+        return pidfd not in ready and not self.is_done and not self.problem
+
+    def _has_excess(self) -> bool:
+        self._look_at = time.monotonic() + _LOOK_EVERY_S
+        self.stopped = self.usage.excess(self.limits)
+        return self.stopped is not None
+
+    def _listen(self) -> bool:
+        """Take what the child says; False once its end is closed: it has executed another program, or is dead.
+
+        After "ready" that may be candidate code speaking in its name.
+        """
+        while not self.is_done and not self.problem:
+            try:
+                said = self.control.recv(MAX_CONTROL_BYTES)
+            except BlockingIOError:
+                return True
+            except OSError:
+                return False
+            if not said:
+                return False
+            if self.is_ready and not self.pid:
+                return False  # how it ended we know better
+            if self.is_ready:
+                self.is_done, self.exit_code = True, said[0]
+            elif said == READY:
+                self.is_ready = True
+            else:
+                self.problem = said.decode(errors="replace")
+        return True
 
     def _take(self, source: int, poll: select.poll) -> bool:
         try:
@@ -132,16 +177,9 @@ class Execution:
 
     def _take_cancel(self, channel: socket.socket) -> None:
         self.stopped = "killed"
-        _, body = wire.receive(channel)
-        if body is not None:
-            os.close(body)
-
-    def _read_done(self) -> bytes:
-        assert self.done is not None
-        try:
-            return os.read(self.done, 1)
-        except BlockingIOError:
-            return b""
+        _, descriptors = wire.receive(channel)
+        for descriptor in descriptors:
+            os.close(descriptor)
 
     def _drain_all(self) -> None:
         """What was in the pipes at the end."""

@@ -8,12 +8,11 @@ and keys are refused as at the other levels.
 from __future__ import annotations
 
 import os
-import shutil
 import signal
-import tempfile
+from collections.abc import Hashable
 
 from rayapp.sandbox.local import kernel, landlock, rules, seccomp
-from rayapp.sandbox.local.level import adopt_orphans, kill_descendants
+from rayapp.sandbox.local.level import Place, adopt_orphans, kill_descendants, make_folder, remove_folder
 from rayapp.sandbox.local.limits import Limits, set_limits
 from rayapp.sandbox.local.usage import Usage
 from rayapp.sandbox.local.view import DEVICES, SYSTEM, View
@@ -28,6 +27,8 @@ class Landlocked:
         self.usage = Usage(-1)
         self._view = view
         self._home = ""
+        self._rulesets: dict[tuple[bool, bool], int] = {}
+        """By (home, writable)."""
 
     def enter(self) -> None:
         if landlock.abi() < 1:
@@ -42,40 +43,44 @@ class Landlocked:
     def fork(self) -> int:
         return os.fork()
 
-    def confine(self, limits: Limits, *, home: bool, writable: bool, running: int) -> None:
+    def prepare(self, place: Place) -> Hashable:
+        if place.home and not self._home:
+            self._home = make_folder("rayapp-sandbox-")
+        key = (place.home, place.home and place.writable)
+        if key not in self._rulesets:
+            self._rulesets[key] = self._new_ruleset(place)
+        return *key, self._home if place.home else ""
+
+    def confine(self, place: Place) -> None:
         kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)
         os.setsid()
-        ruleset = self._ruleset(writable=writable and home)
-        if home:
+        if place.home:
             os.chdir(self._home)
-        landlock.restrict_self(ruleset)
-        # Processes are refused by seccomp. Counting threads is left out: the count is of the whole uid, whose other
-        # processes may be many where we could not take a uid of our own.
-        set_limits(limits, num_running=None)
+        landlock.restrict_self(self._rulesets[place.home, place.home and place.writable])
         kernel.clear_capabilities()
         seccomp.install(rules.closing(own_pid=os.getpid()))
 
-    def prepare(self, disk_mib: int, *, home: bool) -> None:
-        if home and not self._home:
-            self._home = tempfile.mkdtemp(prefix="rayapp-sandbox-")
+    def limit(self, limits: Limits, *, running: int) -> None:
+        # Processes are refused by seccomp, and threads are counted by `usage.py`: the kernel's own count is of the whole
+        # user, whose other processes may be many where we could not take a user of our own.
+        set_limits(limits, num_running=None)
 
     def reset(self) -> None:
         if self._home:
-            shutil.rmtree(self._home, ignore_errors=True)
+            remove_folder(self._home)
             self._home = ""
-
-    def descriptors(self) -> tuple[int, ...]:
-        return (self._ruleset,)
+            for key in [key for key in self._rulesets if key[0]]:
+                os.close(self._rulesets.pop(key))
 
     def sweep(self, session: int) -> None:
         kill_descendants(session)
 
-    def _ruleset(self, *, writable: bool) -> int:
+    def _new_ruleset(self, place: Place) -> int:
         ruleset = landlock.create_ruleset()
         for path in (*SYSTEM, self._view.library, *self._view.shared, *self._view.packages, "/etc/ld.so.cache"):
             landlock.allow(ruleset, path, landlock.READ_ONLY)
         for device in DEVICES:
             landlock.allow(ruleset, f"/dev/{device}", landlock.DEVICE)
-        if self._home:
-            landlock.allow(ruleset, self._home, landlock.read_write() if writable else landlock.READ_ONLY)
+        if place.home:
+            landlock.allow(ruleset, self._home, landlock.read_write() if place.writable else landlock.READ_ONLY)
         return ruleset

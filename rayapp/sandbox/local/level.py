@@ -1,6 +1,6 @@
 """What an isolation level does at each point of an execution, and the level that does nothing.
 
-    zygote boot: enter() -> for each execution: fork() -> in the child: confine(limits) -> candidate code
+    zygote boot: enter() -> for each execution: fork() -> in the child: confine, limit -> candidate code
                                                        -> in the zygote, when it ended: sweep()
 
 `namespaces.py` and `landlocked.py` have the levels that isolate. Runs in the zygote only.
@@ -8,16 +8,28 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-import shutil
 import signal
-import tempfile
+from collections.abc import Hashable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
 from rayapp.sandbox.local import kernel
 from rayapp.sandbox.local.limits import Limits, set_limits
 from rayapp.sandbox.local.usage import Usage
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """Where an execution works."""
+
+    home: bool
+    """In the sandbox's own folder, which lasts until `Level.reset`; else in a fresh one, where the level has any."""
+    writable: bool
+    """Our own code runs, not the candidate's: it may write to the home at every level."""
+    disk_mib: int
+
 
 class Level(Protocol):
     """How candidate code is kept in."""
@@ -36,17 +48,22 @@ class Level(Protocol):
     def fork(self) -> int:
         """As os.fork; the child is the root of everything the execution starts."""
 
-    def confine(self, limits: Limits, *, home: bool, writable: bool, running: int) -> None:
-        """In the child, before candidate code: give up everything it must not have.
+    def prepare(self, place: Place) -> Hashable:
+        """Before each fork, in the zygote: make the place to work in.
 
-        Args:
-            home: work in the sandbox's own folder; else in a fresh one, where the level has any.
-            writable: our own code runs, not the candidate's: it may write to the home at every level.
-            running: processes of this level's user that count against its limit without being the candidate's.
+        Returns:
+            something equal for as long as a child confined for one place is as good as new for another.
         """
 
-    def prepare(self, disk_mib: int, *, home: bool) -> None:
-        """Before each fork, in the zygote: make the folder that the execution will work in."""
+    def confine(self, place: Place) -> None:
+        """In the child, before it gets its job: give up everything that candidate code must not have."""
+
+    def limit(self, limits: Limits, *, running: int) -> None:
+        """In the child, before candidate code.
+
+        Args:
+            running: processes of this level's user that count against its limit without being the candidate's.
+        """
 
     def reset(self) -> None:
         """The sandbox was given back: its own folder is gone."""
@@ -71,18 +88,21 @@ class Unisolated:
     def fork(self) -> int:
         return os.fork()
 
-    def confine(self, limits: Limits, *, home: bool, writable: bool, running: int) -> None:
-        os.setsid()
-        os.chdir(self._home if home else tempfile.gettempdir())
-        set_limits(limits, num_running=None)
+    def prepare(self, place: Place) -> Hashable:
+        if place.home and not self._home:
+            self._home = make_folder("rayapp-unisolated-")
+        return place.home, self._home
 
-    def prepare(self, disk_mib: int, *, home: bool) -> None:
-        if home and not self._home:
-            self._home = tempfile.mkdtemp(prefix="rayapp-unisolated-")
+    def confine(self, place: Place) -> None:
+        os.setsid()
+        os.chdir(self._home if place.home else "/tmp")  # noqa: S108
+
+    def limit(self, limits: Limits, *, running: int) -> None:
+        set_limits(limits, num_running=None)
 
     def reset(self) -> None:
         if self._home:
-            shutil.rmtree(self._home, ignore_errors=True)
+            remove_folder(self._home)
             self._home = ""
 
     def sweep(self, session: int) -> None:
@@ -101,3 +121,21 @@ def kill_descendants(kept: int) -> None:
             os.kill(child, signal.SIGKILL)
         for child in children:
             os.waitpid(child, 0)
+
+
+def make_folder(prefix: str) -> str:
+    """A new folder that only this user may enter. (The module tempfile would bring in libraries that each fork copies.)"""
+    path = f"/tmp/{prefix}{os.urandom(8).hex()}"  # noqa: S108
+    os.mkdir(path, 0o700)
+    return path
+
+
+def remove_folder(path: str) -> None:
+    """With all that is in it; candidate code may have put anything there."""
+    for folder, names, files in os.walk(path, topdown=False):
+        for name in (*names, *files):
+            entry = Path(folder, name)
+            with contextlib.suppress(OSError):
+                entry.rmdir() if entry.is_dir() and not entry.is_symlink() else entry.unlink()
+    with contextlib.suppress(OSError):
+        os.rmdir(path)

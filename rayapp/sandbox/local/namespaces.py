@@ -14,9 +14,11 @@ import ctypes
 import os
 import signal
 import struct
+from collections.abc import Hashable
 from pathlib import Path
 
 from rayapp.sandbox.local import kernel, landlock, rules, seccomp, syscalls
+from rayapp.sandbox.local.level import Place
 from rayapp.sandbox.local.limits import MIB, Limits, set_limits
 from rayapp.sandbox.local.usage import Usage
 from rayapp.sandbox.local.view import DEVICES, SYSTEM, View, spare_mount_point
@@ -42,6 +44,7 @@ class Namespaces:
         self._tmp_state: object = None
         """What an untouched /tmp looks like; None while there is none."""
         self._tmp_is_home = False
+        self._num_renewals = 0
         self._pid_namespace = -1
         self._ruleset = -1
         self._filter = b""
@@ -73,24 +76,34 @@ class Namespaces:
             kernel.setns(self._pid_namespace, kernel.CLONE_NEWPID)
         return pid
 
-    def prepare(self, disk_mib: int, *, home: bool) -> None:
-        if not self._tmp_is_home and self._tmp_state != _state_of_tmp(disk_mib):
-            self._renew_tmp(disk_mib)
-        self._tmp_is_home |= home
+    def prepare(self, place: Place) -> Hashable:
+        if not self._tmp_is_home and self._tmp_state != _state_of_tmp(place.disk_mib):
+            self._renew_tmp(place.disk_mib)
+        self._tmp_is_home |= place.home
+        return self._num_renewals, self._mounts_of_its_own(place)
 
-    def confine(self, limits: Limits, *, home: bool, writable: bool, running: int) -> None:
-        if home and self._with_proc:
+    def confine(self, place: Place) -> None:
+        own = self._mounts_of_its_own(place)
+        if own:
             kernel.unshare(kernel.CLONE_NEWNS)
+        if own == "proc":
             kernel.mount("proc", "/proc", "proc", _PLAIN | kernel.MS_NOEXEC, "subset=pid")
-        elif not home and self._tmp_is_home:
-            kernel.unshare(kernel.CLONE_NEWNS)
-            kernel.mount("tmpfs", _TMP, "tmpfs", _PLAIN, _tmpfs_options(limits.disk_mib))
+        elif own == "tmp":
+            kernel.mount("tmpfs", _TMP, "tmpfs", _PLAIN, _tmpfs_options(place.disk_mib))
             landlock.allow(self._ruleset, _TMP, landlock.read_write())
         os.chdir(_TMP)
         landlock.restrict_self(self._ruleset)
-        set_limits(limits, num_running=running)
         kernel.clear_capabilities()
         seccomp.install(self._filter)
+
+    def limit(self, limits: Limits, *, running: int) -> None:
+        set_limits(limits, num_running=running)
+
+    def _mounts_of_its_own(self, place: Place) -> str:
+        """Scripts and commands get a /proc where there is one; a call never sees the home that others work in."""
+        if place.home:
+            return "proc" if self._with_proc else ""
+        return "tmp" if self._tmp_is_home else ""
 
     def reset(self) -> None:
         self._tmp_is_home = False
@@ -105,6 +118,7 @@ class Namespaces:
             os.close(self._ruleset)
         kernel.mount("tmpfs", _TMP, "tmpfs", _PLAIN, _tmpfs_options(disk_mib))
         self._tmp_state = _state_of_tmp(disk_mib)
+        self._num_renewals += 1
         self._ruleset = landlock.create_ruleset()
         landlock.allow(self._ruleset, "/", landlock.READ_ONLY)
         landlock.allow(self._ruleset, _TMP, landlock.read_write())

@@ -58,8 +58,8 @@ class LocalSandbox:
         """See the protocol. A stateful run that is stopped takes the names of its session with it."""
         if (problem := _problem(code)) is not None:
             return refusal(problem, self.isolation).exec
-        job: Job = {"kind": "script", "code": code, "stdin": stdin}
-        answer = await self._run(job, timeout_s, max_output_bytes, home=True, session=stateful)
+        job: Job = {"kind": "script", "code": code}
+        answer = await self._run(job, timeout_s, max_output_bytes, home=True, session=stateful, stdin=stdin)
         return session_result(answer, self.isolation) if stateful else script_result(answer, self.isolation)
 
     async def call_function(
@@ -78,8 +78,8 @@ class LocalSandbox:
         """See the protocol. Programs are those of /usr on this machine; at level ll they can't start others."""
         if not argv or not all(type(part) is str for part in argv):
             raise TypeError(f"a command is one text or more, not {argv!r}")
-        job: Job = {"kind": "command", "argv": list(argv), "stdin": stdin}
-        return script_result(await self._run(job, timeout_s, max_output_bytes, home=True), self.isolation)
+        job: Job = {"kind": "command", "argv": list(argv)}
+        return script_result(await self._run(job, timeout_s, max_output_bytes, home=True, stdin=stdin), self.isolation)
 
     async def write_file(self, path: str, data: bytes, *, timeout_s: float = 10.0) -> None:
         """See the protocol. A path is relative to the sandbox's own folder, or lies in it.
@@ -141,7 +141,14 @@ class LocalSandbox:
             raise OSError(errno.ENOSPC, f"sandbox {self._id}: {num_bytes} bytes; its disk holds {most}")
 
     async def _run(
-        self, job: Job, timeout_s: float, max_output_bytes: int, *, home: bool = False, session: bool = False
+        self,
+        job: Job,
+        timeout_s: float,
+        max_output_bytes: int,
+        *,
+        stdin: str = "",
+        home: bool = False,
+        session: bool = False,
     ) -> Answer:
         job["env"] = dict(self._spec.env)
         limits = Limits(
@@ -155,6 +162,8 @@ class LocalSandbox:
             try:
                 return await self._slot.run(
                     json.dumps(job).encode(),
+                    kind=str(job["kind"]),
+                    stdin=stdin.encode("utf-8", "surrogatepass"),
                     limits=limits,
                     timeout_s=timeout_s,
                     max_output_bytes=max_output_bytes,

@@ -28,7 +28,7 @@ _CODE_PATH = str(Path(__file__).resolve().parents[3])
 _PROGRAM = "import sys; sys.path.insert(0, {path!r}); from rayapp.sandbox.local.boot import main; main({descriptor})"
 
 
-Packet = tuple[dict[str, object], int | None]
+Packet = tuple[dict[str, object], list[int]]
 
 
 class BootError(Exception):
@@ -39,7 +39,8 @@ class BootError(Exception):
 class Answer:
     """What one execution left behind."""
 
-    wait_status: int
+    exit_code: int
+    """Negative is the signal that ended it."""
     stopped: str | None
     stdout: bytes
     stderr: bytes
@@ -111,7 +112,16 @@ class Slot:
             wire.send(self._channel, {"reset": True})
 
     async def run(
-        self, job: bytes, *, limits: Limits, timeout_s: float, max_output_bytes: int, home: bool, session: bool = False
+        self,
+        job: bytes,
+        *,
+        kind: str,
+        limits: Limits,
+        timeout_s: float,
+        max_output_bytes: int,
+        stdin: bytes = b"",
+        home: bool = False,
+        session: bool = False,
     ) -> Answer:
         """Execute one job.
 
@@ -127,13 +137,13 @@ class Slot:
         await self._finish_cancelled()
         self._num_jobs += 1
         header: dict[str, object] = {"id": self._num_jobs, "timeout_s": timeout_s, "max_output_bytes": max_output_bytes}
-        header |= {"limits": limits.as_dict(), "home": home, "session": session}
+        header |= {"kind": kind, "limits": limits.as_dict(), "home": home, "session": session}
         try:
-            self._send(header, job)
-            reply, answer_fd = await self._reply(timeout_s + GRACE_S)
+            self._send(header, job, *([stdin] if stdin else ()))
+            reply, bodies = await self._reply(timeout_s + GRACE_S)
         except (EOFError, OSError) as error:
             raise SandboxGoneError(f"the sandbox's interpreter died: {self.close_and_explain()}") from error
-        return _read_answer(reply, answer_fd, self._num_jobs)
+        return _read_answer(reply, bodies, self._num_jobs)
 
     async def _finish_cancelled(self) -> None:
         """If the last call was cancelled, its execution is being killed: wait for that."""
@@ -148,12 +158,14 @@ class Slot:
         except (EOFError, OSError) as error:
             raise SandboxGoneError(f"the sandbox's interpreter died: {self.close_and_explain()}") from error
 
-    def _send(self, header: dict[str, object], job: bytes) -> None:
-        body = wire.memory_file(job)
+    def _send(self, header: dict[str, object], *bodies: bytes) -> None:
+        files: list[int] = []
         try:
-            wire.send(self._channel, header, body)
+            files += map(wire.memory_file, bodies)
+            wire.send(self._channel, header, *files)
         finally:
-            os.close(body)
+            for file in files:
+                os.close(file)
 
     async def _reply(self, timeout_s: float) -> Packet:
         loop = asyncio.get_running_loop()
@@ -183,8 +195,8 @@ class Slot:
         """Hand whoever waits an answer, or the reason why there will be none."""
         pending, self._pending = self._pending, None
         if pending is None or pending.done():
-            if isinstance(outcome, tuple) and outcome[1] is not None:
-                os.close(outcome[1])
+            if isinstance(outcome, tuple):
+                _close_all(outcome[1])
         elif isinstance(outcome, BaseException):
             pending.set_exception(outcome)
         else:
@@ -247,26 +259,31 @@ def _spawn() -> tuple[subprocess.Popen[bytes], socket.socket, int]:
 
 def _discard(abandoned: asyncio.Future[Packet]) -> None:
     """Of a call that was cancelled: nobody wants its answer."""
-    if abandoned.exception() is None and (body := abandoned.result()[1]) is not None:
-        os.close(body)
+    if abandoned.exception() is None:
+        _close_all(abandoned.result()[1])
 
 
-def _read_answer(reply: Mapping[str, object], answer_fd: int | None, number: int) -> Answer:
-    if answer_fd is None or reply.get("id") != number:
-        raise SandboxProtocolError(f"answer to job {reply.get('id')} came for job {number}")
+def _close_all(descriptors: list[int]) -> None:
+    for descriptor in descriptors:
+        os.close(descriptor)
+
+
+def _read_answer(reply: Mapping[str, object], bodies: list[int], number: int) -> Answer:
     try:
+        if not bodies or reply.get("id") != number:
+            raise SandboxProtocolError(f"answer to job {reply.get('id')} came for job {number}")
         sizes, starts, stopped = reply["sizes"], reply["starts"], reply["stopped"]
         assert isinstance(sizes, list)
         assert isinstance(starts, list)
-        out, err, results = (os.pread(answer_fd, size, start) for size, start in zip(sizes, starts, strict=True))
+        out, err, results = (os.pread(bodies[0], size, start) for size, start in zip(sizes, starts, strict=True))
     finally:
-        os.close(answer_fd)
+        _close_all(bodies)
     return Answer(
-        wait_status=int(str(reply["wait_status"])),
+        exit_code=int(str(reply["exit_code"])),
         stopped=None if stopped is None else str(stopped),
         stdout=out,
         stderr=err,
         frames=tuple(wire.split_frames(results)),
         duration_s=float(str(reply["duration_s"])),
-        problem="" if reply["status"] == "." else str(reply["status"]) or "it ended before it was ready",
+        problem=str(reply["problem"]),
     )

@@ -1,4 +1,4 @@
-"""Messages between a provider and its zygotes: one packet with a JSON header, and at most one memfd with the bytes.
+"""Messages between a provider and its zygotes: one packet with a JSON header, and memfds with the bytes.
 
 Both ends are ours. Code, inputs and outputs travel in the memfd, so that they never pass through the zygote's own memory,
 which the next execution is forked from. Used by `slot.py` outside and by `zygote.py`; never by the process that runs code.
@@ -6,16 +6,20 @@ which the next execution is forked from. Used by `slot.py` outside and by `zygot
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import socket
 import struct
 
 MAX_HEADER_BYTES = 32768
+_FIXED = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL
+MAX_BODIES = 2
+"""The job and its standard input."""
 
 
-def send(channel: socket.socket, header: dict[str, object], body: int | None = None) -> None:
-    """Send a header, and a file descriptor with it.
+def send(channel: socket.socket, header: dict[str, object], *bodies: int) -> None:
+    """Send a header, and file descriptors with it.
 
     Raises:
         BrokenPipeError, ConnectionError: the other end is gone.
@@ -23,29 +27,29 @@ def send(channel: socket.socket, header: dict[str, object], body: int | None = N
     packet = json.dumps(header, separators=(",", ":")).encode()
     if len(packet) > MAX_HEADER_BYTES:
         raise ValueError(f"header of {len(packet)} bytes; the limit is {MAX_HEADER_BYTES}")
-    socket.send_fds(channel, [packet], [] if body is None else [body])
+    socket.send_fds(channel, [packet], bodies)
 
 
-def receive(channel: socket.socket) -> tuple[dict[str, object], int | None]:
-    """The next header and the descriptor that came with it, which the caller closes.
+def receive(channel: socket.socket) -> tuple[dict[str, object], list[int]]:
+    """The next header and the descriptors that came with it, which the caller closes.
 
     Raises:
         EOFError: the other end has closed.
         BlockingIOError: nothing there yet, on a non-blocking socket.
     """
-    packet, descriptors, _, _ = socket.recv_fds(channel, MAX_HEADER_BYTES, 1)
+    packet, descriptors, _, _ = socket.recv_fds(channel, MAX_HEADER_BYTES, MAX_BODIES)
     if not packet:
         raise EOFError("the other end has closed")
     header: dict[str, object] = json.loads(packet)
-    return header, descriptors[0] if descriptors else None
+    return header, descriptors
 
 
-def memory_file(*parts: bytes) -> int:
-    """A memfd with these bytes, positioned at its end."""
-    descriptor = os.memfd_create("rayapp", os.MFD_CLOEXEC)
+def memory_file(data: bytes) -> int:
+    """A memfd with these bytes that nobody can change: else it would be memory that no limit of the candidate covers."""
+    descriptor = os.memfd_create("rayapp", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
-        for part in parts:
-            _write_all(descriptor, part)
+        _write_all(descriptor, data)
+        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _FIXED)
     except BaseException:
         os.close(descriptor)
         raise

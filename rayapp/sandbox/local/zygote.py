@@ -4,20 +4,24 @@
              <-packet, memfd(out, err, frames)--      | pipes, spliced into the memfd; killed at deadline or flood
 
 Started by `slot.py` as `python -I -S` with an empty environment. It never reads a job or an output into its own memory:
-children are forked from that memory, and one candidate must not find there what another computed.
+children are forked from that memory, and one candidate must not find there what another computed. While nobody waits
+it forks the child for the next job, which is most likely like the last one.
 """
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
 import signal
 import socket
 import time
+from collections.abc import Hashable
 from dataclasses import dataclass
 
-from rayapp.sandbox.local import child, wire
+from rayapp.sandbox.local import child, files, wire
 from rayapp.sandbox.local.execution import Execution, Stream
-from rayapp.sandbox.local.level import Level
+from rayapp.sandbox.local.level import Level, Place
 from rayapp.sandbox.local.limits import Limits
 from rayapp.sandbox.local.usage import Usage
 
@@ -27,21 +31,33 @@ _NUM_STREAMS = 3
 
 
 @dataclass(slots=True, kw_only=True)
-class _Session:
-    """A process that runs one stateful job after the other."""
+class Child:
+    """A process that waits for a job, or runs one."""
 
     pid: int
     sources: list[int]
-    done: int
+    """Read ends of its stdout, stderr and results."""
     control: socket.socket
-    max_processes: int
-    seen_as: set[str]
-    """Its id in the /proc that `Usage` reads."""
+    fit: Hashable
+    """What `Level.prepare` said about the place that it was confined for."""
+    max_processes: int = 0
+    seen_as: frozenset[str] = frozenset()
+    """Its id in the /proc that `Usage` reads; of a session only."""
 
-    def close(self) -> None:
+    def forget_what_it_said(self) -> None:
+        """Between two jobs of a session only candidate code speaks."""
+        with contextlib.suppress(BlockingIOError):
+            while self.control.recv(1):
+                pass
+
+    def end(self) -> None:
+        """Kill it, unless it is dead and reaped already, and close our ends."""
+        if self.pid:
+            os.kill(self.pid, signal.SIGKILL)
+            os.waitpid(self.pid, 0)
         self.control.close()
-        for descriptor in (*self.sources, self.done):
-            os.close(descriptor)
+        for source in self.sources:
+            os.close(source)
 
 
 class Zygote:
@@ -51,142 +67,137 @@ class Zygote:
         self._channel = channel
         self._level = level
         self._usage = usage
-        self._session: _Session | None = None
-        self._status, self._status_of_child = os.pipe()
-        os.set_blocking(self._status, False)
+        self._session: Child | None = None
+        self._spare: Child | None = None
 
     def serve(self) -> None:
         while True:
             try:
-                header, job = wire.receive(self._channel)
+                header, descriptors = wire.receive(self._channel)
             except EOFError:
                 return
-            if job is None:
+            try:
                 if header.get("reset"):
                     self._reset()
-                continue  # else a cancellation that came after its execution had ended
-            try:
-                self._execute(header, job)
+                elif descriptors:
+                    self._execute(header, descriptors)
+                # else: a cancellation that came after its execution had ended
             finally:
-                os.close(job)
+                for descriptor in descriptors:
+                    os.close(descriptor)
 
-    def _execute(self, header: dict[str, object], job: int) -> None:
+    def _execute(self, header: dict[str, object], descriptors: list[int]) -> None:
         started = time.monotonic()
-        max_output = _integer(header, "max_output_bytes")
         limits = Limits(**header["limits"])  # type: ignore[arg-type]
-        deadline = started + float(header["timeout_s"])  # type: ignore[arg-type]
-        self._level.prepare(limits.disk_mib, home=bool(header["home"]))
+        place = Place(home=bool(header["home"]), writable=header["kind"] in files.KINDS, disk_mib=limits.disk_mib)
         is_resumed = bool(header["session"]) and self._session is not None
-        start = self._resume if header["session"] else self._start
-        execution = start(job, limits, max_output, deadline, home=bool(header["home"]))
+        ran = self._session_child(place, limits) if header["session"] else self._fresh_child(place)
+        order = {"limits": header["limits"], "session": header["session"], "running": self._num_running()}
+        deadline = started + float(header["timeout_s"])  # type: ignore[arg-type]
+        execution = self._execution(ran, limits, _integer(header, "max_output_bytes"), deadline)
+        execution.is_ready = is_resumed
         try:
+            with contextlib.suppress(OSError):  # it died while it was confined; what it said of that is waiting
+                socket.send_fds(ran.control, [json.dumps(order).encode()], descriptors)
             execution.watch(self._channel)
-            self._level.sweep(self._session_pid())
-            answer = {
-                "id": _integer(header, "id"),
-                "wait_status": execution.wait_status,
-                "stopped": execution.stopped,
-                "sizes": [stream.size for stream in execution.streams],
-                "starts": [stream.start for stream in execution.streams],
-                "duration_s": time.monotonic() - started,
-                "status": "." if is_resumed else self._read_status(),
-            }
-            wire.send(self._channel, answer, execution.target)
+            self._answer(header, execution, time.monotonic() - started)
         finally:
             os.close(execution.target)
-            self._close(execution)
+            self._clean_up(ran, execution)
+        if not header["session"]:
+            self._spare = self._fork(place)
 
-    def _read_status(self) -> str:
-        """What the child said before candidate code began; nothing if it was killed before that."""
-        try:
-            return os.read(self._status, 8192).decode(errors="replace")
-        except BlockingIOError:
-            return ""
+    def _answer(self, header: dict[str, object], execution: Execution, duration_s: float) -> None:
+        answer = {
+            "id": _integer(header, "id"),
+            "exit_code": execution.exit_code,
+            "stopped": execution.stopped,
+            "problem": execution.problem,
+            "sizes": [stream.size for stream in execution.streams],
+            "starts": [stream.start for stream in execution.streams],
+            "duration_s": duration_s,
+        }
+        wire.send(self._channel, answer, execution.target)
 
-    def _start(self, job: int, limits: Limits, max_output: int, deadline: float, *, home: bool) -> Execution:
-        pipes = [os.pipe() for _ in range(_NUM_STREAMS)]
-        running = 1 + (self._session.max_processes if self._session else 0)
-        pid = self._level.fork()
-        if pid == 0:
-            out, err, results = (write for _, write in pipes)
-            status = self._status_of_child
-            child.run(self._level, job, (out, err, results), status, limits, home=home, running=running)
-        self._usage.apart = self._session.seen_as if self._session else set()
-        sources = _read_ends(pipes)
-        return self._execution(pid, sources, limits, max_output, deadline)
+    def _clean_up(self, ran: Child, execution: Execution) -> None:
+        """After the answer, so that nobody waits for it; before the next execution, so that nothing meets it."""
+        ran.pid = execution.pid
+        if ran is not self._session:
+            ran.end()
+        elif not execution.goes_on:
+            ran.end()
+            self._session = None
+        self._level.sweep(self._session.pid if self._session else 0)
 
-    def _resume(self, job: int, limits: Limits, max_output: int, deadline: float, *, home: bool) -> Execution:
+    def _fresh_child(self, place: Place) -> Child:
+        spare, self._spare = self._spare, None
+        fit = self._level.prepare(place)
+        self._usage.apart = self._session.seen_as if self._session else frozenset()
+        if spare is not None:
+            if spare.fit == fit:
+                return spare
+            spare.end()
+        return self._fork(place)
+
+    def _session_child(self, place: Place, limits: Limits) -> Child:
+        self._end_spare()
+        self._usage.apart = frozenset()
         if self._session is None:
-            self._session = self._start_session(limits)
-        session = self._session
-        socket.send_fds(session.control, [b"job"], [job])
-        self._usage.apart = set()
-        return self._execution(session.pid, session.sources, limits, max_output, deadline, done=session.done)
+            before = self._usage.children()
+            self._session = self._fork(place)
+            self._session.max_processes = limits.max_processes
+            self._session.seen_as = frozenset(self._usage.children() - before)
+        else:
+            self._session.forget_what_it_said()
+        return self._session
 
-    def _start_session(self, limits: Limits) -> _Session:
-        pipes = [os.pipe() for _ in range(_NUM_STREAMS + 1)]
+    def _fork(self, place: Place) -> Child:
+        fit = self._level.prepare(place)
+        pipes = [os.pipe() for _ in range(_NUM_STREAMS)]
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        before = self._usage.children()
         pid = self._level.fork()
         if pid == 0:
-            out, err, results, done = (write for _, write in pipes)
-            status = self._status_of_child
-            child.run_session(self._level, theirs.detach(), done, (out, err, results), status, limits)
+            ours.detach()
+            out, err, results = (write for _, write in pipes)
+            child.run(self._level, place, (out, err, results), theirs)
         theirs.close()
-        *sources, done = _read_ends(pipes)
-        return _Session(
-            pid=pid,
-            sources=sources,
-            done=done,
-            control=ours,
-            max_processes=limits.max_processes,
-            seen_as=self._usage.children() - before,
-        )
+        for read, write in pipes:
+            # Our copies of the write ends, or the end of the child would not show.
+            os.close(write)
+            os.set_blocking(read, False)
+        ours.setblocking(False)
+        return Child(pid=pid, sources=[read for read, _ in pipes], control=ours, fit=fit)
 
-    def _execution(
-        self, pid: int, sources: list[int], limits: Limits, max_output: int, deadline: float, *, done: int | None = None
-    ) -> Execution:
+    def _execution(self, ran: Child, limits: Limits, max_output: int, deadline: float) -> Execution:
         caps = (max_output, max_output, MAX_RESULT_BYTES)
         starts = (0, max_output, 2 * max_output)
         return Execution(
-            pid=pid,
-            streams=[Stream(source, start, cap) for source, start, cap in zip(sources, starts, caps, strict=True)],
+            pid=ran.pid,
+            control=ran.control,
+            streams=[Stream(source, start, cap) for source, start, cap in zip(ran.sources, starts, caps, strict=True)],
             target=os.memfd_create("answer", os.MFD_CLOEXEC),
             deadline=deadline,
             limits=limits,
             usage=self._usage,
-            done=done,
         )
 
-    def _close(self, execution: Execution) -> None:
-        """The pipes of an execution, or those of a session that did not survive it."""
-        if execution.done is None:
-            for stream in execution.streams:
-                os.close(stream.source)
-        elif execution.pid == 0 and self._session is not None:
-            self._session.close()
-            self._session = None
+    def _num_running(self) -> int:
+        """Processes beside the execution that count against the limit of this user."""
+        return 1 + (self._session.max_processes if self._session else 0)
 
-    def _session_pid(self) -> int:
-        return self._session.pid if self._session else 0
+    def _end_spare(self) -> None:
+        if self._spare is not None:
+            self._spare.end()
+            self._spare = None
 
     def _reset(self) -> None:
         """The sandbox was given back: end its session, forget its files."""
         if self._session is not None:
-            os.kill(self._session.pid, signal.SIGKILL)
-            os.waitpid(self._session.pid, 0)
-            self._session.close()
+            self._session.end()
             self._session = None
-        self._level.sweep(0)
+            self._end_spare()
+            self._level.sweep(0)
         self._level.reset()
-
-
-def _read_ends(pipes: list[tuple[int, int]]) -> list[int]:
-    """Close our copies of the write ends, or the end of the child would not show."""
-    for read, write in pipes:
-        os.close(write)
-        os.set_blocking(read, False)
-    return [read for read, _ in pipes]
 
 
 def _integer(header: dict[str, object], key: str) -> int:
