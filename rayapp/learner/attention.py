@@ -21,6 +21,10 @@ from rayapp.learner.packing import Packing, Segment
 
 ATTENTION_NAME = "rayapp_packed"
 
+# scaled_dot_product_attention hides the log-sum-exp, which merging blocks needs: these two operators give and take it.
+_flash_forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu  # noqa: SLF001
+_flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward  # noqa: SLF001
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VarlenPlan:
@@ -158,7 +162,7 @@ class _TreeAttention(torch.autograd.Function):
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, out, lse = ctx.saved_tensors
         wide = _by_key_head(query, key, value)
-        grad_out = grad_output[0].transpose(0, 1).unflatten(0, wide[0].shape[:2]).float()
+        grad_out = grad_output[0].transpose(0, 1).unflatten(0, wide[0].shape[:2]).float()  # type: ignore[no-untyped-call]
         narrow = query.dtype == torch.bfloat16
         grads = _backward_blocks(grad_out, *wide, out, lse, ctx.segments, ctx.scale, narrow=narrow)
         grad_query = grads[0].flatten(0, 1)[None].to(query.dtype)
@@ -169,7 +173,7 @@ class _TreeAttention(torch.autograd.Function):
 def _by_key_head(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """(Hkv, G, N, D) float32, where G query heads share a key head: keys and values are views, repeated by stride 0."""
     heads = key.shape[1]
-    wide_query = query[0].unflatten(0, (heads, -1)).float()
+    wide_query: Tensor = query[0].unflatten(0, (heads, -1)).float()  # type: ignore[no-untyped-call]
     shape = wide_query.shape
     return wide_query, key[0].float().unsqueeze(1).expand(shape), value[0].float().unsqueeze(1).expand(shape)
 
@@ -195,9 +199,7 @@ def _forward_blocks(
 def _flash(
     query: Tensor, key: Tensor, value: Tensor, rows: slice, columns: slice, *, scale: float, is_causal: bool
 ) -> tuple[Tensor, Tensor]:
-    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-        query[:, :, rows], key[:, :, columns], value[:, :, columns], 0.0, is_causal, scale=scale
-    )
+    out, lse = _flash_forward(query[:, :, rows], key[:, :, columns], value[:, :, columns], 0.0, is_causal, scale=scale)
     return out, lse
 
 
@@ -236,9 +238,7 @@ def _backward_blocks(
             if narrow and not is_causal:
                 parts = _narrow_gradient(grad_out[:, :, rows], *block, scale=scale)
             else:
-                parts = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-                    grad_out[:, :, rows], *block, 0.0, is_causal, scale=scale
-                )
+                parts = _flash_backward(grad_out[:, :, rows], *block, 0.0, is_causal, scale=scale)
             for grad, part, where in zip(zeros, parts, (rows, own, own), strict=True):
                 # add_ and not +=, which would copy the sum onto itself.
                 grad[:, :, where].add_(part)

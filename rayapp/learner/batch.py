@@ -81,10 +81,11 @@ def split(items: Sequence[TrainItem], *, max_tokens: int, share_prefixes: bool) 
     for item, (marginal, alone) in zip(ordered, costs, strict=True):
         # A few more than the share is better than one more micro-batch; the budget itself is never exceeded.
         if not bins or filled + marginal > max_tokens or filled >= target:
-            bins.append([])
-            filled, marginal = 0, alone
-        bins[-1].append(item)
-        filled += marginal
+            bins.append([item])
+            filled = alone
+        else:
+            bins[-1].append(item)
+            filled += marginal
     return [make_micro_batch(chosen, share_prefixes=share_prefixes) for chosen in bins]
 
 
@@ -128,8 +129,9 @@ def _costs(ordered: Sequence[TrainItem], max_tokens: int, *, share_prefixes: boo
     for item in ordered:
         alone = item.num_inputs
         _check_length(item, alone, max_tokens)
-        same_group = previous is not None and previous.group == item.group
-        shared = common_prefix(inputs_of(previous), inputs_of(item)) if share_prefixes and previous and same_group else 0
+        shared = 0
+        if share_prefixes and previous is not None and previous.group == item.group:
+            shared = common_prefix(inputs_of(previous), inputs_of(item))
         costs.append((alone - shared, alone))
         previous = item
     return costs

@@ -9,9 +9,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.checkpoint import CheckpointException
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 
 from rayapp.errors import CheckpointError
 from rayapp.learner.policy import named_weights
@@ -28,7 +29,7 @@ def save_learner(learner: PolicyLearner, folder: str, version: int) -> None:
     state["counters"] = torch.tensor([version, learner.optimizer_steps, learner.skipped_steps])
     state["rng"] = torch.get_rng_state()
     try:
-        dcp.save(state, checkpoint_id=folder, process_group=learner.ranks.cpu_group)
+        save(state, checkpoint_id=folder, process_group=learner.ranks.cpu_group)
     except (CheckpointException, OSError) as error:
         raise CheckpointError(f"the checkpoint in {folder} can't be written: {_reason(error)}") from error
 
@@ -45,7 +46,7 @@ def load_learner(learner: PolicyLearner, folder: str) -> int:
     state["counters"] = torch.zeros(3, dtype=torch.int64)
     state["rng"] = torch.get_rng_state()
     try:
-        dcp.load(state, checkpoint_id=folder, process_group=learner.ranks.cpu_group)
+        load(state, checkpoint_id=folder, process_group=learner.ranks.cpu_group)
     except (CheckpointException, OSError, ValueError, RuntimeError, KeyError) as error:
         raise CheckpointError(
             f"the checkpoint in {folder} can't be read into this model: {_reason(error)}. It is torn or belongs to "

@@ -11,6 +11,7 @@ from typing import TypeVar
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore, Store, TCPStore
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from rayapp.config import Config
@@ -57,11 +58,11 @@ def start_ranks(config: Config, rank: int, world_size: int, master_address: str,
     # A rank that fails leaves the others in a collective: they give up when the driver's own deadline would pass.
     timeout = timedelta(seconds=config.learner.step_timeout_s)
     backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
-    store: dist.Store
+    store: Store
     if world_size == 1:
-        store = dist.HashStore()
+        store = HashStore()
     else:
-        store = dist.TCPStore(master_address, master_port, world_size, is_master=rank == 0, timeout=timeout)
+        store = TCPStore(master_address, master_port, world_size, is_master=rank == 0, timeout=timeout)
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
     mesh = init_device_mesh(device.type, (world_size,))
     cpu_group = dist.new_group(backend="gloo", timeout=timeout)

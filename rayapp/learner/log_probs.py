@@ -87,6 +87,8 @@ class _TokenLogProbs(torch.autograd.Function):
     ) -> tuple[Tensor | None, Tensor | None, None, None, None]:
         hidden, weight, rows, token_ids, entropy, *kept = ctx.saved_tensors
         options: HeadOptions = ctx.options
+        if not options.entropy_needs_grad:
+            grad_entropy = None
         grad_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
         grad_weight: Tensor | None = None
         chunks = _chunks(hidden.shape[0], options.chunk_rows)
@@ -95,7 +97,7 @@ class _TokenLogProbs(torch.autograd.Function):
             probs = kept[number] if number < len(kept) else _probabilities(inner, weight, options)
             first, last = _pairs_of(rows, start, stop)
             pairs = (rows[first:last] - start, token_ids[first:last])
-            entropy_grads = (entropy[start:stop], grad_entropy[start:stop]) if options.entropy_needs_grad else None
+            entropy_grads = None if grad_entropy is None else (entropy[start:stop], grad_entropy[start:stop])
             grad_logits = _grad_logits(probs, pairs, grad_log_probs[first:last], entropy_grads, options)
             if grad_hidden is not None:
                 torch.mm(grad_logits, weight, out=grad_hidden[start:stop])

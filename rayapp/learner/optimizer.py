@@ -1,4 +1,7 @@
-"""AdamW and its schedule. The learning rate is a pure function of the optimizer step, so resuming needs no scheduler."""
+"""AdamW and its schedule.
+
+The learning rate is a pure function of the optimizer step, so resuming needs no scheduler.
+"""
 
 from __future__ import annotations
 
@@ -36,10 +39,7 @@ def learning_rate(step: int, num_steps: int, section: OptimizerSection) -> float
 def _decay(progress: float, section: OptimizerSection) -> float:
     if section.schedule == "constant":
         return 1.0
-    if section.schedule == "linear":
-        share = 1.0 - progress
-    else:
-        share = 0.5 * (1.0 + math.cos(math.pi * progress))
+    share = 1.0 - progress if section.schedule == "linear" else 0.5 * (1.0 + math.cos(math.pi * progress))
     return section.min_lr_ratio + (1.0 - section.min_lr_ratio) * share
 
 

@@ -14,6 +14,7 @@ packing is the same code.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -95,7 +96,7 @@ class _Builder:
     def add_tree(self, sequences: Sequence[Int32Array], members: list[int]) -> None:
         # Sorted, sequences with a common prefix are neighbours, and the prefix of a range is its smallest neighbour's.
         order = sorted(members, key=lambda i: _sort_key(sequences[i]))
-        shared = [common_prefix(sequences[a], sequences[b]) for a, b in zip(order, order[1:], strict=False)]
+        shared = [common_prefix(sequences[a], sequences[b]) for a, b in itertools.pairwise(order)]
         self._branch(sequences, order, shared, depth=0, path=np.empty(0, np.int64), parent=-1)
 
     def end_tree(self, num_sequences: int) -> None:

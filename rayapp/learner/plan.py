@@ -88,9 +88,7 @@ def row_advantages(table: StepTable, inputs: AdvantageInputs, config: Config) ->
     if rows.size == 0:
         return {}
     advantages = compute_advantages(inputs, config.algorithm).numpy()
-    return {
-        int(row): advantages[i, : table.num_response_tokens[row]].astype(np.float32) for i, row in enumerate(rows)
-    }
+    return {int(row): advantages[i, : table.num_response_tokens[row]].astype(np.float32) for i, row in enumerate(rows)}
 
 
 def minibatch_of(table: StepTable, num_minibatches: int) -> NDArray[np.int64]:
@@ -155,6 +153,4 @@ def needs_computing(item: TrainItem, config: Config) -> bool:
 def _reward_terms(summaries: Sequence[GroupSummary], rows: NDArray[np.int64]) -> dict[str, FloatArray]:
     """Terms that every group has, of these rows."""
     names = set.intersection(*(set(summary.reward_terms) for summary in summaries)) if summaries else set()
-    return {
-        name: np.concatenate([summary.reward_terms[name] for summary in summaries])[rows] for name in sorted(names)
-    }
+    return {name: np.concatenate([summary.reward_terms[name] for summary in summaries])[rows] for name in sorted(names)}

@@ -162,5 +162,4 @@ def shard(model: PolicyModel, mesh: DeviceMesh, *, compute_dtype: torch.dtype) -
 
 def named_weights(model: PolicyModel) -> Iterator[tuple[str, nn.Parameter]]:
     """Parameters under their Hugging Face names; tied ones once, as in a Hugging Face folder."""
-    for name, parameter in model.causal_lm.named_parameters():
-        yield name, parameter
+    yield from model.causal_lm.named_parameters()

@@ -244,8 +244,8 @@ class _Step:
         else:
             slopes = stack_rows([coupled[item.row] for item in batch.items], batch.mask.shape[1])
             loss, metrics = (rows.log_probs * slopes.to(rows.mask.device)).sum(), {}
-        loss, parts = self._regularised(loss, rows, scale)
-        loss.backward()
+        loss = self._regularised(loss, rows, scale)
+        loss.backward()  # type: ignore[no-untyped-call]
         share = float(loss.detach()) / scale.dp_size
         self.micro_facts.append(
             MicroBatchFacts(
@@ -253,7 +253,7 @@ class _Step:
                 num_input_tokens=sum(item.num_inputs for item in batch.items),
                 num_trained_tokens=batch.num_trained_tokens,
                 loss=share,
-                metrics=metrics | parts,
+                metrics=metrics,
             )
         )
         self._note_rows(batch, rows)
@@ -276,15 +276,13 @@ class _Step:
             ref_log_probs=ref,
         )
 
-    def _regularised(self, loss: Tensor, rows: LossRows, scale: LossScale) -> tuple[Tensor, dict[str, float]]:
+    def _regularised(self, loss: Tensor, rows: LossRows, scale: LossScale) -> Tensor:
         """Add the KL loss and the entropy bonus, as far as they are configured."""
-        parts: dict[str, float] = {}
         if rows.ref_log_probs is not None:
-            divergence = kl_loss(rows, self.algorithm, scale)
-            loss = loss + self.algorithm.kl_loss_coef * divergence
+            loss = loss + self.algorithm.kl_loss_coef * kl_loss(rows, self.algorithm, scale)
         if self.algorithm.entropy_coef > 0:
             loss = loss - self.algorithm.entropy_coef * entropy_loss(rows, self.algorithm, scale)
-        return loss, parts
+        return loss
 
     def _note_rows(self, batch: MicroBatch, rows: LossRows) -> None:
         """Keep what the metrics rest on, on the host."""
