@@ -32,6 +32,8 @@ async def answer(ref: Awaitable[T], *, timeout_s: float, what: str) -> T:
         return await asyncio.wait_for(_as_coroutine(ref), timeout_s)
     except RayActorError as error:
         raise _died(error, what) from None
+    except OutOfMemoryError as error:
+        raise _out_of_memory(error, what) from None
     except RayTaskError as error:
         raise _remote_error(error, what) from error
     except TimeoutError:
@@ -58,8 +60,15 @@ def _remote_error(error: RayTaskError, what: str) -> BaseException:
             f"`ray start` if the Ray is yours. {_first_lines(cause)}"
         )
     if isinstance(cause, OutOfMemoryError):
-        return RayappError(f"{what}: out of memory. {_first_lines(cause)}")
+        return _out_of_memory(cause, what)
     return RayappError(f"{what} failed: {type(cause).__name__}: {cause}")
+
+
+def _out_of_memory(error: OutOfMemoryError, what: str) -> ProcessDiedError:
+    return ProcessDiedError(
+        f"{what}: Ray ended its process because the node ran out of memory. Lower learner.max_tokens_per_microbatch or "
+        f"server.kv_cache_gib, or end what else runs here. {_first_lines(error)}"
+    )
 
 
 def _first_lines(error: BaseException, num_lines: int = 3) -> str:

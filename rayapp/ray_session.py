@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import logging
 import os
+import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from rayapp.config import Config
 from rayapp.errors import ConfigError
 
+log = logging.getLogger(__name__)
 MIB = 1 << 20
+CONNECT_TIMEOUT_S = 5.0
 
 
 @contextmanager
@@ -37,10 +41,10 @@ def ray_session(config: Config) -> Iterator[str]:
         ray.shutdown()
 
 
-def _connect(config: Config):  # type: ignore[no-untyped-def]
+def _connect(config: Config) -> Any:
     import ray
 
-    common = {
+    common: dict[str, Any] = {
         "namespace": f"rayapp-{config.run.name}",
         "logging_level": logging.ERROR,
         "log_to_driver": config.cluster.log_to_driver,
@@ -48,8 +52,9 @@ def _connect(config: Config):  # type: ignore[no-untyped-def]
     address = config.cluster.address or os.environ.get("RAY_ADDRESS", "")
     if address and address != "local":
         try:
+            _check_reachable(address)
             return ray.init(address=address, **common)
-        except (ConnectionError, ValueError, RuntimeError) as error:
+        except (OSError, ValueError, RuntimeError) as error:
             raise ConfigError(
                 f"no Ray answers at {address!r} ({_first_line(error)}). Start one there with `ray start --head`, "
                 "correct cluster.address or RAY_ADDRESS, or leave both empty to start a local one."
@@ -58,8 +63,19 @@ def _connect(config: Config):  # type: ignore[no-untyped-def]
         try:
             return ray.init(address="auto", **common)
         except ConnectionError:
-            pass  # none is running: start one
+            log.info("no Ray runs here: starting one")
     return ray.init(address="local", object_store_memory=config.cluster.object_store_mib * MIB, **common)
+
+
+def _check_reachable(address: str) -> None:
+    """Ray itself tries an address that does not answer for minutes.
+
+    Raises:
+        OSError: nothing listens there.
+    """
+    host, separator, port = address.rpartition("://")[2].rpartition(":")
+    if separator and port.isdigit():
+        socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_TIMEOUT_S).close()
 
 
 def _first_line(error: BaseException) -> str:

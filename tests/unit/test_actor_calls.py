@@ -1,0 +1,53 @@
+"""What a failed call to an actor says: who, what, and the way out. No Ray is started; its exceptions are enough."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from ray.exceptions import ActorDiedError, ObjectStoreFullError, OutOfMemoryError, RayTaskError
+
+from actors.calls import answer
+from rayapp.errors import DeadlineError, ProcessDiedError, RayappError, StaleVersionError
+
+
+async def raising(error: BaseException) -> None:
+    raise error
+
+
+def task_error(cause: Exception) -> RayTaskError:
+    return RayTaskError("generate", "Traceback ...", cause)
+
+
+async def test_our_own_errors_cross_ray_as_they_were() -> None:
+    with pytest.raises(StaleVersionError, match="holds 2, needs 3"):
+        await answer(
+            raising(task_error(StaleVersionError("holds 2, needs 3"))), timeout_s=5, what="vllm-server-0.generate"
+        )
+
+
+async def test_a_full_object_store_names_the_key_to_raise() -> None:
+    with pytest.raises(RayappError, match=r"learner-0\.export_weights: .*object_store_mib"):
+        await answer(raising(task_error(ObjectStoreFullError("full"))), timeout_s=5, what="learner-0.export_weights")
+
+
+async def test_a_call_that_does_not_answer_names_the_actor_and_the_deadline() -> None:
+    with pytest.raises(DeadlineError, match=r"vllm-server-1\.load_weights did not answer within 0\.01 s"):
+        await answer(asyncio.Event().wait(), timeout_s=0.01, what="vllm-server-1.load_weights")
+
+
+async def test_a_dead_actor_is_told_apart_from_a_failed_call() -> None:
+    with pytest.raises(ProcessDiedError, match=r"learner-0\.train_step: its process is gone"):
+        await answer(raising(ActorDiedError()), timeout_s=5, what="learner-0.train_step")
+
+
+async def test_a_process_that_ray_ended_for_want_of_memory_is_named_with_what_to_lower() -> None:
+    with pytest.raises(ProcessDiedError, match=r"learner-0\.train_step: .*out of memory.*max_tokens_per_microbatch"):
+        await answer(raising(OutOfMemoryError("3 workers were killed")), timeout_s=5, what="learner-0.train_step")
+
+
+async def test_any_other_failure_keeps_its_type_and_text() -> None:
+    with pytest.raises(RayappError, match=r"learner-0\.train_step failed: ZeroDivisionError: division by zero"):
+        await answer(
+            raising(task_error(ZeroDivisionError("division by zero"))), timeout_s=5, what="learner-0.train_step"
+        )

@@ -1,0 +1,58 @@
+"""Chunked log-probs, entropies and their gradients are those of the whole logits tensor."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rayapp.learner.log_probs import HeadOptions, Targets, token_log_probs
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    seed=st.integers(0, 999),
+    num_rows=st.integers(1, 30),
+    num_pairs=st.integers(1, 40),
+    chunk_rows=st.sampled_from([1, 4, 7, 64]),
+    temperature=st.sampled_from([0.6, 1.0, 1.7]),
+    with_entropy=st.booleans(),
+)
+def test_values_and_gradients_are_those_of_whole_logits(
+    seed: int, num_rows: int, num_pairs: int, chunk_rows: int, temperature: float, with_entropy: bool
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    hidden = torch.randn(num_rows, 8, generator=generator).requires_grad_()
+    weight = torch.randn(23, 8, generator=generator).requires_grad_()
+    rows = torch.randint(0, num_rows, (num_pairs,), generator=generator).sort().values
+    targets = Targets(rows=rows, token_ids=torch.randint(0, 23, (num_pairs,), generator=generator))
+    options = HeadOptions(
+        temperature=temperature, chunk_rows=chunk_rows, entropy_needs_grad=with_entropy, needs_sum_pi_squared=True
+    )
+    found = token_log_probs(hidden, weight, targets, options)
+    whole = (hidden @ weight.t() / temperature).log_softmax(-1)
+    expected = (whole[rows, targets.token_ids], -(whole.exp() * whole).sum(-1), whole.exp().square().sum(-1))
+    for ours, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
+    slopes, more = torch.randn(num_pairs, generator=generator), torch.randn(num_rows, generator=generator)
+    losses = [(out[0] * slopes).sum() + ((out[1] * more).sum() if with_entropy else 0) for out in (found, expected)]
+    for ours, theirs in zip(*(torch.autograd.grad(loss, (hidden, weight)) for loss in losses), strict=True):
+        torch.testing.assert_close(ours, theirs, atol=5e-5, rtol=1e-4)
+
+
+def test_an_improbable_token_has_a_finite_log_prob() -> None:
+    hidden, weight = torch.tensor([[1.0]]), torch.tensor([[0.0], [500.0]])
+    targets = Targets(rows=torch.tensor([0]), token_ids=torch.tensor([0]))
+    log_probs, entropy, _ = token_log_probs(hidden, weight, targets, HeadOptions(temperature=1.0, chunk_rows=16))
+    # exp(-500) underflows in float32; the log-prob must not
+    assert float(log_probs[0]) == pytest.approx(-500.0)
+    assert float(entropy[0]) == pytest.approx(0.0, abs=1e-6)
+
+
+def test_a_frozen_head_gets_no_gradient() -> None:
+    hidden, weight = torch.randn(3, 4, requires_grad=True), torch.randn(9, 4)
+    targets = Targets(rows=torch.tensor([0, 2]), token_ids=torch.tensor([1, 8]))
+    token_log_probs(hidden, weight, targets, HeadOptions(temperature=1.0, chunk_rows=2))[0].sum().backward()
+    assert hidden.grad is not None
+    assert weight.grad is None
