@@ -13,8 +13,8 @@ from typing import Any
 from actors.calls import answer
 from rayapp.errors import EngineDeadError, ProcessDiedError
 from rayapp.rollout.order import GroupRequest
-from rayapp.sandbox.pool import Lease
-from rayapp.types import Completion, GroupSummary, SamplingParams
+from rayapp.sandbox.leases import Fate, Lease
+from rayapp.types import Completion, GroupSummary, SamplingParams, SandboxSpec
 
 ObjectRef = Any  # ray.ObjectRef[T] can't be named where `Group` is only a reference
 Facts = dict[str, Any]
@@ -121,13 +121,25 @@ class SandboxPoolHandle(Handle):
         facts: Facts = await self.call("ready", self.actor.ready.remote(), timeout_s)
         return facts
 
-    async def acquire(self, holder: str, *, timeout_s: float) -> Lease:
+    async def acquire(self, holder: str, spec: SandboxSpec, *, timeout_s: float) -> Lease:
         # The pool keeps the caller's deadline itself; the margin is for a pool that hangs.
-        lease: Lease = await self.call("acquire", self.actor.acquire.remote(holder, timeout_s), timeout_s + 10.0)
+        ref = self.actor.acquire.remote(holder, spec, timeout_s=timeout_s)
+        lease: Lease = await self.call("acquire", ref, timeout_s + 10.0)
         return lease
 
-    async def release(self, lease_id: int) -> None:
-        await self.call("release", self.actor.release.remote(lease_id), 10.0)
+    async def release(self, lease_id: int, fate: Fate) -> None:
+        await self.call("release", self.actor.release.remote(lease_id, fate), 10.0)
+
+    async def heartbeat(self, holder: str) -> None:
+        await self.call("heartbeat", self.actor.heartbeat.remote(holder), 10.0)
+
+    async def reclaim(self, holder: str) -> int:
+        """A holder is dead: what it held serves others from now on."""
+        count: int = await self.call("reclaim", self.actor.reclaim.remote(holder), 10.0)
+        return count
+
+    async def prefetch(self, spec: SandboxSpec, num_ready: int) -> None:
+        await self.call("prefetch", self.actor.prefetch.remote(spec, num_ready), 10.0)
 
     async def stats(self) -> dict[str, float]:
         stats: dict[str, float] = await self.call("stats", self.actor.stats.remote(), 10.0)

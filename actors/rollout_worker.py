@@ -15,7 +15,7 @@ from rayapp.rollout.group import run_group
 from rayapp.rollout.order import ANY_VERSION, GroupRequest, evaluation_seed, prompt_index
 from rayapp.rollout.prompts import render_prompts
 from rayapp.sandbox.client import PoolClient
-from rayapp.sandbox.local.provider import LocalProvider
+from rayapp.sandbox.providers import local_provider, remote_providers
 from rayapp.tasks.loading import load_tasks
 from rayapp.types import Completion, Group, GroupSummary, SamplingParams
 
@@ -58,9 +58,8 @@ class RolloutWorker:
         self._prompts = render_prompts(config, self._tasks)
         self._sandboxes = PoolClient(
             pool,
-            LocalProvider(
-                allow_unisolated=config.sandbox.allow_unisolated, max_slots=config.sandbox.max_leases or None
-            ),
+            local_provider(config.sandbox),
+            remote=remote_providers(config.sandbox),
             holder=repr(self),
             ttl_s=config.sandbox.lease_ttl_s,
         )

@@ -1,14 +1,21 @@
-"""`sandbox-pool`: how many sandboxes run at once, over all rollout workers. A thin shell around `LeasePool`."""
+"""`sandbox-pool`: who uses which sandbox, over all rollout workers. A thin shell around `rayapp.sandbox.pool`.
+
+It makes and ends remote sandboxes and hands out leases; code and outputs never pass through it. Owned by the driver:
+when the driver is gone, Ray ends this process, and what it leaves at a provider falls to the reaper.
+"""
 
 from __future__ import annotations
 
 import asyncio
-import os
+import logging
 
 from rayapp.sandbox.config import SandboxConfig
-from rayapp.sandbox.pool import Lease, LeasePool
+from rayapp.sandbox.leases import Fate, Lease
+from rayapp.sandbox.pool_build import build_pool
+from rayapp.types import SandboxSpec
 
-RECLAIM_EVERY_S = 5.0
+log = logging.getLogger(__name__)
+TEND_EVERY_S = 5.0
 
 
 class SandboxPool:
@@ -16,46 +23,77 @@ class SandboxPool:
 
     Args:
         config: of the run's sandboxes.
-        run_name: for the dashboard.
+        run_name: labels the sandboxes; for the dashboard.
+    Raises:
+        SandboxConfigError: a provider's package or key is not there.
     """
 
     def __init__(self, config: SandboxConfig, run_name: str) -> None:
+        self._config = config
         self._run_name = run_name
-        self._pool = LeasePool(
-            max_leases=config.max_leases or len(os.sched_getaffinity(0)),
-            max_waiting=config.max_waiting,
-            ttl_s=config.lease_ttl_s,
-        )
-        self._reclaimer: asyncio.Task[None] | None = None
+        self._pool = build_pool(config, run_name)
+        self._chores: list[asyncio.Task[None]] = []
 
     def __repr__(self) -> str:
         return f"sandbox-pool({self._run_name})"
 
     async def ready(self) -> dict[str, float]:
-        """Start taking back expired leases. Returns `stats`."""
-        if self._reclaimer is None:
-            self._reclaimer = asyncio.create_task(self._reclaim_for_ever(), name="reclaim expired leases")
+        """End what an earlier run of this name left on this host, then start the housekeeping. Returns `stats`."""
+        if not self._chores:
+            await self._sweep(stray_after_s=0.0)
+            self._chores = [
+                asyncio.create_task(self._tend_for_ever(), name="tend sandboxes"),
+                asyncio.create_task(self._sweep_for_ever(), name="sweep stray sandboxes"),
+            ]
+            if self._config.min_ready:
+                self._pool.prefetch(SandboxSpec(), self._config.min_ready)
         return self._pool.stats()
 
-    async def _reclaim_for_ever(self) -> None:
+    async def _tend_for_ever(self) -> None:
         while True:
-            await asyncio.sleep(RECLAIM_EVERY_S)
-            self._pool.reclaim_expired()
+            await asyncio.sleep(TEND_EVERY_S)
+            self._pool.tend()
 
-    async def acquire(self, holder: str, timeout_s: float) -> Lease:
+    async def _sweep_for_ever(self) -> None:
+        while True:
+            await asyncio.sleep(self._config.sweep_every_s)
+            await self._sweep()
+
+    async def _sweep(self, stray_after_s: float | None = None) -> None:
+        keepers = [source.keeper for source in self._pool.sources if source.keeper is not None]
+        ended = sum(await asyncio.gather(*(keeper.sweep(stray_after_s=stray_after_s) for keeper in keepers)))
+        if ended:
+            log.warning("ended %d stray sandboxes of run %s", ended, self._run_name)
+
+    async def acquire(self, holder: str, spec: SandboxSpec, *, timeout_s: float) -> Lease:
         """See `LeasePool.acquire`."""
-        return await self._pool.acquire(holder, timeout_s=timeout_s)
+        return await self._pool.acquire(holder, spec, timeout_s=timeout_s)
 
-    async def release(self, lease_id: int) -> None:
+    async def release(self, lease_id: int, fate: Fate) -> None:
         """See `LeasePool.release`."""
-        self._pool.release(lease_id)
+        self._pool.release(lease_id, fate)
+
+    async def heartbeat(self, holder: str) -> None:
+        """See `LeasePool.heartbeat`."""
+        self._pool.heartbeat(holder)
+
+    async def reclaim(self, holder: str) -> int:
+        """A holder is dead: take back what it held. Returns how many leases."""
+        return self._pool.reclaim_of(holder)
+
+    async def prefetch(self, spec: SandboxSpec, num_ready: int) -> None:
+        """See `LeasePool.prefetch`."""
+        self._pool.prefetch(spec, num_ready)
 
     async def stats(self) -> dict[str, float]:
         """`sandbox/*` metrics."""
         return self._pool.stats()
 
     async def close(self) -> None:
-        """Stop the background task. Idempotent."""
-        if self._reclaimer is not None:
-            self._reclaimer.cancel()
-            self._reclaimer = None
+        """End every sandbox of the run. Idempotent."""
+        chores, self._chores = self._chores, []
+        for chore in chores:
+            chore.cancel()
+        left = await self._pool.close()
+        if left:
+            log.error("%d sandboxes of run %s are still listed: rayapp sandbox reap", len(left), self._run_name)

@@ -1,24 +1,36 @@
-"""A rollout worker's way to sandboxes: permission from the pool, the sandbox itself in this very process.
+"""A rollout worker's way to sandboxes: permission from the pool, everything else between the worker and the sandbox.
 
-Local sandboxes are processes of the worker's node, so the worker owns them; the pool only says how many run at once.
+    worker -- acquire/release --> pool                (permission and addresses: small and few)
+       '---- code, inputs, outputs --> sandbox        (never through the pool)
+
+Remote sandboxes are made and ended by the pool; the worker attaches to the one it was lent. Local sandboxes are
+processes of the worker's node, so the worker owns them; the pool only says how many run at once.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
+from collections.abc import Mapping
 from typing import Protocol
 
+from rayapp.errors import RayappError, SandboxConfigError
 from rayapp.protocols import Sandbox, SandboxProvider
-from rayapp.sandbox.pool import Lease
+from rayapp.sandbox.leased import LeasedSandbox
+from rayapp.sandbox.leases import Fate, Lease, RemoteProvider
 from rayapp.types import SandboxSpec
+
+log = logging.getLogger(__name__)
 
 
 class Pool(Protocol):
-    """The sandbox-pool actor, or a `LeasePool` in tests."""
+    """The sandbox-pool actor's handle, or in tests the actor's plain class."""
 
-    async def acquire(self, holder: str, *, timeout_s: float) -> Lease: ...
+    async def acquire(self, holder: str, spec: SandboxSpec, *, timeout_s: float) -> Lease: ...
 
-    async def release(self, lease_id: int) -> None: ...
+    async def release(self, lease_id: int, fate: Fate) -> None: ...
+
+    async def heartbeat(self, holder: str) -> None: ...
 
 
 class PoolClient:
@@ -26,43 +38,85 @@ class PoolClient:
 
     Args:
         pool: grants leases.
-        provider: makes the sandboxes; closed with this client.
+        local: makes the sandboxes of this process; closed with this client.
+        remote: providers by name, to attach to what the pool lends; closed with this client.
         holder: this caller's name in the pool.
-        ttl_s: the provider ends a sandbox after this long, should nobody else.
+        ttl_s: a local sandbox ends after this long, should nobody else end it.
+        heartbeat_every_s: how often the pool hears that this process lives.
     """
 
-    def __init__(self, pool: Pool, provider: SandboxProvider, *, holder: str, ttl_s: float) -> None:
+    def __init__(
+        self,
+        pool: Pool,
+        local: SandboxProvider | None,
+        *,
+        holder: str,
+        ttl_s: float,
+        remote: Mapping[str, RemoteProvider] | None = None,
+        heartbeat_every_s: float = 10.0,
+    ) -> None:
         self._pool = pool
-        self._provider = provider
+        self._local = local
+        self._remote = dict(remote or {})
         self._holder = holder
         self._ttl_s = ttl_s
+        self._heartbeat_every_s = heartbeat_every_s
+        self._heart: asyncio.Task[None] | None = None
 
     def lease(self, spec: SandboxSpec, *, timeout_s: float) -> PoolLease:
         """A sandbox for the length of an `async with` block."""
         return PoolLease(self, spec, timeout_s)
 
-    async def acquire(self, spec: SandboxSpec, timeout_s: float) -> tuple[Lease, Sandbox]:
-        """A lease and its sandbox; neither, if the sandbox can't be made."""
-        lease = await self._pool.acquire(self._holder, timeout_s=timeout_s)
+    async def acquire(self, spec: SandboxSpec, timeout_s: float) -> tuple[Lease, LeasedSandbox]:
+        """A lease and its sandbox; neither, if the sandbox can't be had."""
+        if self._heart is None:
+            self._heart = asyncio.create_task(self._beat(), name=f"heartbeat of {self._holder}")
+        lease = await self._pool.acquire(self._holder, spec, timeout_s=timeout_s)
         try:
-            sandbox = await self._provider.create(
-                spec, labels={"holder": self._holder}, ttl_s=self._ttl_s, timeout_s=timeout_s
-            )
+            sandbox = await self._sandbox(lease, spec, timeout_s)
         except BaseException:
-            await asyncio.shield(self._pool.release(lease.lease_id))
+            await asyncio.shield(self._pool.release(lease.lease_id, Fate.DIRTY))
             raise
-        return lease, sandbox
+        return lease, LeasedSandbox(sandbox, lease.fallback_from)
 
-    async def release(self, lease: Lease, sandbox: Sandbox) -> None:
-        """End the sandbox, then give the lease back: the other order would let one too many run."""
+    async def _sandbox(self, lease: Lease, spec: SandboxSpec, timeout_s: float) -> Sandbox:
+        if lease.connection is not None:
+            provider = self._remote.get(lease.provider)
+            if provider is None:
+                raise SandboxConfigError(
+                    f"the pool lent a sandbox of {lease.provider}, which {self._holder} has no access to: both must "
+                    "run with the same sandbox.providers"
+                )
+            return provider.attach(lease.connection, spec)
+        if self._local is None:
+            raise SandboxConfigError(f"the pool lent a local place, but {self._holder} has no local provider")
+        return await self._local.create(spec, labels={"holder": self._holder}, ttl_s=self._ttl_s, timeout_s=timeout_s)
+
+    async def release(self, lease: Lease, sandbox: LeasedSandbox) -> None:
+        """Give the lease back. A local sandbox is ended first: the other order would let one too many run."""
+        fate = sandbox.fate
         try:
-            await sandbox.kill()
+            if lease.connection is None:
+                await sandbox.kill()
         finally:
-            await self._pool.release(lease.lease_id)
+            await self._pool.release(lease.lease_id, fate)
+
+    async def _beat(self) -> None:
+        while True:
+            try:
+                await self._pool.heartbeat(self._holder)
+            except RayappError as error:
+                # A pool that is gone fails the next lease, which has a caller to tell.
+                log.warning("%s: the sandbox pool does not answer: %s", self._holder, error)
+            await asyncio.sleep(self._heartbeat_every_s)
 
     async def close(self) -> None:
-        """End every sandbox of this worker. Idempotent."""
-        await self._provider.close()
+        """End every sandbox of this process. Idempotent."""
+        if self._heart is not None:
+            self._heart.cancel()
+            self._heart = None
+        providers = [provider for provider in (self._local, *self._remote.values()) if provider is not None]
+        await asyncio.gather(*(provider.close() for provider in providers))
 
 
 class PoolLease:
@@ -72,7 +126,7 @@ class PoolLease:
         self._client = client
         self._spec = spec
         self._timeout_s = timeout_s
-        self._held: tuple[Lease, Sandbox] | None = None
+        self._held: tuple[Lease, LeasedSandbox] | None = None
 
     async def __aenter__(self) -> Sandbox:
         self._held = await self._client.acquire(self._spec, self._timeout_s)

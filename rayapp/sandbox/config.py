@@ -1,4 +1,4 @@
-"""Configuration of sandboxes: which providers, in which order, and the rules of the pool. Data only; read everywhere."""
+"""Configuration of sandboxes: which providers, in which order, and the rules of the pool. Data only."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ class LocalConfig(_Frozen):
 
     type: Literal["local"] = "local"
     max_sandboxes: int = Field(0, ge=0)
-    """Sandboxes alive at once; 0 is `max_leases`, or else one per core: with more, how long code runs, and so whether it
-    meets its deadline, would depend on its neighbours."""
+    """Sandboxes alive at once; 0 is `max_leases`, or else one per core: with more, how long code runs, and so whether
+    it meets its deadline, would depend on its neighbours."""
     packages: tuple[str, ...] = ()
     """Packages preloaded in every sandbox besides those its task names, e.g. [numpy]."""
 
@@ -106,7 +106,7 @@ class McpConfig(_Remote):
     template: str = "code-interpreter"
     """Sent as X-Template, for tasks that name none."""
     execution_timeout_s: int = Field(60, ge=1, le=3600)
-    """The server's own limit for one execution in seconds, sent as X-Execution-Timeout. Longer than any task's timeout_s."""
+    """The server's own limit for one execution in seconds, sent as X-Execution-Timeout. Longer than any task's."""
 
 
 class FakeConfig(_Remote):
@@ -132,8 +132,8 @@ class SandboxConfig(_Frozen):
     """Where model-written code runs, and how many sandboxes at a time."""
 
     providers: tuple[ProviderConfig, ...] = (LocalConfig(),)
-    """In order of preference. The next one serves only while all before it can't: their quota is zero, or they fail again
-    and again. Results of a fallback say so."""
+    """In order of preference. The next one serves only while all before it can't: their quota is zero, or they fail
+    again and again. Results of a fallback say so."""
     max_leases: int = Field(0, ge=0)
     """Sandboxes in use at once over all rollout workers and providers; 0 is what the providers' limits add up to."""
     max_waiting: int = Field(10_000, ge=1)
@@ -169,7 +169,7 @@ class SandboxConfig(_Frozen):
             raise ValueError("providers is empty: name one at least, e.g. providers: [{type: local}]")
         kinds = [provider.type for provider in self.providers]
         if twice := {kind for kind in kinds if kinds.count(kind) > 1}:
-            raise ValueError(f"provider {', '.join(sorted(twice))} is there more than once; each kind may be there once")
+            raise ValueError(f"provider {', '.join(sorted(twice))} is there twice; each kind may be there once")
         return self
 
     @property

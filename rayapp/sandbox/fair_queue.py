@@ -1,6 +1,7 @@
 """Who is next: holders take turns, and each holder's own callers are served in the order they came.
 
-A worker that asks for a thousand sandboxes at once does not make the others wait for all of them. Pure; used by `pool.py`.
+A worker that asks for a thousand sandboxes at once does not make the others wait for all of them. Pure; used by
+`pool.py`.
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Protocol
@@ -62,7 +63,7 @@ class RemoteProvider(SandboxProvider, Protocol):
     """Makes sandboxes outside this machine: created by the pool, used by the workers."""
 
     async def create(
-        self, spec: SandboxSpec, *, labels: dict[str, str], ttl_s: float, timeout_s: float
+        self, spec: SandboxSpec, *, labels: Mapping[str, str], ttl_s: float, timeout_s: float
     ) -> ConnectedSandbox: ...
 
     def attach(self, connection: Connection, spec: SandboxSpec) -> Sandbox:

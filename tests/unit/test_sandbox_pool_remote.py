@@ -39,7 +39,11 @@ class Clock:
 
 @asynccontextmanager
 async def opened(
-    provider: FakeProvider, *, clock: Callable[[], float] | None = None, fake: dict[str, object] | None = None, **keys: object
+    provider: FakeProvider,
+    *,
+    clock: Callable[[], float] | None = None,
+    fake: dict[str, object] | None = None,
+    **keys: object,
 ) -> AsyncIterator[LeasePool]:
     providers = keys.pop("providers", None) or [FAKE | (fake or {})]
     config = SandboxConfig.model_validate({"providers": providers, "breaker_cooldown_s": 30.0, **keys})
@@ -93,6 +97,7 @@ async def test_no_more_live_than_the_provider_allows_and_who_waits_gets_the_next
 async def test_a_quota_means_fewer_sandboxes_and_everybody_is_served_in_the_end() -> None:
     provider = FakeProvider(max_alive=2)
     async with opened(provider) as pool:
+
         async def use(name: str) -> None:
             lease = await pool.acquire(name, SPEC, timeout_s=5)
             await asyncio.sleep(0)
