@@ -25,6 +25,9 @@ _EXACT_INT = 1 << 53
 _SIZED = (str, bytes, list, tuple, set, dict)
 _INFINITIES = (float("inf"), float("-inf"))
 
+# Bound here, before candidate code runs: a candidate that patches json does not break its own answers.
+_loads, _dumps = json.loads, json.dumps
+
 Emit = Callable[[bytes], None]
 
 
@@ -94,7 +97,7 @@ def describe(error: BaseException) -> str:
 
 
 def frame(*parts: object) -> bytes:
-    return json.dumps(parts, separators=(",", ":")).encode()
+    return _dumps(parts, separators=(",", ":")).encode()
 
 
 def define(code: str, name: str) -> dict[str, object]:
@@ -114,8 +117,6 @@ def run_calls(code: str, function: str, inputs: Sequence[str], emit: Emit) -> No
     Args:
         inputs: packed argument lists as JSON text, unpacked anew for each call: none can spoil another's arguments.
     """
-    # Bound here, before candidate code runs, so that a candidate that patches json does not break its own answer.
-    loads, dumps = json.loads, json.dumps
     try:
         target = define(code, "candidate").get(function)
         if not callable(target):
@@ -125,13 +126,13 @@ def run_calls(code: str, function: str, inputs: Sequence[str], emit: Emit) -> No
         return
     emit(frame("defined"))
     for index, text in enumerate(inputs):
-        emit(_call(target, index, unpack(loads(text)), dumps))  # type: ignore[arg-type]
+        emit(_call(target, index, unpack(_loads(text))))  # type: ignore[arg-type]
     emit(frame("done"))
 
 
-def _call(target: Callable[..., object], index: int, args: Sequence[object], dumps: Callable[..., str]) -> bytes:
+def _call(target: Callable[..., object], index: int, args: Sequence[object]) -> bytes:
     try:
-        answer = dumps(("value", index, pack(target(*args))), separators=(",", ":")).encode()
+        answer = _dumps(("value", index, pack(target(*args))), separators=(",", ":")).encode()
     except BaseException as error:  # boundary: candidate code, SystemExit included
         return frame("raised", index, describe(error))
     if len(answer) > MAX_VALUE_BYTES:

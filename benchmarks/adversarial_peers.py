@@ -1,0 +1,219 @@
+"""The forged verdicts of the adversarial suite against the rules by which others grade; prints a table.
+
+    python benchmarks/adversarial_peers.py [--json]
+
+Nothing of those projects is fetched or copied: a rule is stated in one line here and put into a few lines of our own,
+so this compares rules, not products. Each rule runs in a plain Python process as an unprivileged user, with the
+candidate's code where that rule puts it. `ours` is `rayapp score`'s way, in a sandbox.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import yaml
+
+from rayapp.sandbox.direct import DirectSandboxSource
+from rayapp.sandbox.local.privileges import leave_root
+from rayapp.sandbox.local.provider import LocalProvider
+from rayapp.tasks.coding import CodingTask
+from rayapp.types import Prompt
+
+ROOT = Path(__file__).resolve().parents[1]
+PROGRAMS: list[dict[str, Any]] = [
+    program
+    for program in yaml.safe_load((ROOT / "tests/adversarial/verdicts.yaml").read_text())
+    # Not those about our own list of banned names, about our own policies, or that would kill this benchmark too.
+    if program.get("status") != "banned" and program.get("compare", True)
+]
+TIMEOUT_S = 3.0
+INPUTS = [[83, 5, 41, 77, 2], [9, 8, 7], [4, 90, 13, 13, 1], [6, 1, 5], [50, 20, 70, 10]]
+EXPECTED = [sorted(items) for items in INPUTS]
+
+APPENDED_ASSERTS = """
+{code}
+assert f({inputs[0]}) == {expected[0]}
+assert f({inputs[1]}) == {expected[1]}
+assert f({inputs[2]}) == {expected[2]}
+assert f({inputs[3]}) == {expected[3]}
+assert f({inputs[4]}) == {expected[4]}
+"""
+LAST_LINE = """
+import json
+{code}
+def runner():
+    results = []
+    for items in {inputs}:
+        try:
+            results.append(f(items.copy()) == sorted(items))
+        except Exception:
+            results.append(False)
+    print(json.dumps({{"results": results}}))
+runner()
+"""
+IN_PROCESS = """
+import json, sys
+def check(code, inputs, expected_outputs):
+    names = {{}}
+    try:
+        exec(code, names)
+        for items, expected in zip(inputs, expected_outputs):
+            if not names["f"](items) == expected:
+                return False
+    except BaseException:
+        return False
+    return True
+verdict = check({code!r}, {inputs}, {expected})
+with open(sys.argv[1], "w") as file:
+    file.write(json.dumps(verdict))
+"""
+LINES_OF_OUTPUT = """
+{code}
+for items in {inputs}:
+    print(f(items))
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """What a plain process left."""
+
+    status: int
+    lines: list[str]
+    report: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rule:
+    """One way to grade."""
+
+    name: str
+    rule: str
+    template: str
+    is_paid: Callable[[Run], bool]
+
+
+def _last_line_is_all_true(run: Run) -> bool:
+    try:
+        results = json.loads(run.lines[-1])["results"]
+        return run.status == 0 and sum(results) / len(results) == 1.0
+    except (IndexError, KeyError, TypeError, ValueError, ZeroDivisionError):
+        return False
+
+
+RULES = (
+    Rule(
+        name="exit status",
+        rule="asserts appended to the code; passed if the process ends with 0 (SandboxFusion's MBPP)",
+        template=APPENDED_ASSERTS,
+        is_paid=lambda run: run.status == 0,
+    ),
+    Rule(
+        name="last line",
+        rule="an appended runner compares and prints JSON; the last line is the verdict (Daytona's TRL guide)",
+        template=LAST_LINE,
+        is_paid=_last_line_is_all_true,
+    ),
+    Rule(
+        name="in process",
+        rule="the code runs by exec next to the expected values and is compared there (LiveCodeBench, SkyRL-gym, rLLM)",
+        template=IN_PROCESS,
+        is_paid=lambda run: run.report == "true",
+    ),
+    Rule(
+        name="zipped lines",
+        rule="ends with 0, and its lines equal the expected ones pairwise, as many as there are (open-r1)",
+        template=LINES_OF_OUTPUT,
+        is_paid=lambda run: (
+            run.status == 0 and all(line == str(want) for line, want in zip(run.lines or [""], EXPECTED, strict=False))
+        ),
+    ),
+)
+
+
+def run_plain(source: str) -> Run:
+    report = Path("/tmp", f"verdict-{os.getpid()}")
+    report.unlink(missing_ok=True)
+    argv = [sys.executable, "-I", "-c", source, str(report)]
+    process = subprocess.Popen(
+        argv, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True
+    )
+    try:
+        stdout, _ = process.communicate(timeout=TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        stdout, _ = process.communicate()
+    text = report.read_text() if report.exists() else ""
+    return Run(status=process.returncode, lines=stdout.decode(errors="replace").splitlines(), report=text)
+
+
+def paid_by(rule: Rule, code: str) -> bool:
+    return rule.is_paid(run_plain(rule.template.format(code=code, inputs=INPUTS, expected=EXPECTED)))
+
+
+async def paid_by_us(source: DirectSandboxSource, code: str) -> bool:
+    task = CodingTask(
+        name="order",
+        prompt="Write f(items).",
+        func_name="f",
+        signature="def f(items):",
+        prompt_format="chat",
+        tests=tuple(str(items) for items in INPUTS),
+        reference="sorted(items)",
+        timeout_s=TIMEOUT_S / 2,
+    )
+    prompt = Prompt(task="order", text="", token_ids=np.zeros(0, np.int32))
+    return (await task.score(prompt, f"```python\n{code}\n```", source, seed=0)).value == 1.0
+
+
+async def compare() -> dict[str, dict[str, list[str]]]:
+    """For each rule: which hacks it pays, and which honest programs it does not."""
+    provider = LocalProvider()
+    source = DirectSandboxSource(provider)
+    graders: dict[str, Callable[[str], Awaitable[bool]]] = {"ours": lambda code: paid_by_us(source, code)}
+    for rule in RULES:
+        graders[rule.name] = lambda code, rule=rule: asyncio.to_thread(paid_by, rule, code)  # type: ignore[misc]
+    found = {name: {"fooled by": [], "unjust to": []} for name in graders}
+    try:
+        for program in PROGRAMS:
+            for name, is_paid in graders.items():
+                paid = await is_paid(program["code"])
+                if paid and program["reward"] < 1:
+                    found[name]["fooled by"].append(program["name"])
+                elif not paid and program["reward"] == 1:
+                    found[name]["unjust to"].append(program["name"])
+    finally:
+        await provider.close()
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args()
+    # The rules of others run hostile code unprotected: never as root.
+    leave_root([sys.base_prefix, sys.prefix, str(ROOT)])
+    found = asyncio.run(compare())
+    if options.json:
+        print(json.dumps(found))
+        return
+    number = sum(program["reward"] < 1 for program in PROGRAMS)
+    rules = {"ours": "values come back on a private pipe and are compared outside", **{r.name: r.rule for r in RULES}}
+    for name, verdicts in found.items():
+        print(f"{name:14} paid {len(verdicts['fooled by']):2} of {number} hacks   {rules[name]}")
+        for kind, programs in verdicts.items():
+            print(f"{'':16}{kind}: {', '.join(programs) or 'none'}")
+
+
+if __name__ == "__main__":
+    main()
