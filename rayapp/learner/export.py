@@ -41,8 +41,10 @@ def export_hf(config: Config, model: PolicyModel, folder: str, *, rank: int) -> 
     try:
         # Ours is known to this process only: what reads the folder chooses its own.
         causal_lm.config._attn_implementation = "sdpa"  # noqa: SLF001
-        causal_lm.config.dtype = EXPORT_DTYPE
         causal_lm.save_pretrained(folder, state_dict=weights)
+        # It wrote down the dtype of the learner's own parameters; the weights in the folder are narrower.
+        causal_lm.config.dtype = EXPORT_DTYPE
+        causal_lm.config.save_pretrained(folder)
     finally:
         causal_lm.config._attn_implementation = attention  # noqa: SLF001
     tokenizer = AutoTokenizer.from_pretrained(config.model.path, trust_remote_code=config.model.trust_remote_code)

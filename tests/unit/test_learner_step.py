@@ -1,0 +1,269 @@
+"""One learner's steps: what it skips, what it recomputes, what it reports, and that a checkpoint changes nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from actors.learner import Learner
+from rayapp.algo.names import ADV_ESTIMATORS, POLICY_LOSSES
+from rayapp.config import Config, OptimizerSection
+from rayapp.errors import CheckpointError, InputError, LearnerError
+from rayapp.learner.optimizer import learning_rate
+from rayapp.rollout.group import summarize_group
+from rayapp.types import Group, Prompt, Reward, RolloutStatus, Trajectory
+
+GROUP_SIZE = 4
+
+
+def make_group(group_id: int, *, rewards: list[float] | None = None) -> Group:
+    """Four completions of one prompt; the first two begin alike."""
+    rng = np.random.default_rng(group_id)
+    prompt, begin = rng.integers(2, 90, 6), rng.integers(2, 90, 4)
+    values = rewards if rewards is not None else rng.normal(size=GROUP_SIZE).tolist()
+    trajectories = []
+    for i, value in enumerate(values):
+        rest = rng.integers(2, 90, rng.integers(1, 8))
+        tokens = np.concatenate([prompt, begin, rest] if i < 2 else [prompt, rest]).astype(np.int32)
+        mask = np.arange(tokens.size) >= prompt.size
+        trajectories.append(
+            Trajectory(
+                token_ids=tokens,
+                response_mask=mask,
+                rollout_log_probs=np.where(mask, -4.5, 0.0).astype(np.float32),
+                completion_text="",
+                reward=Reward(value=value, terms={"solved": float(value > 0)}),
+                status=RolloutStatus.COMPLETED,
+                min_policy_version=0,
+                max_policy_version=0,
+            )
+        )
+    rendered = Prompt(task="t", text="", token_ids=prompt.astype(np.int32))
+    return Group(group_id=group_id, prompt=rendered, trajectories=tuple(trajectories))
+
+
+@contextmanager
+def learner_of(model: Path, changes: dict[str, Any] | None = None) -> Iterator[Learner]:
+    """A learner alone, in float32 on one thread."""
+    values: dict[str, Any] = {
+        "model": {"path": str(model)},
+        "cluster": {"device": "cpu"},
+        "rollout": {"group_size": GROUP_SIZE, "max_prompt_tokens": 16, "max_completion_tokens": 16},
+        "train": {"num_steps": 4},
+        "learner": {"compute_dtype": "float32", "cpu_threads": 1, "max_tokens_per_microbatch": 64},
+    }
+    for section, keys in (changes or {}).items():
+        values[section] = values.get(section, {}) | keys
+    learner = Learner(Config.model_validate(values), 0, 1, "", 0)
+    try:
+        yield learner
+    finally:
+        learner.close()
+
+
+def step(learner: Learner, number: int, groups: list[Group]) -> dict[str, float]:
+    summaries = tuple(summarize_group(group, time_total_s=0.0) for group in groups)
+    return learner.train_step(number, summaries, (tuple(range(len(groups))),), *groups)
+
+
+def weights(learner: Learner) -> dict[str, np.ndarray]:
+    """Float32 weights by name."""
+    parameters = learner._learner.model.named_parameters()
+    return {name: parameter.full_tensor().detach().numpy().copy() for name, parameter in parameters}  # type: ignore[attr-defined]
+
+
+def two_groups(first: int = 0) -> list[Group]:
+    return [make_group(first), make_group(first + 1)]
+
+
+def test_on_policy_the_update_gives_the_old_log_probs_itself(tiny_model: Path) -> None:
+    with learner_of(tiny_model) as learner:
+        metrics = step(learner, 1, two_groups())
+    assert metrics["timing_s/learner/old_log_probs"] == 0.0
+    assert metrics["timing_s/learner/ref"] == 0.0
+    assert metrics["learner/ratio_min"] == metrics["learner/ratio_max"] == 1.0
+    assert metrics["learner/share_computed"] == 1.0
+    assert metrics["learner/tokens_shared"] > 0
+    # rollout log-probs of -4.5 are those of a uniform choice among 90: about what random weights give among 97 letters
+    assert metrics["rollout_probs_diff/mean"] < 0.02
+    assert 4.0 < metrics["learner/entropy"] < 4.6
+
+
+def test_the_stretches_of_a_step_add_up_to_it(tiny_model: Path) -> None:
+    with learner_of(tiny_model) as learner:
+        metrics = step(learner, 1, two_groups())
+    timings = {name: value for name, value in metrics.items() if name.startswith("timing_s/learner/")}
+    total = timings.pop("timing_s/learner/total")
+    assert sum(timings.values()) == pytest.approx(total, rel=1e-6)
+    assert timings["timing_s/learner/other"] < 0.5 * total
+
+
+def test_a_second_mini_batch_sees_the_first_ones_update(tiny_model: Path) -> None:
+    with learner_of(tiny_model, {"train": {"num_minibatches": 2}, "learner": {"optimizer": {"lr": 1e-3}}}) as learner:
+        metrics = step(learner, 1, two_groups())
+        assert learner._learner.optimizer_steps == 2
+    assert metrics["timing_s/learner/old_log_probs"] > 0.0
+    assert metrics["learner/ratio_max"] > 1.0
+    assert metrics["learner/ratio_min"] < 1.0
+
+
+@pytest.mark.parametrize("loss", POLICY_LOSSES)
+def test_off_policy_every_loss_gives_the_same_step_however_it_is_split(tiny_model: Path, loss: str) -> None:
+    changes: dict[str, Any] = {
+        "algorithm": {"policy_loss": loss, "policy_loss_options": {"dro_beta": 0.1}},
+        "train": {"num_minibatches": 2},
+        "learner": {"optimizer": {"lr": 1e-3}},
+    }
+    results = []
+    for max_tokens in (512, 32):
+        with learner_of(
+            tiny_model, changes | {"learner": changes["learner"] | {"max_tokens_per_microbatch": max_tokens}}
+        ) as learner:
+            learner._learner.optimizer = torch.optim.SGD(learner._learner.model.parameters(), lr=0.1)  # type: ignore[assignment]
+            metrics = step(learner, 1, two_groups() + two_groups(2))
+            results.append((metrics["learner/num_microbatches"], weights(learner)))
+    assert results[0][0] < results[1][0]
+    for name, whole in results[0][1].items():
+        np.testing.assert_allclose(results[1][1][name], whole, atol=2e-7, err_msg=name)
+
+
+@pytest.mark.parametrize("estimator", ADV_ESTIMATORS)
+def test_every_estimator_trains(tiny_model: Path, estimator: str) -> None:
+    with learner_of(tiny_model, {"algorithm": {"adv_estimator": estimator}}) as learner:
+        metrics = step(learner, 1, two_groups())
+    assert metrics["learner/grad_norm"] > 0
+    assert metrics["learner/skipped_steps"] == 0
+    # remax takes the last trajectory of each group for its baseline
+    assert metrics["learner/num_trajectories"] == (6 if estimator == "remax" else 8)
+
+
+def test_the_reference_is_where_training_began(tiny_model: Path) -> None:
+    changes = {"algorithm": {"kl_loss_coef": 0.1}, "learner": {"optimizer": {"lr": 1e-3}}}
+    with learner_of(tiny_model, changes) as learner:
+        first, second = (step(learner, number, two_groups()) for number in (1, 2))
+    assert first["learner/kl_to_reference"] == pytest.approx(0.0, abs=1e-7)
+    assert second["learner/kl_to_reference"] > 1e-6
+    assert first["timing_s/learner/ref"] > 0
+
+
+def test_the_entropy_bonus_raises_entropy(tiny_model: Path) -> None:
+    entropies = {}
+    for coefficient in (0.0, 10.0):
+        changes = {"algorithm": {"entropy_coef": coefficient}, "learner": {"optimizer": {"lr": 1e-3}}}
+        with learner_of(tiny_model, changes) as learner:
+            step(learner, 1, two_groups())
+            entropies[coefficient] = step(learner, 2, two_groups())["learner/entropy"]
+    assert entropies[10.0] > entropies[0.0] + 1e-4
+
+
+def test_groups_without_variance_are_not_computed_but_counted(tiny_model: Path) -> None:
+    groups = [make_group(0), make_group(1, rewards=[0.5] * GROUP_SIZE)]
+    with learner_of(tiny_model) as learner:
+        metrics = step(learner, 1, groups)
+    trained = [sum(t.num_response_tokens for t in group.trajectories) for group in groups]
+    assert metrics["learner/zero_variance_groups"] == 0.5
+    assert metrics["learner/tokens_trained"] == sum(trained)
+    assert metrics["learner/share_computed"] == pytest.approx(trained[0] / sum(trained))
+
+
+def test_a_reward_that_is_not_finite_skips_the_step_and_is_named(
+    tiny_model: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    groups = [make_group(0), make_group(1, rewards=[0.5, float("nan"), 0.1, 0.2])]
+    with learner_of(tiny_model) as learner:
+        before = weights(learner)
+        metrics = step(learner, 3, groups)
+        after = weights(learner)
+    assert metrics["learner/skipped_steps"] == 1
+    assert "groups [1] have rewards that are not finite" in caplog.text
+    assert all((before[name] == after[name]).all() for name in before)
+
+
+def test_a_gradient_that_is_not_finite_leaves_weights_and_moments_alone(
+    tiny_model: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with learner_of(tiny_model) as learner:
+        poisoned = next(learner._learner.model.parameters())
+        with torch.no_grad():
+            poisoned.to_local()[5, 0] = float("nan")  # type: ignore[attr-defined]
+        before = weights(learner)
+        metrics = step(learner, 1, [make_group(0)])
+        after = weights(learner)
+        assert not learner._learner.optimizer.state
+    assert metrics["learner/skipped_steps"] == metrics["learner/skipped_steps_total"] == 1
+    assert "optimizer step 1 is skipped" in caplog.text
+    assert all(np.array_equal(before[name], after[name], equal_nan=True) for name in before)
+
+
+def test_a_group_that_is_not_the_summarized_one_is_refused(tiny_model: Path) -> None:
+    with learner_of(tiny_model) as learner:
+        summaries = tuple(summarize_group(group, time_total_s=0.0) for group in two_groups())
+        with pytest.raises(LearnerError, match="summaries and groups are out of step"):
+            learner.train_step(1, summaries, ((0, 1),), *two_groups(2))
+
+
+def test_a_resumed_learner_goes_on_to_the_last_digit(tiny_model: Path, tmp_path: Path) -> None:
+    changes = {"learner": {"optimizer": {"lr": 1e-3, "schedule": "cosine", "warmup_steps": 2}}}
+    with learner_of(tiny_model, changes) as learner:
+        for number in (1, 2):
+            step(learner, number, two_groups(number))
+        learner.save_checkpoint(str(tmp_path / "checkpoint"), 2)
+        expected = step(learner, 3, two_groups(3)), weights(learner)
+    with learner_of(tiny_model, changes) as learner:
+        assert learner.load_checkpoint(str(tmp_path / "checkpoint")) == 2
+        found = step(learner, 3, two_groups(3)), weights(learner)
+    ignored = {name for name in expected[0] if name.startswith("timing_s/")}
+    assert {k: v for k, v in found[0].items() if k not in ignored} == {
+        k: v for k, v in expected[0].items() if k not in ignored
+    }
+    assert all((found[1][name] == expected[1][name]).all() for name in expected[1])
+
+
+def test_a_torn_checkpoint_and_a_folder_without_one_say_so(tiny_model: Path, tmp_path: Path) -> None:
+    with learner_of(tiny_model) as learner:
+        with pytest.raises(CheckpointError, match="can't be read into this model"):
+            learner.load_checkpoint(str(tmp_path / "nothing"))
+        learner.save_checkpoint(str(tmp_path / "torn"), 1)
+        data = next((tmp_path / "torn").glob("*.distcp"))
+        data.write_bytes(data.read_bytes()[: data.stat().st_size // 2])
+        with pytest.raises(CheckpointError, match="can't be read into this model"):
+            learner.load_checkpoint(str(tmp_path / "torn"))
+
+
+def test_the_exported_folder_computes_the_learners_log_probs(tiny_model: Path, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    with learner_of(tiny_model, {"learner": {"optimizer": {"lr": 1e-3}}}) as learner:
+        step(learner, 1, two_groups())
+        learner.export_hf(str(tmp_path))
+        found = learner.log_probs_of(make_group(5))
+    model = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert model.dtype == torch.bfloat16
+    assert AutoTokenizer.from_pretrained(tmp_path).encode("a") == AutoTokenizer.from_pretrained(tiny_model).encode("a")
+    for own, trajectory in zip(found, make_group(5).trajectories, strict=True):
+        tokens = torch.from_numpy(trajectory.token_ids.astype(np.int64))
+        with torch.no_grad():
+            logits = model.float()(tokens[None]).logits[0, :-1]
+        expected = logits.log_softmax(-1).gather(1, tokens[1:, None])[:, 0].numpy()[trajectory.response_mask[1:]]
+        # the export rounds weights to bfloat16: 8 bits, in a model of two layers
+        np.testing.assert_allclose(own, expected, atol=0.05)
+
+
+def test_a_missing_model_is_an_input_error(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"model\.path .* can't be loaded"), learner_of(tmp_path / "nowhere"):
+        pass
+
+
+def test_schedules_warm_up_and_end_where_they_should() -> None:
+    linear = OptimizerSection(lr=1.0, schedule="linear", warmup_steps=2)
+    assert [learning_rate(n, 4, linear) for n in range(1, 5)] == [0.5, 1.0, 0.5, 0.0]
+    cosine = OptimizerSection(lr=1.0, schedule="cosine", min_lr_ratio=0.1)
+    assert learning_rate(2, 4, cosine) == pytest.approx(0.55)  # half way: (1 + 0.1) / 2
+    assert learning_rate(4, 4, cosine) == pytest.approx(0.1)
+    assert learning_rate(99, 4, OptimizerSection(lr=1.0)) == 1.0
