@@ -57,7 +57,7 @@ async def main():
     for attack in load_attacks():
         if attack.unisolated == "must-reach":
             sandbox = await provider.create(SandboxSpec(), labels={{}}, ttl_s=60, timeout_s=60)
-            with Canary(sandbox.slot.uid) as canary:
+            with Canary(sandbox.slot) as canary:
                 report = await sandbox.call_function(attack.source, "attack", [[canary.facts]], timeout_s=10)
             found[attack.name] = [report.exec.isolation, report.calls[0].value, report.calls[0].error]
             await sandbox.kill()
@@ -80,7 +80,7 @@ async def sandbox(request: pytest.FixtureRequest) -> AsyncIterator[LocalSandbox]
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def canary(sandbox: LocalSandbox) -> AsyncIterator[Canary]:
-    with Canary(sandbox.slot.uid) as canary:
+    with Canary(sandbox.slot) as canary:
         yield canary
 
 

@@ -1,6 +1,6 @@
 """Things on this machine that candidate code must neither reach nor change: attacks try them, and we look afterwards.
 
-    with Canary(uid) as canary:  facts -> attack;  canary.damage() -> what changed
+    with Canary(slot) as canary:  facts -> attack;  canary.damage() -> what changed
 
 A secret file, folders and files that everyone may write, listening sockets of every kind, shared memory, and a
 neighbour: a process of the sandbox's own user with a secret in its environment. Used by the doctor and the tests.
@@ -16,24 +16,29 @@ import shutil
 import socket
 import subprocess
 import tempfile
+import time
 from pathlib import Path
 from types import TracebackType
 
 from rayapp.sandbox.local import syscalls
+from rayapp.sandbox.local.slot import Slot
 
 _IPC_CREAT, _IPC_RMID = 0o1000, 0
 _WRITABLE = "as it was"
+_SETTLED_AFTER_S = 2.0
 
 
 class Canary:
     """Everything is made on entry and gone on exit."""
 
-    def __init__(self, uid: int) -> None:
+    def __init__(self, slot: Slot) -> None:
         """
         Args:
-            uid: user id that the sandbox's processes have on this machine.
+            slot: of the sandbox that attacks will run in.
         """
-        self._uid = uid
+        self._uid = slot.uid
+        self._zygote = slot.pid
+        self._is_nested = slot.level.startswith("ns")
         self._stack = contextlib.ExitStack()
         self.facts: dict[str, object] = {}
         """What attacks are told: plain data."""
@@ -65,7 +70,16 @@ class Canary:
         self._stack.close()
 
     def damage(self) -> list[str]:
-        """What is different from before; empty when nothing is."""
+        """What is different from before; empty when nothing is.
+
+        What an execution leaves behind is killed just after its answer came, so this waits a moment for that.
+        """
+        until = time.monotonic() + _SETTLED_AFTER_S
+        while (found := self._differences()) and time.monotonic() < until:
+            time.sleep(0.01)
+        return found
+
+    def _differences(self) -> list[str]:
         now = self._state()
         return [
             f"{what}: {self._before.get(what)} before, {now[what]} after"
@@ -82,7 +96,7 @@ class Canary:
             **_state_of("this process", os.getpid()),
             **_state_of("the neighbour", self._neighbour.pid),
             "the neighbour ended": self._neighbour.poll() is not None,
-            "processes of the sandbox's user": _processes_of(self._uid),
+            "processes of the sandbox's user": _survivors(self._uid, self._zygote, is_nested=self._is_nested),
         }
 
     def _make_folder(self, stack: contextlib.ExitStack, secret: str) -> Path:
@@ -117,16 +131,22 @@ def _state_of(who: str, pid: int) -> dict[str, object]:
         return {f"{who} is gone": True}
 
 
-def _processes_of(uid: int) -> list[int]:
-    """Only where the sandbox has a user id of its own: ours has other processes, which come and go."""
+def _survivors(uid: int, zygote: int, *, is_nested: bool) -> int:
+    """Processes of the sandbox's user beside the zygote's own; only where it has a user id of its own.
+
+    Its own are the one that was started, inside namespaces a second one, and a child that waits for the next job.
+    """
     if uid == os.getuid():
-        return []
-    found = []
+        return 0  # this user has other processes, which come and go
+    parents: dict[int, int] = {}
     for entry in os.scandir("/proc"):
         with contextlib.suppress(OSError):
             if entry.name.isdigit() and entry.stat().st_uid == uid:
-                found.append(int(entry.name))
-    return sorted(found)
+                stat = Path(entry.path, "stat").read_text()
+                parents[int(entry.name)] = int(stat.rpartition(")")[2].split()[1])
+    chain = {zygote, *(child for child, parent in parents.items() if is_nested and parent == zygote)}
+    waiting = [child for child, parent in parents.items() if parent in chain and child not in chain]
+    return len(set(parents) - chain) - min(1, len(waiting))
 
 
 def _make_sockets(stack: contextlib.ExitStack, folder: Path) -> dict[str, object]:

@@ -76,7 +76,7 @@ async def run_doctor(*, levels: tuple[str, ...] = LEVELS, families: tuple[str, .
         attacks = [
             attack for attack in load_attacks() if attack.family in families and sandbox.isolation in attack.levels
         ]
-        with Canary(sandbox.slot.uid) as canary:
+        with Canary(sandbox.slot) as canary:
             checks = [await try_attack(sandbox, attack, canary) for attack in attacks]
         return IsolationReport(
             level=sandbox.isolation,

@@ -28,6 +28,8 @@ from rayapp.sandbox.local.usage import Usage
 MAX_RESULT_BYTES = 8 << 20
 """All frames of one execution."""
 _NUM_STREAMS = 3
+_USUAL_DISK_MIB = 16
+"""Guess for the first execution; wrong ones cost a fork."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -71,6 +73,7 @@ class Zygote:
         self._spare: Child | None = None
 
     def serve(self) -> None:
+        self._spare = self._fork(Place(home=False, writable=False, disk_mib=_USUAL_DISK_MIB))
         while True:
             try:
                 header, descriptors = wire.receive(self._channel)
