@@ -1,11 +1,10 @@
 """The process that candidate code runs in: from the fork to the exit. Called by the zygote, in the child only.
 
-    fork -> descriptors 1-3 -> confine -> wait for a job -> limits -> "ready" -> candidate -> "done" -> os._exit
+    fork -> descriptors 1-4 -> confine -> wait for a job -> limits -> "ready" -> candidate -> "done" -> os._exit
 
-It is forked and confined before its job is known, so that a job finds it waiting. On the control socket it says "ready"
-before candidate code begins, and "done" with the exit status at the end. Without "ready" the sandbox failed; after it
-whatever follows is the code's doing. Code can't read back what was said on a socket, as it could on a pipe through
-/proc/self/fd, and so can't pass off its own failure as the sandbox's; saying "done" early only ends it early.
+It is forked and confined before its job is known, so that a job finds it waiting. On the control socket it says "ready",
+and closes it before candidate code begins: without "ready" the sandbox failed, after it whatever follows is the code's
+doing. "Done", with the exit status, goes to a pipe of its own, so that the answer need not wait for the process to exit.
 """
 
 from __future__ import annotations
@@ -17,6 +16,7 @@ import socket
 import struct
 import sys
 import threading
+from collections.abc import Sequence
 from typing import NoReturn
 
 from rayapp.sandbox import harness
@@ -26,7 +26,7 @@ from rayapp.sandbox.local.level import Level, Place
 from rayapp.sandbox.local.limits import Limits
 from rayapp.sandbox.local.wire import read_memory_file
 
-RESULT_FD = 3
+RESULT_FD, _DONE_FD = 3, 4
 _SESSION_CPU_S = 600
 """Of all runs in one session together; each run has its own deadline."""
 _MAX_FD = 1 << 16
@@ -34,12 +34,13 @@ _MAX_FD = 1 << 16
 Job = dict[str, object]
 
 
-def run(level: Level, place: Place, pipes: tuple[int, int, int], control: socket.socket) -> NoReturn:
+def run(level: Level, place: Place, pipes: Sequence[int], control: socket.socket, token: bytes) -> NoReturn:
     """Wait for a job, run it, and end; in a session, wait for the next one instead.
 
     Args:
-        pipes: write ends for stdout, stderr and results.
+        pipes: write ends for stdout, stderr, results and "done".
         control: jobs come in here.
+        token: goes before the status on the last pipe; see `execution.Done`.
     """
     try:
         _take_descriptors(*pipes)
@@ -52,19 +53,20 @@ def run(level: Level, place: Place, pipes: tuple[int, int, int], control: socket
         control.send(harness.describe(error).encode("utf-8", "replace")[:MAX_CONTROL_BYTES])
         os._exit(1)
     if job["session"]:
-        _serve(job, control)
+        _serve(job, control, token)
     status = 1
     control.send(READY)
+    control.close()
     try:
         status = _run(job)
     finally:
         _flush()
-        control.send(bytes([status & 0xFF]))
+        os.write(_DONE_FD, token + bytes([status & 0xFF]))
         # No interpreter shutdown: atexit handlers and daemon threads of the candidate have nothing more to say.
         os._exit(status)
 
 
-def _serve(job: Job, control: socket.socket) -> NoReturn:
+def _serve(job: Job, control: socket.socket, token: bytes) -> NoReturn:
     """One script after the other in the same names, until killed."""
     names = harness.main_names()
     control.send(READY)
@@ -72,7 +74,7 @@ def _serve(job: Job, control: socket.socket) -> NoReturn:
         sys.stdin = io.TextIOWrapper(io.FileIO(os.dup(0)))
         status = harness.run_script(str(job["code"]), names, send)
         _flush()
-        control.send(bytes([status]))
+        os.write(_DONE_FD, token + bytes([status]))
         job = _next_job(control)
         _set_input(job)
 
@@ -112,14 +114,14 @@ def _set_input(job: Job) -> None:
 
 
 def _take_descriptors(*pipes: int) -> None:
-    """Put the pipes at 1, 2 and 3, which the zygote keeps free for this."""
+    """Put the pipes at 1 to 4, which the zygote keeps free for this."""
     for target, pipe in enumerate(pipes, start=1):
-        # The result pipe closes on exec: a command that the candidate starts has no business with it.
-        os.dup2(pipe, target, inheritable=target != RESULT_FD)
+        # The results and "done" close on exec: a command that the candidate starts has no business with them.
+        os.dup2(pipe, target, inheritable=target < RESULT_FD)
 
 
 def _close_all_but(kept: int) -> None:
-    os.closerange(RESULT_FD + 1, kept)
+    os.closerange(_DONE_FD + 1, kept)
     os.closerange(kept + 1, _MAX_FD)
 
 

@@ -55,6 +55,39 @@ class Stream:
             self.size += moved
 
 
+@dataclass(slots=True)
+class Done:
+    """The pipe on which a child says that it is through, with a token before the status.
+
+    Candidate code has the other end, and could find the token in its own memory. All it can do with it is to end early;
+    without it, writing to every descriptor there is does not even do that.
+    """
+
+    source: int
+    token: bytes
+    _heard: bytes = b""
+
+    def hear(self) -> int | None:
+        """The exit status, if that has been said.
+
+        Raises:
+            EOFError: closed; it has executed another program, or is dead.
+        """
+        try:
+            heard = os.read(self.source, _CHUNK)
+        except BlockingIOError:
+            return None
+        if not heard:
+            raise EOFError
+        self._heard += heard
+        _, token, status = self._heard.partition(self.token)
+        if token and status:
+            self._heard = b""
+            return status[0]
+        self._heard = self._heard[-len(self.token) :]
+        return None
+
+
 @dataclass(slots=True, kw_only=True)
 class Execution:
     """One process tree doing one job."""
@@ -62,7 +95,9 @@ class Execution:
     pid: int
     """Its first process; 0 once that is reaped."""
     control: socket.socket
-    """Where its first process says that it is ready, then that it is done; see `child.py`."""
+    """Where its first process says that it is ready."""
+    done: Done
+    """Where it says that it is done, and goes on to exit while the answer is on its way."""
     streams: list[Stream]
     target: int
     """The answer's memory file."""
@@ -92,7 +127,7 @@ class Execution:
         self._look_at = time.monotonic() + _LOOK_EVERY_S
         try:
             self._open = {stream.source: stream for stream in self.streams}
-            for source in (pidfd, channel.fileno(), self.control.fileno(), *self._open):
+            for source in (pidfd, channel.fileno(), self.control.fileno(), self.done.source, *self._open):
                 poll.register(source, select.POLLIN)
             while self._wait(poll, pidfd, channel):
                 pass
@@ -131,6 +166,8 @@ class Execution:
                 return False
         if self.control.fileno() in ready and not self._listen():
             poll.unregister(self.control)
+        if self.done.source in ready:
+            self._hear_done(poll)
         if channel.fileno() in ready:
             self._take_cancel(channel)
             return False
@@ -142,28 +179,27 @@ class Execution:
         return self.stopped is not None
 
     def _listen(self) -> bool:
-        """Take what the child says; False once its end is closed: it has executed another program, or is dead.
+        """Take what the child says before candidate code begins; False once there can be no more."""
+        try:
+            said = b"" if self.is_ready else self.control.recv(MAX_CONTROL_BYTES)
+        except BlockingIOError:
+            return True
+        except OSError:
+            return False
+        if said == READY:
+            self.is_ready = True
+        else:
+            self.problem = said.decode(errors="replace")
+        return False
 
-        After "ready" that may be candidate code speaking in its name.
-        """
-        while not self.is_done and not self.problem:
-            try:
-                said = self.control.recv(MAX_CONTROL_BYTES)
-            except BlockingIOError:
-                return True
-            except OSError:
-                return False
-            if not said:
-                return False
-            if self.is_ready and not self.pid:
-                return False  # how it ended we know better
-            if self.is_ready:
-                self.is_done, self.exit_code = True, said[0]
-            elif said == READY:
-                self.is_ready = True
-            else:
-                self.problem = said.decode(errors="replace")
-        return True
+    def _hear_done(self, poll: select.poll) -> None:
+        try:
+            status = self.done.hear()
+        except EOFError:
+            poll.unregister(self.done.source)
+        else:
+            self.is_done = status is not None
+            self.exit_code = status or 0
 
     def _take(self, source: int, poll: select.poll) -> bool:
         try:

@@ -20,7 +20,7 @@ from collections.abc import Hashable
 from dataclasses import dataclass
 
 from rayapp.sandbox.local import child, files, wire
-from rayapp.sandbox.local.execution import Execution, Stream
+from rayapp.sandbox.local.execution import Done, Execution, Stream
 from rayapp.sandbox.local.level import Level, Place
 from rayapp.sandbox.local.limits import Limits
 from rayapp.sandbox.local.usage import Usage
@@ -40,6 +40,7 @@ class Child:
     sources: list[int]
     """Read ends of its stdout, stderr and results."""
     control: socket.socket
+    done: Done
     fit: Hashable
     """What `Level.prepare` said about the place that it was confined for."""
     max_processes: int = 0
@@ -48,8 +49,8 @@ class Child:
 
     def forget_what_it_said(self) -> None:
         """Between two jobs of a session only candidate code speaks."""
-        with contextlib.suppress(BlockingIOError):
-            while self.control.recv(1):
+        with contextlib.suppress(EOFError):
+            while self.done.hear() is not None:
                 pass
 
     def end(self) -> None:
@@ -58,7 +59,7 @@ class Child:
             os.kill(self.pid, signal.SIGKILL)
             os.waitpid(self.pid, 0)
         self.control.close()
-        for source in self.sources:
+        for source in (*self.sources, self.done.source):
             os.close(source)
 
 
@@ -156,20 +157,21 @@ class Zygote:
 
     def _fork(self, place: Place) -> Child:
         fit = self._level.prepare(place)
-        pipes = [os.pipe() for _ in range(_NUM_STREAMS)]
+        pipes = [os.pipe() for _ in range(_NUM_STREAMS + 1)]
+        token = os.urandom(16)
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         pid = self._level.fork()
         if pid == 0:
             ours.detach()
-            out, err, results = (write for _, write in pipes)
-            child.run(self._level, place, (out, err, results), theirs)
+            child.run(self._level, place, [write for _, write in pipes], theirs, token)
         theirs.close()
         for read, write in pipes:
             # Our copies of the write ends, or the end of the child would not show.
             os.close(write)
             os.set_blocking(read, False)
         ours.setblocking(False)
-        return Child(pid=pid, sources=[read for read, _ in pipes], control=ours, fit=fit)
+        *sources, done = (read for read, _ in pipes)
+        return Child(pid=pid, sources=sources, control=ours, done=Done(done, token), fit=fit)
 
     def _execution(self, ran: Child, limits: Limits, max_output: int, deadline: float) -> Execution:
         caps = (max_output, max_output, MAX_RESULT_BYTES)
@@ -177,6 +179,7 @@ class Zygote:
         return Execution(
             pid=ran.pid,
             control=ran.control,
+            done=ran.done,
             streams=[Stream(source, start, cap) for source, start, cap in zip(ran.sources, starts, caps, strict=True)],
             target=os.memfd_create("answer", os.MFD_CLOEXEC),
             deadline=deadline,
