@@ -1,0 +1,228 @@
+"""One GRPO step, ours against TRL's GRPOTrainer: same model, prompts, reward code, cores; alternating in one run.
+
+    python benchmarks/grpo_step.py [--rounds 5] [--json] [key.sub=value ...]
+
+Ours is the real thing: the actors of `rayapp train` (vLLM server, sandbox pool, rollout worker, learner), called in the
+order of the driver's loop. TRL runs in its own environment (made on the first call under benchmarks/.envs) with the
+settings that are fastest here; its rewards come from our sandboxes. While one works the other waits for a line. Shown are
+medians over rounds after one round of warming up, and the parts of our step, which add up to it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import statistics
+import sys
+import tempfile
+import time
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Any
+
+import machine
+from trl_peer import TRL_VERSION, TrlPeer, make_environment
+
+from rayapp.cluster import Cluster, open_cluster
+from rayapp.config import Config
+from rayapp.config_loading import load_config
+from rayapp.phases import Phases
+from rayapp.protocols import Task
+from rayapp.rollout.order import GroupRequest, scoring_seed
+from rayapp.rollout.prompts import render_prompts
+from rayapp.sandbox.client import PoolClient
+from rayapp.tasks.loading import load_tasks
+from rayapp.types import Prompt
+
+SIZES = ["rollout.group_size=16", "rollout.max_completion_tokens=128", "train.groups_per_step=2", "train.num_steps=1000"]
+PARTS = ("generate", "score", "old_log_probs", "forward_backward", "optimizer", "weight_sync", "idle")
+
+
+async def our_step(cluster: Cluster, step: int) -> dict[str, Any]:
+    """What the driver's loop does in a step, without recording."""
+    groups = cluster.config.train.groups_per_step
+    cohort = tuple(range((step - 1) * groups, step * groups))
+    phases = Phases()
+    with phases("rollout"):
+        requests = [GroupRequest(group_id=i, policy_version=step - 1, cohort=cohort) for i in cohort]
+        results = await asyncio.gather(*(cluster.rollout_worker(r.group_id).run_group(r) for r in requests))
+    summaries = tuple(summary for summary, _ in results)
+    with phases("train"):
+        learner = await cluster.learners.train_step(step, summaries, [ref for _, ref in results])
+    with phases("weight_sync"):
+        await cluster.sync_weights(step)
+    timings = phases.metrics(summaries)
+    num_tokens = sum(int(summary.num_response_tokens.sum()) for summary in summaries)
+    return {
+        "step": timings["timing_s/step"],
+        "completion_tokens": num_tokens,
+        "parts": _parts(timings, learner),
+        "learner": learner,
+        "reward": statistics.fmean(float(summary.rewards.mean()) for summary in summaries),
+    }
+
+
+def _parts(timings: dict[str, float], learner: dict[str, float]) -> dict[str, float]:
+    """Seconds by part. `score` is the part of scoring that generation does not hide; `idle` is what is in none."""
+    parts = {
+        "generate": timings["timing_s/generate"],
+        "score": timings["timing_s/score"],
+        "old_log_probs": learner["timing_s/learner/old_log_probs"],
+        "forward_backward": learner["timing_s/learner/forward_backward"],
+        "optimizer": learner["timing_s/learner/optimizer"],
+        "weight_sync": timings["timing_s/weight_sync"],
+    }
+    return parts | {"idle": timings["timing_s/step"] - sum(parts.values())}
+
+
+class OurRewards:
+    """Scores TRL's completions as our own are scored."""
+
+    def __init__(self, cluster: Cluster, tasks: list[Task], prompts: list[Prompt]) -> None:
+        self._sandboxes = PoolClient(cluster.pool, cluster.config.sandbox)
+        self._tasks, self._prompts, self._seed = tasks, prompts, cluster.config.run.seed
+        self._calls = 0
+
+    async def __call__(self, completions: list[dict[str, Any]]) -> list[float]:
+        self._calls += 1
+        seed = scoring_seed(self._calls, seed=self._seed)
+        rewards = await asyncio.gather(
+            *(
+                self._tasks[c["index"]].score(self._prompts[c["index"]], _cut(c["text"], prompt), self._sandboxes, seed=seed)
+                for c in completions
+                for prompt in (self._prompts[c["index"]],)
+            )
+        )
+        return [reward.value for reward in rewards]
+
+
+def _cut(text: str, prompt: Prompt) -> str:
+    """Without the stop text, which transformers leaves in place and vLLM removes."""
+    for stop in prompt.stop:
+        text = text.partition(stop)[0]
+    return text
+
+
+async def run(config: Config, rounds: int) -> dict[str, Any]:
+    import torch
+    import transformers
+
+    tasks = list(load_tasks(config.tasks))
+    prompts = render_prompts(config, tasks)
+    python = make_environment(torch.__version__, transformers.__version__)
+    report: dict[str, Any] = {"machine": machine.describe(), "limits": machine.measure_limits(), "trl": TRL_VERSION}
+    async with AsyncExitStack() as stack:
+        cluster = await stack.enter_async_context(open_cluster(config))
+        await cluster.sync_weights(0)
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        peer = await TrlPeer.start(
+            python, _work(config, prompts, folder), OurRewards(cluster, tasks, prompts), HERE / ".envs" / "trl.log"
+        )
+        stack.push_async_callback(peer.close)
+        ours, theirs = [], []
+        for number in range(rounds + 1):
+            ours.append(await our_step(cluster, number + 1))
+            theirs.append(await peer.step())
+            _say(number, ours[-1], theirs[-1])
+    return report | _summary(ours[1:], theirs[1:], report["limits"], config)
+
+
+HERE = Path(__file__).resolve().parent
+
+
+def _work(config: Config, prompts: list[Prompt], folder: Path) -> dict[str, Any]:
+    return {
+        "model": str(Path(config.model.path).resolve()),
+        "prompts": [prompt.text for prompt in prompts],
+        "stop": sorted({stop for prompt in prompts for stop in prompt.stop}),
+        "group_size": config.rollout.group_size,
+        "max_completion_tokens": config.rollout.max_completion_tokens,
+        "lr": config.learner.optimizer.lr,
+        "seed": config.run.seed,
+        "threads": machine.describe()["cores"],
+        "device": "cpu",
+        "output_dir": str(folder),
+    }
+
+
+def _say(number: int, ours: dict[str, Any], theirs: dict[str, Any]) -> None:
+    label = f"round {number}" if number else "warming up"
+    texts = [f"{r['completion_tokens']} tokens in {r['step']:.1f} s" for r in (ours, theirs)]
+    print(f"{label}: ours {texts[0]}, TRL {texts[1]}", file=sys.stderr, flush=True)
+
+
+def _summary(ours: list[dict[str, Any]], theirs: list[dict[str, Any]], limits: dict[str, float], config: Config) -> dict[str, Any]:
+    rates = [[r["completion_tokens"] / r["step"] for r in side] for side in (ours, theirs)]
+    return {
+        "rounds": len(ours),
+        "ratio_of_medians": statistics.median(rates[0]) / statistics.median(rates[1]),
+        "ours": {
+            "completion_tokens_per_s": _spread(rates[0]),
+            "step_s": _spread([r["step"] for r in ours]),
+            "completion_tokens": _spread([r["completion_tokens"] for r in ours]),
+            "parts_s": {name: statistics.fmean(r["parts"][name] for r in ours) for name in PARTS},
+            "share_of_limit": _shares(ours, limits, config),
+        },
+        "theirs": {
+            "completion_tokens_per_s": _spread(rates[1]),
+            "step_s": _spread([r["step"] for r in theirs]),
+            "completion_tokens": _spread([r["completion_tokens"] for r in theirs]),
+            "parts_s": {
+                name: statistics.fmean(r["parts"].get(name, 0.0) for r in theirs)
+                for name in ("generate", "score", "forward", "backward")
+            },
+        },
+    }
+
+
+def _shares(ours: list[dict[str, Any]], limits: dict[str, float], config: Config) -> dict[str, float]:
+    """How near to the machine's limit each part is: matrix products for the learner, memory for optimizer and sampling."""
+    import transformers
+
+    model = transformers.AutoConfig.from_pretrained(config.model.path)
+    matrices, head = _num_weights(model)
+    flops = sum(
+        6 * matrices * r["learner"]["learner/tokens_computed"] + 6 * head * r["learner"]["learner/tokens_trained"] * r["learner"]["learner/share_computed"]
+        for r in ours
+    )
+    seconds = {name: sum(r["parts"][name] for r in ours) for name in PARTS}
+    weights = matrices + head
+    # Per step AdamW reads weight, gradient and two moments and writes all but the gradient: 28 bytes a weight; the norm
+    # reads the gradient once more.
+    optimizer_bytes = 32 * weights * len(ours)
+    return {
+        "forward_backward_of_gemm_peak": flops / max(seconds["forward_backward"], 1e-9) / 1e9 / limits["gemm_bfloat16_gflops"],
+        "optimizer_of_memory_bandwidth": optimizer_bytes / max(seconds["optimizer"], 1e-9) / 1e9 / limits["memory_copy_gb_per_s"],
+        "generate_of_gemm_peak": sum(2 * weights * r["completion_tokens"] for r in ours) / max(seconds["generate"], 1e-9) / 1e9 / limits["gemm_bfloat16_gflops"],
+    }
+
+
+def _num_weights(model: Any) -> tuple[int, int]:
+    """Weights in the layers' matrices, and in the output embedding."""
+    width = getattr(model, "head_dim", None) or model.hidden_size // model.num_attention_heads
+    attention = model.hidden_size * width * (2 * model.num_attention_heads + 2 * model.num_key_value_heads)
+    layer = attention + 3 * model.hidden_size * model.intermediate_size
+    return model.num_hidden_layers * layer, model.vocab_size * model.hidden_size
+
+
+def _spread(values: list[float]) -> dict[str, float]:
+    return {"median": statistics.median(values), "min": min(values), "max": max(values)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--config", type=Path, default=HERE.parent / "configs" / "coding_cpu.yaml")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--json", action="store_true", help="print only the JSON report")
+    parser.add_argument("overrides", nargs="*", help="key.sub=value")
+    options = parser.parse_args()
+    config = load_config(options.config, [*SIZES, "run.name=benchmark", *options.overrides])
+    started = time.perf_counter()
+    report = asyncio.run(run(config, options.rounds))
+    report["total_s"] = time.perf_counter() - started
+    print(json.dumps(report, indent=None if options.json else 2))
+
+
+if __name__ == "__main__":
+    main()

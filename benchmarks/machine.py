@@ -1,0 +1,68 @@
+"""What the numbers of a benchmark rest on: the commit, the machine, and the limits of its cores and memory."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def describe() -> dict[str, object]:
+    """Commit, processor and versions."""
+    import torch
+    import transformers
+
+    return {
+        "commit": _git("rev-parse", "HEAD"),
+        "uncommitted": bool(_git("status", "--porcelain", "--", "rayapp", "actors")),
+        "cpu": _cpu_name(),
+        "cores": len(os.sched_getaffinity(0)),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "load_before": os.getloadavg()[0],
+    }
+
+
+def measure_limits() -> dict[str, float]:
+    """Best of a few rounds: matrix products of the model's own shapes, and memory streams."""
+    import torch
+
+    def gflops(dtype: torch.dtype) -> float:
+        rows, inner, columns = 2048, 576, 1536
+        left, right = torch.randn(rows, inner, dtype=dtype), torch.randn(columns, inner, dtype=dtype)
+        return 2 * rows * inner * columns / _best(lambda: torch.nn.functional.linear(left, right)) / 1e9
+
+    source = torch.randn(64 * 2**20)
+    target = torch.empty_like(source)
+    return {
+        "gemm_bfloat16_gflops": gflops(torch.bfloat16),
+        "gemm_float32_gflops": gflops(torch.float32),
+        "memory_copy_gb_per_s": 2 * source.nbytes / _best(lambda: target.copy_(source)) / 1e9,
+        "memory_read_gb_per_s": source.nbytes / _best(source.sum) / 1e9,
+    }
+
+
+def _best(run: Callable[[], object], rounds: int = 8) -> float:
+    run()
+    seconds = []
+    for _ in range(rounds):
+        started = time.perf_counter()
+        run()
+        seconds.append(time.perf_counter() - started)
+    return min(seconds)
+
+
+def _git(*arguments: str) -> str:
+    done = subprocess.run(["git", "-C", str(ROOT), *arguments], capture_output=True, text=True, check=False)
+    return done.stdout.strip()
+
+
+def _cpu_name() -> str:
+    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())

@@ -1,0 +1,109 @@
+"""TRL as a peer of `grpo_step.py`: makes its environment, runs `trl_worker.py` in it, answers its calls for rewards."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import shutil
+import subprocess
+import sys
+import venv
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+ENVIRONMENT = HERE / ".envs" / "trl"
+TRL_VERSION = "1.16.0"
+STEP_TIMEOUT_S = 600.0
+
+Scorer = Callable[[list[dict[str, Any]]], Awaitable[list[float]]]
+
+
+def make_environment(torch_version: str, transformers_version: str) -> Path:
+    """A virtual environment with TRL and the torch and transformers that we run ourselves; made once.
+
+    Returns:
+        Its interpreter.
+    """
+    python = ENVIRONMENT / "bin" / "python"
+    wanted = [f"trl=={TRL_VERSION}", f"torch=={torch_version}", f"transformers=={transformers_version}", "datasets"]
+    stamp = ENVIRONMENT / ".installed"
+    if stamp.is_file() and stamp.read_text() == " ".join(wanted):
+        return python
+    print(f"making {ENVIRONMENT} with {' '.join(wanted)}", file=sys.stderr, flush=True)
+    venv.EnvBuilder(with_pip=True, clear=True).create(ENVIRONMENT)
+    subprocess.run([*_installer(python, torch_version), *wanted], check=True, stdout=sys.stderr)
+    stamp.write_text(" ".join(wanted))
+    return python
+
+
+def _installer(python: Path, torch_version: str) -> list[str]:
+    """uv where there is one (beside this interpreter, or on PATH), else pip."""
+    beside = Path(sys.executable).with_name("uv")
+    uv = shutil.which("uv") or (str(beside) if beside.exists() else None)
+    if uv is None:
+        return [str(python), "-m", "pip", "install"]
+    links = [word for link in os.environ.get("PIP_FIND_LINKS", "").split() for word in ("--find-links", link)]
+    # uv reads none of pip's settings; without a folder of wheels it knows where CPU builds of torch are.
+    backend = ["--torch-backend", "cpu"] if torch_version.endswith("+cpu") and not links else []
+    return [uv, "pip", "install", "--python", str(python), *links, *backend]
+
+
+@dataclass(slots=True)
+class TrlPeer:
+    """A running worker."""
+
+    process: asyncio.subprocess.Process
+    scorer: Scorer
+    log: list[str] = field(default_factory=list)
+
+    @classmethod
+    async def start(cls, python: Path, work: dict[str, Any], scorer: Scorer, log_path: Path) -> TrlPeer:
+        """Start it and wait until the model is loaded."""
+        with log_path.open("w") as log:
+            process = await asyncio.create_subprocess_exec(
+                str(python),
+                str(HERE / "trl_worker.py"),
+                json.dumps(work),
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=log,
+                limit=2**26,
+                env={**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": str(work["threads"])},
+            )
+        peer = cls(process, scorer)
+        async with asyncio.timeout(STEP_TIMEOUT_S):
+            ready = await peer._read()
+        assert ready.get("ready"), f"TRL did not start: see {log_path}"
+        return peer
+
+    async def step(self) -> dict[str, Any]:
+        """One GRPO step. Seconds, completion tokens, and where the seconds went."""
+        self._write("step")
+        async with asyncio.timeout(STEP_TIMEOUT_S):
+            message = await self._read()
+            while "score" in message:
+                self._write(json.dumps(await self.scorer(message["score"])))
+                message = await self._read()
+        return message
+
+    async def close(self) -> None:
+        """End it. Idempotent."""
+        if self.process.returncode is None:
+            self.process.kill()
+            await self.process.wait()
+
+    def _write(self, line: str) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write(line.encode() + b"\n")
+
+    async def _read(self) -> dict[str, Any]:
+        assert self.process.stdout is not None
+        line = await self.process.stdout.readline()
+        if not line:
+            raise RuntimeError(f"TRL ended with code {await self.process.wait()}: its messages are in the log")
+        message: dict[str, Any] = json.loads(line)
+        return message

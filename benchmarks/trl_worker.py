@@ -1,0 +1,117 @@
+"""TRL's GRPOTrainer, one step at a time, for `grpo_step.py`; runs in an environment of its own and imports nothing of ours.
+
+Reads one JSON object from its arguments (model, prompts, stop, sizes), then, on stdin, a line `step` for each step. On
+stdout it writes JSON lines: {"ready"}, {"score": [...]} (answered with a line of rewards: the reward code is ours), and
+after each step {"step": seconds, ...}. It is given the settings under which it is fastest here: bfloat16 parameters, no
+gradient checkpointing, no KL, its own generation.
+"""
+
+import functools
+import json
+import os
+import sys
+import time
+
+CHANNEL = os.fdopen(os.dup(1), "w")
+os.dup2(2, 1)  # what libraries print must not end up between the JSON lines
+
+import torch  # noqa: E402
+from datasets import Dataset  # noqa: E402
+from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback  # noqa: E402
+from trl import GRPOConfig, GRPOTrainer  # noqa: E402
+
+WORK = json.loads(sys.argv[1])
+
+
+def send(message):
+    CHANNEL.write(json.dumps(message) + "\n")
+    CHANNEL.flush()
+
+
+class Clock:
+    """Seconds by name within one step."""
+
+    def __init__(self):
+        self.seconds, self.started, self.num_tokens = {}, 0.0, 0
+
+    def wrap(self, name, function):
+        @functools.wraps(function)
+        def timed(*args, **kwargs):
+            started = time.perf_counter()
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - started
+
+        return timed
+
+
+CLOCK = Clock()
+
+
+def reward(prompts, completions, completion_ids, index, **_):
+    """Asks the parent process, which scores in its sandboxes."""
+    CLOCK.num_tokens = sum(len(ids) for ids in completion_ids)
+    started = time.perf_counter()
+    send({"score": [{"index": i, "text": text} for i, text in zip(index, completions)]})
+    rewards = json.loads(sys.stdin.readline())
+    CLOCK.seconds["score"] = time.perf_counter() - started
+    return rewards
+
+
+class OneStepAtATime(TrainerCallback):
+    def on_step_begin(self, args, state, control, **_):
+        if sys.stdin.readline().strip() != "step":
+            raise SystemExit(0)
+        CLOCK.seconds, CLOCK.started = {}, time.perf_counter()
+
+    def on_step_end(self, args, state, control, **_):
+        step_s = time.perf_counter() - CLOCK.started
+        send({"step": step_s, "completion_tokens": CLOCK.num_tokens, "parts": CLOCK.seconds})
+
+
+def main():
+    torch.set_num_threads(WORK["threads"])
+    tokenizer = AutoTokenizer.from_pretrained(WORK["model"])
+    model = AutoModelForCausalLM.from_pretrained(WORK["model"], dtype=torch.bfloat16)
+    dataset = Dataset.from_list([{"prompt": text, "index": i} for i, text in enumerate(WORK["prompts"])])
+    config = GRPOConfig(
+        output_dir=WORK["output_dir"],
+        use_cpu=WORK["device"] == "cpu",
+        bf16=False,  # the parameters are bfloat16 already; autocast on top would only cost time
+        per_device_train_batch_size=len(WORK["prompts"]) * WORK["group_size"],
+        num_generations=WORK["group_size"],
+        max_completion_length=WORK["max_completion_tokens"],
+        temperature=1.0,
+        beta=0.0,
+        learning_rate=WORK["lr"],
+        lr_scheduler_type="constant",
+        gradient_checkpointing=False,
+        optim="adamw_torch_fused",
+        max_steps=10_000,
+        save_strategy="no",
+        logging_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+        seed=WORK["seed"],
+        generation_kwargs={"stop_strings": WORK["stop"]} if WORK["stop"] else None,
+    )
+    trainer = GRPOTrainer(
+        model=model,
+        processing_class=tokenizer,
+        args=config,
+        reward_funcs=reward,
+        train_dataset=dataset,
+        callbacks=[OneStepAtATime()],
+    )
+    if WORK["stop"]:
+        # transformers looks for stop strings with the tokenizer, which TRL does not pass on.
+        trainer.model.generate = functools.partial(trainer.model.generate, tokenizer=tokenizer)
+    trainer.model.generate = CLOCK.wrap("generate", trainer.model.generate)
+    trainer.accelerator.backward = CLOCK.wrap("backward", trainer.accelerator.backward)
+    trainer.compute_loss = CLOCK.wrap("forward", trainer.compute_loss)
+    send({"ready": True, "model": str(trainer.model.dtype)})
+    trainer.train()
+
+
+main()
