@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import json
 import os
 import shutil
@@ -154,13 +155,17 @@ async def score_batch(provider: LocalProvider, completions: int = 500, tests: in
 
 def memory_mib(pid: int) -> dict[str, float]:
     """Of a slot's processes: resident, and their proportional share (pages shared with others divided among them)."""
-    pids = [pid, *map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split())]
     total = {"Rss": 0, "Pss": 0}
-    for each in pids:
-        for line in Path(f"/proc/{each}/smaps_rollup").read_text().splitlines():
-            key, _, value = line.partition(":")
-            if key in total:
-                total[key] += int(value.split()[0])
+    waiting = [pid]
+    while waiting:
+        each = waiting.pop()
+        # A child of the last execution may be ending just now.
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            waiting += map(int, Path(f"/proc/{each}/task/{each}/children").read_text().split())
+            for line in Path(f"/proc/{each}/smaps_rollup").read_text().splitlines():
+                key, _, value = line.partition(":")
+                if key in total:
+                    total[key] += int(value.split()[0])
     return {f"{key.lower()}_mib": round(value / 1024, 1) for key, value in total.items()}
 
 
