@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import json
 import struct
 from pathlib import Path
@@ -22,7 +23,7 @@ def check_model(config: Config) -> None:
     """
     path = Path(config.model.path)
     if path.is_dir():
-        architecture = _read_config(path)
+        architecture = _read_config(path, config.model.trust_remote_code)
         _check_weights(path)
         _check_tokenizer(path)
     elif path.is_absolute() or config.model.path.startswith((".", "models/")) or config.model.path.count("/") != 1:
@@ -33,7 +34,7 @@ def check_model(config: Config) -> None:
     _check_fits(architecture, config)
 
 
-def _read_config(folder: Path) -> dict[str, Any]:
+def _read_config(folder: Path, trust_remote_code: bool) -> dict[str, Any]:
     file = folder / "config.json"
     try:
         architecture = json.loads(file.read_text())
@@ -43,14 +44,34 @@ def _read_config(folder: Path) -> dict[str, Any]:
         raise InputError(f"{file} is no JSON: {error}") from None
     if not isinstance(architecture, dict) or not architecture.get("architectures"):
         raise InputError(f"{file} names no architecture, so vLLM and transformers can't tell what the model is")
+    if not trust_remote_code:
+        _check_architecture(file, str(architecture.get("model_type")))
     return architecture
+
+
+def _check_architecture(file: Path, model_type: str) -> None:
+    import transformers
+
+    # The plain table and not AutoConfig, which loads torch: seconds before every start, for one word.
+    from transformers.models.auto.auto_mappings import CONFIG_MAPPING_NAMES
+
+    if model_type not in CONFIG_MAPPING_NAMES:
+        near = difflib.get_close_matches(model_type, CONFIG_MAPPING_NAMES, n=1)
+        hint = f" Did you mean {near[0]!r}?" if near else ""
+        raise InputError(
+            f"{file}: model_type {model_type!r} is not one that transformers {transformers.__version__} knows.{hint} "
+            "A model that brings its own code needs model.trust_remote_code=true."
+        )
 
 
 def _check_weights(folder: Path) -> None:
     files = sorted(folder.glob("*.safetensors"))
     index = folder / "model.safetensors.index.json"
     if index.is_file():
-        named = {folder / name for name in json.loads(index.read_text())["weight_map"].values()}
+        try:
+            named = {folder / name for name in json.loads(index.read_text())["weight_map"].values()}
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise InputError(f"{index} is no index of weights: {error}") from None
         missing = sorted(file.name for file in named if not file.is_file())
         if missing:
             raise InputError(
@@ -74,7 +95,7 @@ def _check_safetensors(file: Path) -> None:
                 raise ValueError("its header is longer than the file")
             header = json.loads(stream.read(length))
         end = max(entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__")
-    except (struct.error, ValueError, KeyError, TypeError) as error:
+    except (struct.error, ValueError, KeyError, TypeError, AttributeError) as error:
         raise InputError(f"{file} is no safetensors file: {error}") from None
     if size != 8 + length + end:
         raise InputError(
@@ -85,6 +106,14 @@ def _check_safetensors(file: Path) -> None:
 def _check_tokenizer(folder: Path) -> None:
     if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json")):
         raise InputError(f"model.path {str(folder)!r} has no tokenizer (tokenizer.json, tokenizer.model or vocab.json)")
+    file = folder / "tokenizer.json"
+    if file.is_file():
+        from tokenizers import Tokenizer  # type: ignore[import-untyped]
+
+        try:
+            Tokenizer.from_file(str(file))
+        except Exception as error:  # boundary: the library raises bare Exceptions
+            raise InputError(f"{file} is no tokenizer: {error}") from None
 
 
 def _hub_config(name: str) -> dict[str, Any]:

