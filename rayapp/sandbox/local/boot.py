@@ -4,6 +4,8 @@ Started as `python -I -S -c … FD` with an empty environment and one inherited 
 {"ready": …} or {"failed": the step that this node refuses}, and then belongs to `zygote.py`.
 """
 
+# Paths here are texts for mount(), hence os and not pathlib.
+# ruff: noqa: PTH120
 from __future__ import annotations
 
 import gc
@@ -15,8 +17,8 @@ import sys
 from collections.abc import Sequence
 
 from rayapp.sandbox.harness import describe
-from rayapp.sandbox.local import level as levels
 from rayapp.sandbox.local import kernel, privileges, view, wire
+from rayapp.sandbox.local import level as levels
 from rayapp.sandbox.local.landlocked import Landlocked
 from rayapp.sandbox.local.limits import mapped_bytes, set_standing_limits
 from rayapp.sandbox.local.namespaces import Namespaces
@@ -24,8 +26,8 @@ from rayapp.sandbox.local.zygote import Zygote
 
 WARM_MODULES = (
     "abc", "array", "ast", "bisect", "collections", "contextlib", "copy", "dataclasses", "datetime", "decimal",
-    "enum", "fractions", "functools", "heapq", "io", "itertools", "json", "math", "operator", "random", "re", "statistics",
-    "string", "time", "traceback", "typing", "types", "linecache",
+    "enum", "fractions", "functools", "heapq", "io", "itertools", "json", "math", "operator", "random", "re",
+    "statistics", "string", "time", "traceback", "typing", "types", "linecache",
 )  # fmt: skip
 """What model-written code imports most: paid for once here, not in each execution."""
 
@@ -69,7 +71,7 @@ def _prepare(settings: dict[str, object]) -> levels.Level:
 def _import_packages(packages: Sequence[str], paths: Sequence[str]) -> None:
     """Import them from the folders that hold them; of those folders only `paths` will be visible inside."""
     # One thread: a zygote with more can't enter a user namespace, and its forks would lack them.
-    os.environ.update({name: "1" for name in ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS")})
+    os.environ.update(dict.fromkeys(("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS"), "1"))
     sys.path += sorted({os.path.dirname(path) for path in paths})
     for name in packages:
         importlib.import_module(name)

@@ -2,9 +2,10 @@
 
     fork -> descriptors 1-4 -> confine -> wait for a job -> limits -> "ready" -> candidate -> "done" -> os._exit
 
-It is forked and confined before its job is known, so that a job finds it waiting. On the control socket it says "ready",
-and closes it before candidate code begins: without "ready" the sandbox failed, after it whatever follows is the code's
-doing. "Done", with the exit status, goes to a pipe of its own, so that the answer need not wait for the process to exit.
+It is forked and confined before its job is known, so that a job finds it waiting. On the control socket it says
+"ready", and closes it before candidate code begins: without "ready" the sandbox failed, after it whatever follows is
+the code's doing. "Done", with the exit status, goes to a pipe of its own, so that the answer need not wait for the
+process to exit.
 """
 
 from __future__ import annotations
@@ -153,7 +154,7 @@ def _execute(job: Job) -> int:
     argv = job["argv"]
     assert isinstance(argv, list)
     try:
-        os.execvpe(argv[0], argv, os.environ)  # noqa: S606  (in here is the sandbox)
+        os.execvpe(argv[0], argv, os.environ)
     except OSError as error:
         os.write(2, f"{argv[0]}: {error.strerror}\n".encode("utf-8", "replace"))
         return 126 if isinstance(error, PermissionError) else 127
@@ -170,5 +171,5 @@ def _flush() -> None:
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()
-        except BaseException:  # noqa: PERF203  (boundary: the candidate may have replaced or closed it)
+        except BaseException:  # boundary: the candidate may have replaced or closed it
             continue

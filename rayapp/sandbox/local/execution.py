@@ -1,7 +1,7 @@
 """Watches one execution from the fork to its end: deadline, output caps, memory and processes of the whole tree.
 
-Called by the zygote. What the execution writes goes from its pipes into the answer's memory file inside the kernel, never
-through the zygote's own memory: the next execution is forked from that.
+Called by the zygote. What the execution writes goes from its pipes into the answer's memory file inside the kernel,
+never through the zygote's own memory: the next execution is forked from that.
 """
 
 from __future__ import annotations
@@ -45,9 +45,7 @@ class Stream:
                 return _has_more(self.source)
             at = self.start + self.size
             try:
-                moved = os.splice(
-                    self.source, target, min(room, _CHUNK), offset_dst=at, flags=os.SPLICE_F_NONBLOCK
-                )
+                moved = os.splice(self.source, target, min(room, _CHUNK), offset_dst=at, flags=os.SPLICE_F_NONBLOCK)
             except BlockingIOError:
                 return False
             if moved == 0:
@@ -121,7 +119,8 @@ class Execution:
         return self.is_done and self.pid != 0
 
     def watch(self, channel: socket.socket) -> None:
-        """Until the job is over, by itself or by us. Its processes are dead then, unless it said itself that it is done."""
+        """Until the job is over, by itself or by us. Its processes are dead then, unless it said itself that it is
+        done."""
         poll = select.poll()
         pidfd = os.pidfd_open(self.pid)
         self._look_at = time.monotonic() + _LOOK_EVERY_S

@@ -1,4 +1,5 @@
-"""Landlock: which files a process may still open, decided by itself and never widened again. Used by the isolation levels.
+"""Landlock: which files a process may still open, decided by itself and never widened again. Used by the isolation
+levels.
 
 What a ruleset can forbid depends on the kernel (its ABI): 1 files, 2 moving between directories, 3 truncating, 4 TCP,
 5 ioctl on devices, 6 signals and abstract sockets out of the sandbox. Everything the kernel knows is forbidden; seccomp

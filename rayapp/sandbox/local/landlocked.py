@@ -61,8 +61,8 @@ class Landlocked:
         seccomp.install(rules.closing(own_pid=os.getpid()))
 
     def limit(self, limits: Limits, *, running: int) -> None:
-        # Processes are refused by seccomp, and threads are counted by `usage.py`: the kernel's own count is of the whole
-        # user, whose other processes may be many where we could not take a user of our own.
+        # Processes are refused by seccomp, and threads are counted by `usage.py`: the kernel's own count is of the
+        # whole user, whose other processes may be many where we could not take a user of our own.
         set_limits(limits, num_running=None)
 
     def reset(self) -> None:

@@ -6,6 +6,8 @@
 `namespaces.py` and `landlocked.py` have the levels that isolate. Runs in the zygote only.
 """
 
+# The zygote forks what it has loaded, and pathlib is slower to run in each child, hence os and not pathlib.
+# ruff: noqa: PTH102, PTH106
 from __future__ import annotations
 
 import contextlib
@@ -19,6 +21,7 @@ from typing import Protocol
 from rayapp.sandbox.local import kernel
 from rayapp.sandbox.local.limits import Limits, set_limits
 from rayapp.sandbox.local.usage import Usage
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
@@ -95,7 +98,7 @@ class Unisolated:
 
     def confine(self, place: Place) -> None:
         os.setsid()
-        os.chdir(self._home if place.home else "/tmp")  # noqa: S108
+        os.chdir(self._home if place.home else "/tmp")
 
     def limit(self, limits: Limits, *, running: int) -> None:
         set_limits(limits, num_running=None)
@@ -124,8 +127,9 @@ def kill_descendants(kept: int) -> None:
 
 
 def make_folder(prefix: str) -> str:
-    """A new folder that only this user may enter. (The module tempfile would bring in libraries that each fork copies.)"""
-    path = f"/tmp/{prefix}{os.urandom(8).hex()}"  # noqa: S108
+    """A new folder that only this user may enter. (The module tempfile would bring in libraries that each fork
+    copies.)"""
+    path = f"/tmp/{prefix}{os.urandom(8).hex()}"
     os.mkdir(path, 0o700)
     return path
 

@@ -8,6 +8,8 @@ Killing an execution's first process makes the kernel kill everything in its pid
 killing the zygote ends the whole tree. Used by the zygote only.
 """
 
+# Paths here are texts for mount(), hence os and not pathlib.
+# ruff: noqa: PTH102, PTH106, PTH112, PTH114, PTH115, PTH116, PTH208, PTH211
 from __future__ import annotations
 
 import ctypes
@@ -176,7 +178,8 @@ def _tmpfs_options(disk_mib: int) -> str:
 
 
 def _keep_hidden_proc(root: str) -> None:
-    """A /proc that no path leads to. The kernel lets a namespace mount a fresh one only where it has a whole one already.
+    """A /proc that no path leads to. The kernel lets a namespace mount a fresh one only where it has a whole one
+    already.
 
     Raises:
         OSError: this machine's own /proc is partly masked, as in most pods.
@@ -243,7 +246,8 @@ def _make_devices(root: str) -> None:
 
 
 def _write_etc(root: str) -> None:
-    """Who the user is, and where libraries lie: what libc looks up. Nothing of this machine's own /etc but the latter."""
+    """Who the user is, and where libraries lie: what libc looks up. Nothing of this machine's own /etc but the
+    latter."""
     etc = Path(root, "etc")
     etc.mkdir()
     uid, gid = os.getuid(), os.getgid()

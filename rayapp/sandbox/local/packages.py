@@ -23,7 +23,8 @@ def locate(packages: Sequence[str]) -> tuple[str, ...]:
         spec = PathFinder.find_spec(package) if package.isidentifier() else None
         if spec is None:
             raise SandboxConfigError(
-                f"package {package!r} of the sandbox spec is not installed in this environment: install it, or leave it out"
+                f"package {package!r} of the sandbox spec is not installed in this environment: install it, or leave "
+                "it out"
             )
         folders = [Path(folder) for folder in spec.submodule_search_locations or ()]
         found += map(str, folders)

@@ -4,6 +4,8 @@ Root inside a user namespace made by root still is the machine's root to every f
 RLIMIT_NPROC does not hold for it. So no candidate code ever runs with kernel user id 0.
 """
 
+# Paths here are texts for mount(), hence os and not pathlib.
+# ruff: noqa: PTH112, PTH116
 from __future__ import annotations
 
 import contextlib

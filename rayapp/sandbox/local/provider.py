@@ -1,6 +1,6 @@
 """The embedded provider: sandboxes made of warm interpreters on this node, without a service, a key or root.
 
-    LocalProvider --create--> LocalSandbox --lease on--> Slot (one zygote process) --fork per execution--> candidate code
+    LocalProvider --create--> LocalSandbox --lease on--> Slot (one zygote process) --fork per execution--> code
 
 A zygote outlives the sandboxes it serves: every execution is a fresh fork of it, so nothing of one lease reaches the
 next. Sandboxes live in this process; when it dies its zygotes see their channel close and end with all they started.
@@ -43,7 +43,7 @@ class LocalProvider:
     ) -> None:
         """
         Args:
-            allow_unisolated: run code with resource limits only where the node offers no isolation. Every result says so.
+            allow_unisolated: run code with resource limits only where the node has no isolation; every result says so.
             packages: preloaded in every sandbox, with those of its spec.
             max_slots: sandboxes that live at once. None is one per core: more would make timeouts depend on each other.
             levels: isolation levels to try, strongest first; the doctor and the tests name one.
@@ -131,8 +131,9 @@ class LocalProvider:
                 self._refused[level] = str(error)
         steps = "; ".join(f"{level}: {step}" for level, step in self._refused.items()) or "none is built in"
         raise IsolationUnavailableError(
-            f"this node offers no isolation for model-written code ({steps}). Run `rayapp sandbox doctor`, use a remote "
-            "provider, or set sandbox.allow_unisolated: true if you accept that code can read and change this node."
+            f"this node offers no isolation for model-written code ({steps}). Run `rayapp sandbox doctor`, use a "
+            "remote provider, or set sandbox.allow_unisolated: true if you accept that code can read and change this "
+            "node."
         )
 
     def _ended(self, sandbox: LocalSandbox) -> None:

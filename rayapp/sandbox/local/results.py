@@ -61,8 +61,8 @@ def _check_started(answer: Answer) -> None:
         return
     if answer.stopped == "timeout":
         raise SandboxDeadlineError(
-            f"the sandbox was not ready {answer.duration_s:.2f} s after the start: the node is overloaded, or timeout_s "
-            "too small"
+            f"the sandbox was not ready {answer.duration_s:.2f} s after the start: the node is overloaded, or "
+            "timeout_s is too small"
         )
     raise SandboxGoneError(f"the sandbox could not be set up for this execution: {answer.problem}")
 

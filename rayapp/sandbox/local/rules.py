@@ -1,7 +1,7 @@
 """Which system calls candidate code may not make, and why. Pure data, read by the isolation levels.
 
-What is not named here is allowed: an allowlist breaks honest code on the next release of libc. Calls that are newer than
-this list are refused, so that a new kernel opens no new door.
+What is not named here is allowed: an allowlist breaks honest code on the next release of libc. Calls that are newer
+than this list are refused, so that a new kernel opens no new door.
 """
 
 from __future__ import annotations
@@ -31,131 +31,37 @@ _AF_UNIX, _SOCK_STREAM, _SOCK_TYPE_MASK = 1, 1, 0xB
 _TIOCSTI, _TIOCLINUX, _FIOSETOWN, _SIOCSPGRP = 0x5412, 0x541C, 0x8901, 0x8902
 _F_SETOWN, _F_SETSIG, _F_SETOWN_EX = 8, 10, 15
 
-_NEVER = [
-    "ptrace",
-    "process_vm_readv",
-    "process_vm_writev",
-    "process_madvise",
-    "process_mrelease",
-    "kcmp",
-    "pidfd_getfd",
-    "socket",
-    "connect",
-    "bind",
-    "listen",
-    "accept",
-    "accept4",
-    "open_by_handle_at",
-    "name_to_handle_at",
-    "bpf",
-    "perf_event_open",
-    "userfaultfd",
-    "io_uring_setup",
-    "io_uring_enter",
-    "io_uring_register",
-    "add_key",
-    "request_key",
-    "keyctl",
-    "shmget",
-    "shmat",
-    "shmctl",
-    "shmdt",
-    "semget",
-    "semop",
-    "semctl",
-    "semtimedop",
-    "msgget",
-    "msgsnd",
-    "msgrcv",
-    "msgctl",
-    "mq_open",
-    "mq_unlink",
-    "memfd_secret",
-    "init_module",
-    "finit_module",
-    "delete_module",
-    "kexec_load",
-    "kexec_file_load",
-    "reboot",
-    "swapon",
-    "swapoff",
-    "acct",
-    "quotactl",
-    "quotactl_fd",
-    "syslog",
-    "settimeofday",
-    "clock_settime",
-    "clock_adjtime",
-    "adjtimex",
-    "sethostname",
-    "setdomainname",
-    "iopl",
-    "ioperm",
-    "modify_ldt",
-    "uselib",
-    "vhangup",
-    "personality",
-    "lookup_dcookie",
-    "fanotify_init",
-    "fanotify_mark",
-    "inotify_init",
-    "inotify_init1",
-    "mknod",
-    "mknodat",
-    "ioprio_set",
-    "migrate_pages",
-    "move_pages",
-    "mbind",
-    "set_mempolicy",
-    "set_mempolicy_home_node",
-    "vmsplice",
-    "lsm_set_self_attr",
-    "statmount",
-    "listmount",
-]
+_NEVER = (
+    "ptrace", "process_vm_readv", "process_vm_writev", "process_madvise", "process_mrelease", "kcmp", "pidfd_getfd",
+    "socket", "connect", "bind", "listen", "accept", "accept4", "open_by_handle_at", "name_to_handle_at", "bpf",
+    "perf_event_open", "userfaultfd", "io_uring_setup", "io_uring_enter", "io_uring_register", "add_key",
+    "request_key", "keyctl", "shmget", "shmat", "shmctl", "shmdt", "semget", "semop", "semctl", "semtimedop",
+    "msgget", "msgsnd", "msgrcv", "msgctl", "mq_open", "mq_unlink", "memfd_secret", "init_module", "finit_module",
+    "delete_module", "kexec_load", "kexec_file_load", "reboot", "swapon", "swapoff", "acct", "quotactl",
+    "quotactl_fd", "syslog", "settimeofday", "clock_settime", "clock_adjtime", "adjtimex", "sethostname",
+    "setdomainname", "iopl", "ioperm", "modify_ldt", "uselib", "vhangup", "personality", "lookup_dcookie",
+    "fanotify_init", "fanotify_mark", "inotify_init", "inotify_init1", "mknod", "mknodat", "ioprio_set",
+    "migrate_pages", "move_pages", "mbind", "set_mempolicy", "set_mempolicy_home_node", "vmsplice",
+    "lsm_set_self_attr", "statmount", "listmount",
+)  # fmt: skip
 """Other processes' memory; the network; files by handle; kernel subsystems with a record of holes; keys; shared memory,
 which no limit of the candidate counts; what only an administrator needs."""
 
-_ZYGOTE_ONLY = [
-    "mount",
-    "umount2",
-    "pivot_root",
-    "chroot",
-    "move_mount",
-    "open_tree",
-    "open_tree_attr",
-    "fsopen",
-    "fsconfig",
-    "fsmount",
-    "fspick",
-    "mount_setattr",
-    "unshare",
-    "setns",
-    "pidfd_open",
-    "pidfd_send_signal",
-    "memfd_create",
-    "setuid",
-    "setgid",
-    "setreuid",
-    "setregid",
-    "setresuid",
-    "setresgid",
-    "setfsuid",
-    "setfsgid",
-    "setgroups",
-    "landlock_create_ruleset",
-    "landlock_add_rule",
-    "landlock_restrict_self",
-]
+_ZYGOTE_ONLY = (
+    "mount", "umount2", "pivot_root", "chroot", "move_mount", "open_tree", "open_tree_attr", "fsopen", "fsconfig",
+    "fsmount", "fspick", "mount_setattr", "unshare", "setns", "pidfd_open", "pidfd_send_signal", "memfd_create",
+    "setuid", "setgid", "setreuid", "setregid", "setresuid", "setresgid", "setfsuid", "setfsgid", "setgroups",
+    "landlock_create_ruleset", "landlock_add_rule", "landlock_restrict_self",
+)  # fmt: skip
 """What the zygote calls to start an execution, and nothing in it may call. Memory files are memory that no
 limit of the candidate counts."""
 
 
-def standing() -> bytes:
-    """The filter of the zygote, which every execution inherits."""
+def standing(machine: str | None = None) -> bytes:
+    """The filter of the zygote, which every execution inherits. `machine` is this one unless a test names another."""
     rules: dict[str, Block] = {name: refuse() for name in _NEVER}
     rules["socketpair"] = both((0, _AF_UNIX), (1, _SOCK_STREAM), _SOCK_TYPE_MASK)
-    # Streams (1) and sequenced packets (5), equal under the mask. A datagram pair could send to any Unix socket by name.
+    # Streams (1) and sequenced packets (5), equal under the mask: a datagram pair could send to any socket by name.
     rules["sendto"] = null_pointer(4)
     rules["ioctl"] = not_with(1, _TIOCSTI, _TIOCLINUX, _FIOSETOWN, _SIOCSPGRP)
     # Signal-driven I/O sends any signal to any process of this uid, past every rule about kill.
@@ -166,10 +72,10 @@ def standing() -> bytes:
     rules["setpriority"] = both((0, 0), (1, 0))
     # Its flags lie in memory, where a filter can't look; libc falls back to clone.
     rules["clone3"] = refuse(errno.ENOSYS)
-    return program(rules, unknown=refuse(errno.ENOSYS))
+    return program(rules, unknown=refuse(errno.ENOSYS), machine=machine)
 
 
-def closing(*, own_pid: int | None = None) -> bytes:
+def closing(*, own_pid: int | None = None, machine: str | None = None) -> bytes:
     """The filter of one execution, on top of the standing one.
 
     Args:
@@ -184,7 +90,7 @@ def closing(*, own_pid: int | None = None) -> bytes:
         rules["tgkill"] = dies_with((0, _INIT), (2, signal.SIGKILL))
     else:
         rules |= _alone(own_pid)
-    return program(rules)
+    return program(rules, machine=machine)
 
 
 def _alone(own_pid: int) -> dict[str, Block]:

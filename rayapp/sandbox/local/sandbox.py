@@ -19,7 +19,8 @@ from rayapp.types import CallReport, ExecResult, SandboxSpec
 Job = dict[str, object]
 _CALLS_OUTPUT_BYTES = 65536
 MAX_CODE_CHARS = 1 << 20
-"""Longer code is refused unread: nobody writes a megabyte to sort a list, and compiling it takes the memory of others."""
+"""Longer code is refused unread: nobody writes a megabyte to sort a list, and compiling it takes the memory of
+others."""
 
 
 class LocalSandbox:

@@ -1,7 +1,7 @@
 """System call numbers of x86-64 and arm64 for the seccomp filter and the calls that libc does not wrap. Pure data.
 
-From the kernel's tables `arch/x86/entry/syscalls/syscall_64.tbl` and `include/uapi/asm-generic/unistd.h`. Calls above 424
-have the same number everywhere. A name that an architecture lacks (fork on arm64) is not in its table.
+From the kernel's tables `arch/x86/entry/syscalls/syscall_64.tbl` and `include/uapi/asm-generic/unistd.h`. Calls above
+424 have the same number everywhere. A name that an architecture lacks (fork on arm64) is not in its table.
 """
 
 from __future__ import annotations
@@ -26,41 +26,43 @@ _COMMON = {
 }  # fmt: skip
 
 _X86_64 = {
-    "shmget": 29, "shmat": 30, "shmctl": 31, "socket": 41, "connect": 42, "accept": 43, "bind": 49, "listen": 50,
-    "sendto": 44, "socketpair": 53, "clone": 56, "fork": 57, "vfork": 58, "kill": 62, "semget": 64, "semop": 65, "semctl": 66,
-    "shmdt": 67, "msgget": 68, "msgsnd": 69, "msgrcv": 70, "msgctl": 71, "ioctl": 16, "fcntl": 72, "prctl": 157, "ptrace": 101, "setuid": 105,
-    "syslog": 103, "setgid": 106, "setreuid": 113, "setregid": 114, "setgroups": 116, "setresuid": 117, "setresgid": 119,
-    "setfsuid": 122, "setfsgid": 123, "rt_sigqueueinfo": 129, "mknod": 133, "uselib": 134, "personality": 135,
-    "setpriority": 141, "sched_setparam": 142, "sched_setscheduler": 144, "vhangup": 153, "modify_ldt": 154,
-    "pivot_root": 155, "adjtimex": 159, "chroot": 161, "acct": 163, "settimeofday": 164, "mount": 165, "umount2": 166,
-    "swapon": 167, "swapoff": 168, "reboot": 169, "sethostname": 170, "setdomainname": 171, "iopl": 172, "ioperm": 173,
-    "init_module": 175, "delete_module": 176, "quotactl": 179, "tkill": 200, "sched_setaffinity": 203,
-    "lookup_dcookie": 212, "semtimedop": 220, "clock_settime": 227, "tgkill": 234, "mbind": 237, "set_mempolicy": 238,
-    "mq_open": 240, "mq_unlink": 241, "kexec_load": 246, "add_key": 248, "request_key": 249, "keyctl": 250,
-    "ioprio_set": 251, "migrate_pages": 256, "mknodat": 259, "unshare": 272, "vmsplice": 278, "move_pages": 279,
-    "accept4": 288, "rt_tgsigqueueinfo": 297, "perf_event_open": 298, "fanotify_init": 300, "prlimit64": 302,
-    "name_to_handle_at": 303, "open_by_handle_at": 304, "clock_adjtime": 305, "setns": 308, "process_vm_readv": 310,
-    "process_vm_writev": 311, "kcmp": 312, "finit_module": 313, "sched_setattr": 314, "memfd_create": 319,
-    "kexec_file_load": 320, "bpf": 321, "userfaultfd": 323, "inotify_init": 253, "inotify_init1": 294,
-    "fanotify_mark": 301,
+    "ioctl": 16, "shmget": 29, "shmat": 30, "shmctl": 31, "socket": 41, "connect": 42, "accept": 43, "sendto": 44,
+    "bind": 49, "listen": 50, "socketpair": 53, "clone": 56, "fork": 57, "vfork": 58, "kill": 62, "semget": 64,
+    "semop": 65, "semctl": 66, "shmdt": 67, "msgget": 68, "msgsnd": 69, "msgrcv": 70, "msgctl": 71, "fcntl": 72,
+    "ptrace": 101, "syslog": 103, "setuid": 105, "setgid": 106, "setreuid": 113, "setregid": 114, "setgroups": 116,
+    "setresuid": 117, "setresgid": 119, "setfsuid": 122, "setfsgid": 123, "rt_sigqueueinfo": 129, "mknod": 133,
+    "uselib": 134, "personality": 135, "setpriority": 141, "sched_setparam": 142, "sched_setscheduler": 144,
+    "vhangup": 153, "modify_ldt": 154, "pivot_root": 155, "prctl": 157, "adjtimex": 159, "chroot": 161, "acct": 163,
+    "settimeofday": 164, "mount": 165, "umount2": 166, "swapon": 167, "swapoff": 168, "reboot": 169,
+    "sethostname": 170, "setdomainname": 171, "iopl": 172, "ioperm": 173, "init_module": 175, "delete_module": 176,
+    "quotactl": 179, "tkill": 200, "sched_setaffinity": 203, "lookup_dcookie": 212, "semtimedop": 220,
+    "clock_settime": 227, "tgkill": 234, "mbind": 237, "set_mempolicy": 238, "mq_open": 240, "mq_unlink": 241,
+    "kexec_load": 246, "add_key": 248, "request_key": 249, "keyctl": 250, "ioprio_set": 251, "inotify_init": 253,
+    "migrate_pages": 256, "mknodat": 259, "unshare": 272, "vmsplice": 278, "move_pages": 279, "accept4": 288,
+    "inotify_init1": 294, "rt_tgsigqueueinfo": 297, "perf_event_open": 298, "fanotify_init": 300,
+    "fanotify_mark": 301, "prlimit64": 302, "name_to_handle_at": 303, "open_by_handle_at": 304, "clock_adjtime": 305,
+    "setns": 308, "process_vm_readv": 310, "process_vm_writev": 311, "kcmp": 312, "finit_module": 313,
+    "sched_setattr": 314, "memfd_create": 319, "kexec_file_load": 320, "bpf": 321, "userfaultfd": 323,
 }  # fmt: skip
 
 _AARCH64 = {
-    "lookup_dcookie": 18, "fcntl": 25, "inotify_init1": 26, "ioctl": 29, "ioprio_set": 30, "mknodat": 33, "umount2": 39, "mount": 40,
-    "pivot_root": 41, "chroot": 51, "vhangup": 58, "quotactl": 60, "vmsplice": 75, "acct": 89, "personality": 92,
-    "unshare": 97, "kexec_load": 104, "init_module": 105, "delete_module": 106, "clock_settime": 112, "syslog": 116,
-    "ptrace": 117, "sched_setparam": 118, "sched_setscheduler": 119, "sched_setaffinity": 122, "kill": 129, "tkill": 130,
-    "tgkill": 131, "rt_sigqueueinfo": 138, "setpriority": 140, "reboot": 142, "setregid": 143, "setgid": 144,
-    "setreuid": 145, "setuid": 146, "setresuid": 147, "setresgid": 149, "setfsuid": 151, "setfsgid": 152,
-    "setgroups": 159, "sethostname": 161, "setdomainname": 162, "settimeofday": 170, "adjtimex": 171, "prctl": 167, "mq_open": 180,
-    "mq_unlink": 181, "msgget": 186, "msgctl": 187, "msgrcv": 188, "msgsnd": 189, "semget": 190, "semctl": 191,
-    "semtimedop": 192, "semop": 193, "shmget": 194, "shmctl": 195, "shmat": 196, "shmdt": 197, "socket": 198,
-    "socketpair": 199, "bind": 200, "listen": 201, "accept": 202, "connect": 203, "sendto": 206, "add_key": 217, "request_key": 218,
-    "keyctl": 219, "clone": 220, "swapon": 224, "swapoff": 225, "mbind": 235, "set_mempolicy": 237, "migrate_pages": 238,
+    "lookup_dcookie": 18, "fcntl": 25, "inotify_init1": 26, "ioctl": 29, "ioprio_set": 30, "mknodat": 33,
+    "umount2": 39, "mount": 40, "pivot_root": 41, "chroot": 51, "vhangup": 58, "quotactl": 60, "vmsplice": 75,
+    "acct": 89, "personality": 92, "unshare": 97, "kexec_load": 104, "init_module": 105, "delete_module": 106,
+    "clock_settime": 112, "syslog": 116, "ptrace": 117, "sched_setparam": 118, "sched_setscheduler": 119,
+    "sched_setaffinity": 122, "kill": 129, "tkill": 130, "tgkill": 131, "rt_sigqueueinfo": 138, "setpriority": 140,
+    "reboot": 142, "setregid": 143, "setgid": 144, "setreuid": 145, "setuid": 146, "setresuid": 147,
+    "setresgid": 149, "setfsuid": 151, "setfsgid": 152, "setgroups": 159, "sethostname": 161, "setdomainname": 162,
+    "prctl": 167, "settimeofday": 170, "adjtimex": 171, "mq_open": 180, "mq_unlink": 181, "msgget": 186,
+    "msgctl": 187, "msgrcv": 188, "msgsnd": 189, "semget": 190, "semctl": 191, "semtimedop": 192, "semop": 193,
+    "shmget": 194, "shmctl": 195, "shmat": 196, "shmdt": 197, "socket": 198, "socketpair": 199, "bind": 200,
+    "listen": 201, "accept": 202, "connect": 203, "sendto": 206, "add_key": 217, "request_key": 218, "keyctl": 219,
+    "clone": 220, "swapon": 224, "swapoff": 225, "mbind": 235, "set_mempolicy": 237, "migrate_pages": 238,
     "move_pages": 239, "rt_tgsigqueueinfo": 240, "perf_event_open": 241, "accept4": 242, "prlimit64": 261,
-    "fanotify_init": 262, "fanotify_mark": 263, "name_to_handle_at": 264, "open_by_handle_at": 265, "clock_adjtime": 266,
-    "setns": 268, "process_vm_readv": 270, "process_vm_writev": 271, "kcmp": 272, "finit_module": 273,
-    "sched_setattr": 274, "memfd_create": 279, "bpf": 280, "userfaultfd": 282, "kexec_file_load": 294,
+    "fanotify_init": 262, "fanotify_mark": 263, "name_to_handle_at": 264, "open_by_handle_at": 265,
+    "clock_adjtime": 266, "setns": 268, "process_vm_readv": 270, "process_vm_writev": 271, "kcmp": 272,
+    "finit_module": 273, "sched_setattr": 274, "memfd_create": 279, "bpf": 280, "userfaultfd": 282,
+    "kexec_file_load": 294,
 }  # fmt: skip
 
 NUMBERS = {"x86_64": {**_COMMON, **_X86_64}, "aarch64": {**_COMMON, **_AARCH64}}

@@ -1,7 +1,7 @@
 """How much memory and how many processes an execution has, over its whole tree. Read from /proc, by the zygote.
 
-Resource limits hold for each process by itself: sixteen processes may have sixteen times the memory. A cgroup would count
-them together, but a pod has none to write to.
+Resource limits hold for each process by itself: sixteen processes may have sixteen times the memory. A cgroup would
+count them together, but a pod has none to write to.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import resource
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from rayapp.sandbox.local.limits import MIB, Limits
 
@@ -24,7 +24,7 @@ class Usage:
     """Descriptor of a /proc; -1 where there is none, and then nothing is ever in excess."""
     own_pid: str = ""
     """This process's id in that /proc, which may be of an outer pid namespace."""
-    apart: set[str] = field(default_factory=set)
+    apart: frozenset[str] = frozenset()
     """Children whose trees are counted elsewhere: a session beside the execution."""
     _warm_pages: int = 0
 

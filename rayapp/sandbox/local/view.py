@@ -1,7 +1,7 @@
-"""What candidate code sees of the file system: Python's library, the system's programs, a few devices. Used by the levels.
+"""What candidate code sees of the file system: Python's library, the system's programs, a few devices. For the levels.
 
     /usr, /bin, /lib…   the system's programs and libraries, read-only
-    <library>           Python's standard library, without site-packages (this project's own tasks may be installed there)
+    <library>           Python's standard library, without site-packages (where this project's own tasks may be)
     <packages>          the extra packages that a spec names, one folder each, read-only
     /dev                null, zero, full, random, urandom
     /tmp                private, in memory, with a quota; the only place to write

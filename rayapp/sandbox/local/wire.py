@@ -1,7 +1,8 @@
 """Messages between a provider and its zygotes: one packet with a JSON header, and memfds with the bytes.
 
-Both ends are ours. Code, inputs and outputs travel in the memfd, so that they never pass through the zygote's own memory,
-which the next execution is forked from. Used by `slot.py` outside and by `zygote.py`; never by the process that runs code.
+Both ends are ours. Code, inputs and outputs travel in the memfd, so that they never pass through the zygote's own
+memory, which the next execution is forked from. Used by `slot.py` outside and by `zygote.py`; never by the process
+that runs code.
 """
 
 from __future__ import annotations
@@ -45,7 +46,8 @@ def receive(channel: socket.socket) -> tuple[dict[str, object], list[int]]:
 
 
 def memory_file(data: bytes) -> int:
-    """A memfd with these bytes that nobody can change: else it would be memory that no limit of the candidate covers."""
+    """A memfd with these bytes that nobody can change: else it would be memory that no limit of the candidate
+    covers."""
     descriptor = os.memfd_create("rayapp", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         _write_all(descriptor, data)

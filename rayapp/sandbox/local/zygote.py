@@ -112,7 +112,7 @@ class Zygote:
             self._spare = self._fork(place)
 
     def _answer(self, header: dict[str, object], execution: Execution, duration_s: float) -> None:
-        answer = {
+        answer: dict[str, object] = {
             "id": _integer(header, "id"),
             "exit_code": execution.exit_code,
             "stopped": execution.stopped,
