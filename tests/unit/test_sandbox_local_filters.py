@@ -1,6 +1,6 @@
 """The system call filters, run by a small interpreter of their instructions, for both architectures.
 
-What the kernel does with them on this machine is in `tests/adversarial`; here the other architecture's table counts too.
+What the kernel does with them on this machine is in `tests/adversarial`; here the other architecture's table counts.
 """
 
 from __future__ import annotations
