@@ -25,6 +25,10 @@ class Connection:
     """Provider's own: a URL or a domain."""
     token: str = field(default="", repr=False)
     """Secret of this one sandbox; empty where the provider has none."""
+    traffic_token: str = field(default="", repr=False)
+    """Second secret, of the proxy in front of it; E2B only."""
+    version: str = ""
+    """Of the agent in the sandbox, where the client has to know it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

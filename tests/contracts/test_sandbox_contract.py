@@ -1,0 +1,63 @@
+"""Every provider keeps the same contract: the local one, and the real SDKs against servers on loopback."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+
+import pytest
+
+from rayapp.protocols import SandboxProvider
+from rayapp.sandbox.config import E2BConfig
+from rayapp.sandbox.local.provider import LocalProvider
+from rayapp.sandbox.testing.contract import CHECKS, Check
+
+
+@asynccontextmanager
+async def local() -> AsyncIterator[SandboxProvider]:
+    provider = LocalProvider()
+    try:
+        yield provider
+    finally:
+        await provider.close()
+
+
+@asynccontextmanager
+async def e2b() -> AsyncIterator[SandboxProvider]:
+    from rayapp.sandbox.e2b import E2BProvider
+    from rayapp.sandbox.testing.e2b_stub import API_KEY, E2BStub
+
+    stub = E2BStub()
+    async with stub.running() as url:
+        provider = E2BProvider(E2BConfig(api_url=url, sandbox_url=url), api_key=API_KEY)
+        try:
+            yield provider
+        finally:
+            await provider.close()
+            assert not stub.boxes.living, "a sandbox was left behind"
+
+
+@asynccontextmanager
+async def kruise() -> AsyncIterator[SandboxProvider]:
+    from rayapp.sandbox.e2b import E2BProvider
+    from rayapp.sandbox.testing.e2b_stub import API_KEY, E2BStub
+
+    stub = E2BStub(dialect="kruise")
+    async with stub.running() as url:
+        config = E2BConfig(dialect="kruise", api_url=f"{url}/kruise/api", template="code-interpreter")
+        provider = E2BProvider(config, api_key=API_KEY)
+        try:
+            yield provider
+        finally:
+            await provider.close()
+            assert not stub.boxes.living, "a sandbox was left behind"
+
+
+Opened = Callable[[], AbstractAsyncContextManager[SandboxProvider]]
+
+
+@pytest.mark.parametrize("opened", [local, e2b, kruise], ids=lambda opened: opened.__name__)
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+async def test(opened: Opened, check: Check) -> None:
+    async with opened() as provider:
+        await check(provider)
