@@ -14,7 +14,7 @@ import logging
 from collections.abc import Mapping
 from typing import Protocol
 
-from rayapp.errors import RayappError, SandboxConfigError
+from rayapp.errors import RayappError, SandboxConfigError, SandboxError
 from rayapp.protocols import Sandbox, SandboxProvider
 from rayapp.sandbox.leased import LeasedSandbox
 from rayapp.sandbox.leases import Fate, Lease, RemoteProvider
@@ -74,23 +74,23 @@ class PoolClient:
         lease = await self._pool.acquire(self._holder, spec, timeout_s=timeout_s)
         try:
             sandbox = await self._sandbox(lease, spec, timeout_s)
-        except BaseException:
-            await asyncio.shield(self._pool.release(lease.lease_id, Fate.DIRTY))
+        except BaseException as error:
+            fate = Fate.UNBORN if isinstance(error, SandboxError) else Fate.DIRTY
+            await asyncio.shield(self._pool.release(lease.lease_id, fate))
             raise
         return lease, LeasedSandbox(sandbox, lease.fallback_from)
 
     async def _sandbox(self, lease: Lease, spec: SandboxSpec, timeout_s: float) -> Sandbox:
-        if lease.connection is not None:
-            provider = self._remote.get(lease.provider)
-            if provider is None:
-                raise SandboxConfigError(
-                    f"the pool lent a sandbox of {lease.provider}, which {self._holder} has no access to: both must "
-                    "run with the same sandbox.providers"
-                )
-            return provider.attach(lease.connection, spec)
-        if self._local is None:
-            raise SandboxConfigError(f"the pool lent a local place, but {self._holder} has no local provider")
-        return await self._local.create(spec, labels={"holder": self._holder}, ttl_s=self._ttl_s, timeout_s=timeout_s)
+        remote = self._remote.get(lease.provider)
+        if lease.connection is not None and remote is not None:
+            return remote.attach(lease.connection, spec)
+        maker = self._local if lease.provider == "local" else remote
+        if lease.connection is not None or maker is None:
+            raise SandboxConfigError(
+                f"the pool lent a sandbox of {lease.provider}, which {self._holder} has no access to: both must "
+                "run with the same sandbox.providers"
+            )
+        return await maker.create(spec, labels={"holder": self._holder}, ttl_s=self._ttl_s, timeout_s=timeout_s)
 
     async def release(self, lease: Lease, sandbox: LeasedSandbox) -> None:
         """Give the lease back. A local sandbox is ended first: the other order would let one too many run."""

@@ -105,6 +105,9 @@ class McpConfig(_Remote):
     """Header that carries the key; `Authorization` sends it as a bearer token."""
     template: str = "code-interpreter"
     """Sent as X-Template, for tasks that name none."""
+    tool: Literal["session", "once"] = "session"
+    """`session`: run_command in the sandbox of the session, and run_code for stateful code. `once`: every program by
+    run_code_once, in a sandbox of its own that ends with it; no files, nothing stateful."""
     execution_timeout_s: int = Field(60, ge=1, le=3600)
     """The server's own limit for one execution in seconds, sent as X-Execution-Timeout. Longer than any task's."""
 

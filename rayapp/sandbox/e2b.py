@@ -85,9 +85,10 @@ class SdkService:
         return Connection(
             sandbox_id=made.sandbox_id,
             endpoint=made.sandbox_domain or "",
-            token=made._envd_access_token or "",
+            # The SDK shows these two to nobody, and a worker that attaches needs them.
+            token=made._envd_access_token or "",  # noqa: SLF001
             traffic_token=made.traffic_access_token or "",
-            version=str(made._envd_version),
+            version=str(made._envd_version),  # noqa: SLF001
         )
 
     async def list(self, labels: Mapping[str, str], *, timeout_s: float) -> AsyncIterator[str]:

@@ -1,14 +1,13 @@
 """The data plane of E2B: one sandbox through the SDK. Called by `RemoteSandbox`, in the worker's process.
 
-Programs run as processes of the sandbox's agent (envd), stateful code in its Jupyter kernel. The SDK's own time limits are
-kept by the server or not at all, so they are only a help: the deadline that counts is `RemoteSandbox`'s.
+Programs run as processes of the sandbox's agent (envd), stateful code in its Jupyter kernel. The SDK's own time limits
+are kept by the server or not at all, so they are only a help: the deadline that counts is `RemoteSandbox`'s.
 """
 
 from __future__ import annotations
 
 import asyncio
 import shlex
-import time
 import uuid
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import TypeVar
@@ -27,8 +26,8 @@ from rayapp.errors import (
 )
 from rayapp.sandbox.e2b_errors import is_surely_gone
 from rayapp.sandbox.leases import Connection
-from rayapp.sandbox.remote_sandbox import session_result
-from rayapp.types import ExecResult, StopCause
+from rayapp.sandbox.remote_session import Sink, run_session
+from rayapp.types import ExecResult
 
 T = TypeVar("T")
 _MAX_INLINE_CHARS = 90_000
@@ -88,41 +87,21 @@ class E2BChannel:
         return str(result.stdout)
 
     async def run_session(self, code: str, *, timeout_s: float, max_output_bytes: int) -> ExecResult:
-        output = _CappedOutput(max_output_bytes)
-        started = time.monotonic()
-        stopped: StopCause | None = None
-        error = ""
-        run = asyncio.ensure_future(
-            self._guard(
+        async def run(text: str, out: Sink, err: Sink) -> str:
+            call = self._sandbox.run_code(
+                text,
+                on_stdout=lambda message: out(message.line),
+                on_stderr=lambda message: err(message.line),
                 # Longer than ours: a time limit of the SDK's would hide whether the code or the way was slow.
-                self._sandbox.run_code(code, timeout=timeout_s + 60.0, on_stdout=output.out, on_stderr=output.err),
-                "run_code",
+                timeout=timeout_s + 60.0,
             )
-        )
-        flooded = asyncio.ensure_future(output.is_full.wait())
-        try:
-            done, _ = await asyncio.wait({run, flooded}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
-            if run in done:
-                execution = run.result()
-                failed = execution.error
-                error = f"{failed.name}: {failed.value}" if failed is not None else ""
-            else:
-                stopped = StopCause.OUTPUT if flooded in done else StopCause.TIMEOUT
-        finally:
-            # Closing the request is what stops the kernel.
-            for task in (run, flooded):
-                task.cancel()
-            await asyncio.gather(run, flooded, return_exceptions=True)
-        if stopped is StopCause.TIMEOUT and not await self.alive(timeout_s=_PROBE_TIMEOUT_S):
-            raise SandboxGoneError(f"sandbox {self._id} ended while code ran in it")
-        return session_result(
-            "e2b",
-            stdout=output.text("out"),
-            stderr=output.text("err"),
-            error=error,
-            duration_s=time.monotonic() - started,
-            stopped_for=stopped,
-        )
+            failed = (await self._guard(call, "run_code")).error
+            return f"{failed.name}: {failed.value}" if failed is not None else ""
+
+        async def alive() -> bool:
+            return await self.alive(timeout_s=_PROBE_TIMEOUT_S)
+
+        return await run_session("e2b", code, run, alive, timeout_s=timeout_s, max_output_bytes=max_output_bytes)
 
     async def write_file(self, path: str, data: bytes, *, timeout_s: float) -> None:
         try:
@@ -166,28 +145,3 @@ class E2BChannel:
         if isinstance(error, e2b.TimeoutException | TimeoutError):
             return SandboxDeadlineError(text)
         return SandboxProtocolError(text)
-
-
-class _CappedOutput:
-    """What code printed, up to a limit for each stream; `is_full` once it printed more."""
-
-    def __init__(self, max_bytes: int) -> None:
-        self.is_full = asyncio.Event()
-        self._max_bytes = max_bytes
-        self._taken = {"out": bytearray(), "err": bytearray()}
-
-    def out(self, message: object) -> None:
-        self._take("out", message)
-
-    def err(self, message: object) -> None:
-        self._take("err", message)
-
-    def _take(self, stream: str, message: object) -> None:
-        taken = self._taken[stream]
-        chunk = str(getattr(message, "line", message)).encode()
-        if len(taken) + len(chunk) > self._max_bytes:
-            self.is_full.set()
-        taken += chunk[: self._max_bytes - len(taken)]
-
-    def text(self, stream: str) -> str:
-        return self._taken[stream].decode(errors="replace")

@@ -54,6 +54,8 @@ class Fate(StrEnum):
     """It answered every call, and nothing in it was stopped or kept: it may serve again, after a check."""
     DIRTY = "dirty"
     GONE = "gone"
+    UNBORN = "unborn"
+    """The holder had a place, and could not make the sandbox."""
 
 
 class ConnectedSandbox(Sandbox, Protocol):

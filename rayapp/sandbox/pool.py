@@ -160,7 +160,7 @@ class LeasePool:
         if held is None:
             return
         if held.member is None or held.source.keeper is None:
-            held.source.supply.num_places_taken -= 1
+            held.source.supply.return_place(was_made=fate is not Fate.UNBORN)
         else:
             held.source.keeper.give_back(held.member, is_clean=fate is Fate.CLEAN)
         self.pump()
@@ -214,7 +214,7 @@ class LeasePool:
         for source in self.sources:
             supply = source.supply
             member = supply.take_ready(spec)
-            if member is not None or (supply.is_local and supply.has_room):
+            if member is not None or supply.has_place:
                 self._grant(lane, source, member, tuple(skipped))
                 return True
             if supply.is_usable:
@@ -227,7 +227,7 @@ class LeasePool:
         holder, turn = lane.queue.pop()
         self._num_waiting -= 1
         if member is None:
-            source.supply.num_places_taken += 1
+            source.supply.lend_place()
         lease = Lease(
             lease_id=next(self._ids),
             holder=holder,

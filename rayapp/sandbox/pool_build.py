@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from rayapp.errors import SandboxConfigError
 from rayapp.sandbox.breaker import CircuitBreaker
 from rayapp.sandbox.bucket import TokenBucket
-from rayapp.sandbox.config import LocalConfig, ProviderConfig, SandboxConfig
+from rayapp.sandbox.config import LocalConfig, McpConfig, ProviderConfig, SandboxConfig
 from rayapp.sandbox.keeper import GRACE_S, Keeper, KeeperRules
 from rayapp.sandbox.leases import HOST_LABEL, RUN_LABEL, RemoteProvider
 from rayapp.sandbox.pool import LeasePool, Source
@@ -72,6 +72,9 @@ class _Builder:
         config, clock = self._config, self._clock
         if isinstance(section, LocalConfig):
             return Source(Supply("local", max_sandboxes=num_local_sandboxes(config), clock=clock))
+        breaker = CircuitBreaker(failures=config.breaker_failures, cooldown_s=config.breaker_cooldown_s, clock=clock)
+        if isinstance(section, McpConfig):
+            return Source(Supply(section.type, max_sandboxes=section.max_sandboxes, clock=clock, breaker=breaker))
         if provider is None:
             raise SandboxConfigError(f"there is no provider {section.type}")
         supply = Supply(
@@ -79,7 +82,7 @@ class _Builder:
             max_sandboxes=section.max_sandboxes,
             clock=clock,
             bucket=TokenBucket(rate_per_s=section.creations_per_s, burst=section.creation_burst, clock=clock),
-            breaker=CircuitBreaker(failures=config.breaker_failures, cooldown_s=config.breaker_cooldown_s, clock=clock),
+            breaker=breaker,
             cooldown_s=config.breaker_cooldown_s,
         )
         return Source(supply, self._keeper(supply, provider))

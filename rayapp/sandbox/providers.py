@@ -59,13 +59,13 @@ def remote_provider(section: ProviderConfig) -> RemoteProvider:
 
             return E2BProvider(section, api_key=read_key(section.api_key_env, section.type))
         case DaytonaConfig():
-            _check_written("daytona")
-            _needs("daytona", "daytona-sdk")
+            from rayapp.sandbox.daytona_sdk import sdk
+
+            sdk()
             from rayapp.sandbox.daytona import DaytonaProvider
 
             return DaytonaProvider(section, api_key=read_key(section.api_key_env, section.type))
         case McpConfig():
-            _check_written("mcp")
             _needs("mcp", "mcp")
             from rayapp.sandbox.mcp import McpProvider
 
@@ -92,12 +92,6 @@ def read_key(variable: str, provider: str) -> str:
             "its runtime_env), or name another variable in api_key_env"
         )
     return key
-
-
-def _check_written(provider: str) -> None:
-    """The schema is ahead of the code: say so instead of failing on an import."""
-    if find_spec(f"rayapp.sandbox.{provider}") is None:
-        raise SandboxConfigError(f"provider {provider} is not in this version yet: use local or e2b")
 
 
 def _needs(module: str, package: str) -> None:

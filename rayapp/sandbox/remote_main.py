@@ -3,8 +3,8 @@
     job -> fork -> child: harness (frames go to a pipe of their own)
              '--> watcher: deadline, output caps, kills the whole tree -> report lines on stdout
 
-Self-contained (standard library only): `remote_program.py` sends its source together with the harness's. The deadline is
-kept here, next to the code, so that a slow network is never taken for slow code. Nothing it reports is believed more
+Self-contained (standard library only): `remote_program.py` sends its source together with the harness's. The deadline
+is kept here, next to the code, so that a slow network is never taken for slow code. Nothing it reports is believed more
 than the candidate, who could replace it: there is no expected value here, so nothing worth forging.
 """
 
@@ -19,6 +19,7 @@ import signal
 import sys
 import tempfile
 import time
+from pathlib import Path
 from typing import Any
 
 MAX_FRAME_BYTES = 8 << 20
@@ -55,7 +56,7 @@ def _adopt_orphans() -> None:
 
 def _read_file(job: Job) -> Job:
     try:
-        with open(job["path"], "rb") as file:
+        with Path(job["path"]).open("rb") as file:
             return {"data": base64.b64encode(file.read(job["max_bytes"])).decode()}
     except OSError as error:
         return {"error": f"{type(error).__name__}: {error.strerror}"}
@@ -91,7 +92,7 @@ def _report(taken: Job, status: int, stopped: str, duration_s: float) -> Job:
 
 
 def _drain(child: int, readers: dict[int, str], caps: Job, deadline: float) -> tuple[dict[str, bytearray], str]:
-    """Read until the child has ended, its time is up, or it wrote too much. Returns what was read and why it stopped."""
+    """Read until the child has ended, its time is up, or it wrote too much. Returns the output and the cause."""
     taken = {name: bytearray() for name in _PIPES}
     ended_at = None
     while True:
@@ -133,11 +134,11 @@ def _end_tree(child: int) -> None:
 
 def _children_of_mine() -> list[int]:
     found = []
-    for name in os.listdir("/proc"):
-        if name.isdigit():
-            with contextlib.suppress(OSError, ValueError, IndexError), open(f"/proc/{name}/stat") as file:
-                if int(file.read().rsplit(")", 1)[1].split()[1]) == os.getpid():
-                    found.append(int(name))
+    for folder in Path("/proc").iterdir():
+        if folder.name.isdigit():
+            with contextlib.suppress(OSError, ValueError, IndexError):
+                if int((folder / "stat").read_text().rsplit(")", 1)[1].split()[1]) == os.getpid():
+                    found.append(int(folder.name))
     return found
 
 

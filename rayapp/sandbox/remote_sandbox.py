@@ -1,6 +1,6 @@
 """A sandbox behind a provider's service: one class for all of them, over the few things in which they differ.
 
-    RemoteSandbox (jobs, deadlines, results) -> Channel (e2b | daytona | mcp): run a Python program, files, life and death
+    RemoteSandbox (jobs, deadlines, results) -> Channel (e2b | daytona | mcp): run a program, files, life and death
 
 Code and functions run in a fresh interpreter under a watcher of ours (`remote_main.py`), which keeps the deadline and
 the caps inside the sandbox. The channel gets that much time and a margin; what takes longer is the provider's failure.
@@ -10,14 +10,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Coroutine, Mapping, Sequence
-from dataclasses import replace
 from typing import Protocol, TypeVar
 
 from rayapp.errors import SandboxDeadlineError, SandboxGoneError, SandboxProtocolError
 from rayapp.sandbox import remote_program, remote_results
 from rayapp.sandbox.codec import encode_inputs
 from rayapp.sandbox.leases import Connection
-from rayapp.types import CallReport, ExecOutcome, ExecResult, SandboxSpec, StopCause
+from rayapp.types import CallReport, ExecResult, SandboxSpec
 
 T = TypeVar("T")
 MARGIN_S = 20.0
@@ -162,23 +161,6 @@ class RemoteSandbox:
             raise SandboxDeadlineError(
                 f"sandbox {self.id}: provider {self._provider} did not answer within {timeout_s:g} s"
             ) from None
-
-
-def session_result(
-    provider: str, *, stdout: str, stderr: str, error: str, duration_s: float, stopped_for: StopCause | None
-) -> ExecResult:
-    """Of code run in a session; for channels."""
-    outcome = ExecOutcome.CODE_FAILED if error else ExecOutcome.OK
-    exit_code = -9 if stopped_for is not None else int(bool(error))
-    ended = remote_results.failure(error, provider, exit_code=exit_code, stopped_for=stopped_for)
-    return replace(
-        ended,
-        outcome=ended.outcome if stopped_for is not None else outcome,
-        stdout=stdout,
-        stderr=stderr,
-        duration_s=duration_s,
-        truncated=stopped_for is StopCause.OUTPUT,
-    )
 
 
 def _problem(code: str) -> str | None:

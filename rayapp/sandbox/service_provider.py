@@ -11,15 +11,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import uuid
-from collections.abc import AsyncIterator, Coroutine, Mapping
-from typing import Protocol, TypeVar
+from collections.abc import AsyncIterator, Mapping
+from typing import Protocol
 
 from rayapp.errors import SandboxConfigError, SandboxDeadlineError, SandboxError
 from rayapp.sandbox.leases import Connection
 from rayapp.sandbox.remote_sandbox import Channel, RemoteSandbox
 from rayapp.types import SandboxSpec
 
-T = TypeVar("T")
 log = logging.getLogger(__name__)
 MAKER_LABEL = "rayapp-maker"
 """Label: the provider object that asked for a sandbox."""

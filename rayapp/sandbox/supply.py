@@ -66,6 +66,7 @@ class Supply:
         self.members: dict[str, Member] = {}
         self.num_creating: Counter[SandboxSpec] = Counter()
         self.num_places_taken = 0
+        self.has_trial_place = False
         self.last_error = ""
         self.failures: Counter[str] = Counter()
         self.bucket = bucket
@@ -109,10 +110,16 @@ class Supply:
     @property
     def is_usable(self) -> bool:
         """False while callers should not wait for this provider but turn to the next."""
-        if self.bucket is None or self.breaker is None:
-            return True
-        is_closed = not self.breaker.is_open and not self.breaker.is_on_trial
-        return is_closed and self.limit > 0 and self.bucket.wait_s() <= self._cooldown_s
+        if self.breaker is not None and (self.breaker.is_open or self.breaker.is_on_trial):
+            return False
+        return self.bucket is None or (self.limit > 0 and self.bucket.wait_s() <= self._cooldown_s)
+
+    @property
+    def has_place(self) -> bool:
+        """True when a place in a holder's process can be lent now; one only while that is the trial after failures."""
+        if not self.is_local or not self.has_room or (self.breaker is not None and self.breaker.is_open):
+            return False
+        return self.is_usable or not self.has_trial_place
 
     def may_create(self) -> bool:
         """True when a creation may start now; it has then been counted against the rate."""
@@ -134,6 +141,21 @@ class Supply:
         self._step = 1
         self._ceiling = min(self._ceiling, len(self.members))
         self._grow_at = self._clock() + self._cooldown_s
+
+    def lend_place(self) -> None:
+        """A holder makes a sandbox itself."""
+        self.num_places_taken += 1
+        self.has_trial_place = not self.is_usable
+
+    def return_place(self, *, was_made: bool) -> None:
+        """A holder gives its place back; `was_made` is False if it could not make the sandbox."""
+        self.num_places_taken -= 1
+        self.has_trial_place = False
+        if self.breaker is not None:
+            if was_made:
+                self.breaker.succeeded()
+            else:
+                self.breaker.failed()
 
     def created(self) -> None:
         """A creation came through."""

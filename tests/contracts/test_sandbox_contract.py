@@ -8,7 +8,7 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 import pytest
 
 from rayapp.protocols import SandboxProvider
-from rayapp.sandbox.config import E2BConfig
+from rayapp.sandbox.config import DaytonaConfig, E2BConfig, McpConfig
 from rayapp.sandbox.local.provider import LocalProvider
 from rayapp.sandbox.testing.contract import CHECKS, Check
 
@@ -53,10 +53,38 @@ async def kruise() -> AsyncIterator[SandboxProvider]:
             assert not stub.boxes.living, "a sandbox was left behind"
 
 
+@asynccontextmanager
+async def daytona() -> AsyncIterator[SandboxProvider]:
+    from rayapp.sandbox.daytona import DaytonaProvider
+    from rayapp.sandbox.testing.daytona_stub import API_KEY, DaytonaStub
+
+    stub = DaytonaStub()
+    async with stub.running() as url:
+        provider = DaytonaProvider(DaytonaConfig(api_url=f"{url}/api"), api_key=API_KEY)
+        try:
+            yield provider
+        finally:
+            await provider.close()
+            assert not stub.boxes.living, "a sandbox was left behind"
+
+
+@asynccontextmanager
+async def mcp() -> AsyncIterator[SandboxProvider]:
+    from rayapp.sandbox.mcp import McpProvider
+    from rayapp.sandbox.testing.mcp_stub import API_KEY, McpStub
+
+    async with McpStub().running() as url:
+        provider = McpProvider(McpConfig(url=url), api_key=API_KEY)
+        try:
+            yield provider
+        finally:
+            await provider.close()
+
+
 Opened = Callable[[], AbstractAsyncContextManager[SandboxProvider]]
 
 
-@pytest.mark.parametrize("opened", [local, e2b, kruise], ids=lambda opened: opened.__name__)
+@pytest.mark.parametrize("opened", [local, e2b, kruise, daytona, mcp], ids=lambda opened: opened.__name__)
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
 async def test(opened: Opened, check: Check) -> None:
     async with opened() as provider:

@@ -1,7 +1,7 @@
 """Stands in for a provider's machines: a folder and plain processes per sandbox. For the stub servers only.
 
-It isolates nothing. Started as root, processes run as an unprivileged user; even so, only programs of our own tests belong
-here.
+It isolates nothing. Started as root, processes run as an unprivileged user; even so, only programs of our own tests
+belong here.
 """
 
 from __future__ import annotations

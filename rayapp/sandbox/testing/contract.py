@@ -2,8 +2,8 @@
 
     for check in CHECKS: await check(provider)          each makes its sandboxes and ends them
 
-`tests/contracts/` runs them over the local provider and over the real SDKs against stub servers, `tests/live/` against the
-services themselves. A check that fails raises AssertionError.
+`tests/contracts/` runs them over the local provider and over the real SDKs against stub servers, `tests/live/` against
+the services themselves. A check that fails raises AssertionError.
 """
 
 from __future__ import annotations

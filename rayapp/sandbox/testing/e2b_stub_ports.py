@@ -33,14 +33,14 @@ class Ports:
 
         async def handle(request: web.Request) -> web.StreamResponse:
             box_id = request.match_info.get("id") or request.headers.get("E2b-Sandbox-Id", "")
-            box = self._boxes.get(box_id)
+            box = self._boxes.get(str(box_id))
             if box is None:
                 text = {"sandboxId": box_id, "message": "The sandbox was not found", "code": 502}
                 return web.json_response(text, status=502)
             if request.headers.get("X-Access-Token") != box.facts["token"]:
                 return web.json_response({"code": 401, "message": "unauthorized"}, status=401)
             if request.get("fault") == "die":
-                asyncio.get_running_loop().call_later(0.05, self._boxes.end, box_id)
+                asyncio.get_running_loop().call_later(0.05, self._boxes.end, str(box_id))
             return await handler(request, box)
 
         return handle

@@ -1,10 +1,10 @@
-"""A stand-in for a Jupyter kernel: one Python process per sandbox, whose names live on from run to run. For the stubs."""
+"""A stand-in for a Jupyter kernel: one Python process per sandbox, whose names live on. For the stubs."""
 
 from __future__ import annotations
 
 import json
 from asyncio.subprocess import PIPE, Process
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from typing import Any
 
 from rayapp.sandbox.testing.boxes import Box
@@ -36,7 +36,7 @@ class Kernel:
         self._box = box
         self._process: Process | None = None
 
-    async def run(self, code: str) -> AsyncIterator[dict[str, Any]]:
+    async def run(self, code: str) -> AsyncGenerator[dict[str, Any], None]:
         """Events of one run: stdout, stderr, error."""
         process = self._process or await self._start()
         assert process.stdin is not None
