@@ -6,6 +6,7 @@ never through the zygote's own memory: the next execution is forked from that.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 import signal
@@ -20,6 +21,7 @@ from rayapp.sandbox.local.usage import Usage
 READY = b"."
 MAX_CONTROL_BYTES = 4096
 _CHUNK = 1 << 16
+_LISTEN_AFTER_S = 0.005
 _LOOK_EVERY_S = 0.05
 """Between looks at the tree's memory: time enough to write 100 MiB past the limit, and little work for us."""
 
@@ -112,6 +114,7 @@ class Execution:
     """Why candidate code could not begin."""
     _open: dict[int, Stream] = field(default_factory=dict)
     _look_at: float = 0.0
+    _is_listening: bool = False
 
     @property
     def goes_on(self) -> bool:
@@ -126,7 +129,7 @@ class Execution:
         self._look_at = time.monotonic() + _LOOK_EVERY_S
         try:
             self._open = {stream.source: stream for stream in self.streams}
-            for source in (pidfd, channel.fileno(), self.control.fileno(), self.done.source, *self._open):
+            for source in (pidfd, channel.fileno(), self.done.source):
                 poll.register(source, select.POLLIN)
             while self._wait(poll, pidfd, channel):
                 pass
@@ -138,7 +141,7 @@ class Execution:
         if self.stopped == "output":
             self._kill()
         if not self.is_ready:
-            self._listen()
+            self._hear_ready()
         if not self.is_ready and not self.problem:
             self.problem = f"it ended before it was ready, with {self.exit_code}"
 
@@ -156,40 +159,41 @@ class Execution:
         if left_s <= 0:
             self.stopped = "timeout"
             return False
-        events = poll.poll(min(left_s, _LOOK_EVERY_S) * 1000)
+        events = poll.poll(min(left_s, _LOOK_EVERY_S if self._is_listening else _LISTEN_AFTER_S) * 1000)
+        if not events and not self._is_listening:
+            self._begin_to_listen(poll)
+            return True
         if time.monotonic() >= self._look_at and self._has_excess():
             return False
         ready = [source for source, _ in events]
         for source in ready:
             if source in self._open and not self._take(source, poll):
                 return False
-        if self.control.fileno() in ready and not self._listen():
-            poll.unregister(self.control)
         if self.done.source in ready:
             self._hear_done(poll)
         if channel.fileno() in ready:
             self._take_cancel(channel)
             return False
-        return pidfd not in ready and not self.is_done and not self.problem
+        return pidfd not in ready and not self.is_done
+
+    def _begin_to_listen(self, poll: select.poll) -> None:
+        """Most executions are over before this, and what they wrote fits into their pipes: woken by each line, we would
+        only take the processor from them."""
+        self._is_listening = True
+        for source in self._open:
+            poll.register(source, select.POLLIN)
 
     def _has_excess(self) -> bool:
         self._look_at = time.monotonic() + _LOOK_EVERY_S
         self.stopped = self.usage.excess(self.limits)
         return self.stopped is not None
 
-    def _listen(self) -> bool:
-        """Take what the child says before candidate code begins; False once there can be no more."""
-        try:
-            said = b"" if self.is_ready else self.control.recv(MAX_CONTROL_BYTES)
-        except BlockingIOError:
-            return True
-        except OSError:
-            return False
-        if said == READY:
-            self.is_ready = True
-        else:
-            self.problem = said.decode(errors="replace")
-        return False
+    def _hear_ready(self) -> None:
+        """What the child said before candidate code began, and nothing that came later: its end is closed since."""
+        with contextlib.suppress(OSError):
+            said = self.control.recv(MAX_CONTROL_BYTES)
+            self.is_ready = said == READY
+            self.problem = "" if self.is_ready else said.decode(errors="replace")
 
     def _hear_done(self, poll: select.poll) -> None:
         try:

@@ -135,10 +135,9 @@ class Zygote:
 
     def _fresh_child(self, place: Place) -> Child:
         spare, self._spare = self._spare, None
-        fit = self._level.prepare(place)
         self._usage.apart = self._session.seen_as if self._session else frozenset()
         if spare is not None:
-            if spare.fit == fit:
+            if spare.fit == self._level.prepare(place):
                 return spare
             spare.end()
         return self._fork(place)
@@ -165,10 +164,10 @@ class Zygote:
             ours.detach()
             child.run(self._level, place, [write for _, write in pipes], theirs, token)
         theirs.close()
-        for read, write in pipes:
+        for _, write in pipes:
             # Our copies of the write ends, or the end of the child would not show.
             os.close(write)
-            os.set_blocking(read, False)
+        os.set_blocking(pipes[-1][0], False)  # the others are read by splice, which does not block
         ours.setblocking(False)
         *sources, done = (read for read, _ in pipes)
         return Child(pid=pid, sources=sources, control=ours, done=Done(done, token), fit=fit)
