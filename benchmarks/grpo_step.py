@@ -4,7 +4,7 @@
 
 Ours is the real thing: the actors of `rayapp train` (vLLM server, sandbox pool, rollout worker, learner), called in the
 order of the driver's loop. TRL runs in its own environment (made on the first call under benchmarks/.envs) with the
-settings that are fastest here; its rewards come from our sandboxes. While one works the other waits for a line. Shown are
+settings that are fastest here; its rewards come from our sandboxes. While one works the other waits. Shown are
 medians over rounds after one round of warming up, and the parts of our step, which add up to it.
 """
 
@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import os
 import statistics
 import sys
 import tempfile
@@ -28,14 +29,20 @@ from rayapp.cluster import Cluster, open_cluster
 from rayapp.config import Config
 from rayapp.config_loading import load_config
 from rayapp.phases import Phases
-from rayapp.protocols import Task
+from rayapp.protocols import SandboxSource, Task
 from rayapp.rollout.order import GroupRequest, scoring_seed
 from rayapp.rollout.prompts import render_prompts
 from rayapp.sandbox.client import PoolClient
+from rayapp.sandbox.providers import local_provider
 from rayapp.tasks.loading import load_tasks
 from rayapp.types import Prompt
 
-SIZES = ["rollout.group_size=16", "rollout.max_completion_tokens=128", "train.groups_per_step=2", "train.num_steps=1000"]
+SIZES = [
+    "rollout.group_size=16",
+    "rollout.max_completion_tokens=128",
+    "train.groups_per_step=2",
+    "train.num_steps=1000",
+]
 PARTS = ("generate", "score", "old_log_probs", "forward_backward", "optimizer", "weight_sync", "idle")
 
 
@@ -79,22 +86,19 @@ def _parts(timings: dict[str, float], learner: dict[str, float]) -> dict[str, fl
 class OurRewards:
     """Scores TRL's completions as our own are scored."""
 
-    def __init__(self, cluster: Cluster, tasks: list[Task], prompts: list[Prompt]) -> None:
-        self._sandboxes = PoolClient(cluster.pool, cluster.config.sandbox)
-        self._tasks, self._prompts, self._seed = tasks, prompts, cluster.config.run.seed
+    def __init__(self, config: Config, sandboxes: SandboxSource, tasks: list[Task], prompts: list[Prompt]) -> None:
+        self._sandboxes, self._tasks, self._prompts, self._seed = sandboxes, tasks, prompts, config.run.seed
         self._calls = 0
 
     async def __call__(self, completions: list[dict[str, Any]]) -> list[float]:
         self._calls += 1
         seed = scoring_seed(self._calls, seed=self._seed)
-        rewards = await asyncio.gather(
-            *(
-                self._tasks[c["index"]].score(self._prompts[c["index"]], _cut(c["text"], prompt), self._sandboxes, seed=seed)
-                for c in completions
-                for prompt in (self._prompts[c["index"]],)
-            )
-        )
-        return [reward.value for reward in rewards]
+        return await asyncio.gather(*(self._value(c["index"], c["text"], seed) for c in completions))
+
+    async def _value(self, index: int, text: str, seed: int) -> float:
+        task, prompt = self._tasks[index], self._prompts[index]
+        reward = await task.score(prompt, _cut(text, prompt), self._sandboxes, seed=seed)
+        return reward.value
 
 
 def _cut(text: str, prompt: Prompt) -> str:
@@ -115,16 +119,22 @@ async def run(config: Config, rounds: int) -> dict[str, Any]:
     async with AsyncExitStack() as stack:
         cluster = await stack.enter_async_context(open_cluster(config))
         await cluster.sync_weights(0)
+        _note("our actors are ready")
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        peer = await TrlPeer.start(
-            python, _work(config, prompts, folder), OurRewards(cluster, tasks, prompts), HERE / ".envs" / "trl.log"
+        sandboxes = PoolClient(
+            cluster.pool, local_provider(config.sandbox), holder="trl", ttl_s=config.sandbox.lease_ttl_s
         )
+        stack.push_async_callback(sandboxes.close)
+        rewards = OurRewards(config, sandboxes, tasks, prompts)
+        peer = await TrlPeer.start(python, _work(config, prompts, folder), rewards, HERE / ".envs" / "trl.log")
         stack.push_async_callback(peer.close)
+        _note("TRL is ready")
         ours, theirs = [], []
         for number in range(rounds + 1):
             ours.append(await our_step(cluster, number + 1))
+            _note(_line(number, "ours", ours[-1]))
             theirs.append(await peer.step())
-            _say(number, ours[-1], theirs[-1])
+            _note(_line(number, "TRL", theirs[-1]))
     return report | _summary(ours[1:], theirs[1:], report["limits"], config)
 
 
@@ -146,13 +156,19 @@ def _work(config: Config, prompts: list[Prompt], folder: Path) -> dict[str, Any]
     }
 
 
-def _say(number: int, ours: dict[str, Any], theirs: dict[str, Any]) -> None:
+def _line(number: int, side: str, result: dict[str, Any]) -> str:
     label = f"round {number}" if number else "warming up"
-    texts = [f"{r['completion_tokens']} tokens in {r['step']:.1f} s" for r in (ours, theirs)]
-    print(f"{label}: ours {texts[0]}, TRL {texts[1]}", file=sys.stderr, flush=True)
+    parts = ", ".join(f"{name} {seconds:.1f}" for name, seconds in result["parts"].items())
+    return f"{label}: {side} {result['completion_tokens']} tokens in {result['step']:.1f} s ({parts})"
 
 
-def _summary(ours: list[dict[str, Any]], theirs: list[dict[str, Any]], limits: dict[str, float], config: Config) -> dict[str, Any]:
+def _note(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def _summary(
+    ours: list[dict[str, Any]], theirs: list[dict[str, Any]], limits: dict[str, float], config: Config
+) -> dict[str, Any]:
     rates = [[r["completion_tokens"] / r["step"] for r in side] for side in (ours, theirs)]
     return {
         "rounds": len(ours),
@@ -177,13 +193,14 @@ def _summary(ours: list[dict[str, Any]], theirs: list[dict[str, Any]], limits: d
 
 
 def _shares(ours: list[dict[str, Any]], limits: dict[str, float], config: Config) -> dict[str, float]:
-    """How near to the machine's limit each part is: matrix products for the learner, memory for optimizer and sampling."""
+    """How near each part is to the limit: matrix products for learner and engine, memory for the optimizer."""
     import transformers
 
     model = transformers.AutoConfig.from_pretrained(config.model.path)
     matrices, head = _num_weights(model)
     flops = sum(
-        6 * matrices * r["learner"]["learner/tokens_computed"] + 6 * head * r["learner"]["learner/tokens_trained"] * r["learner"]["learner/share_computed"]
+        6 * matrices * r["learner"]["learner/tokens_computed"]
+        + 6 * head * r["learner"]["learner/tokens_trained"] * r["learner"]["learner/share_computed"]
         for r in ours
     )
     seconds = {name: sum(r["parts"][name] for r in ours) for name in PARTS}
@@ -192,9 +209,18 @@ def _shares(ours: list[dict[str, Any]], limits: dict[str, float], config: Config
     # reads the gradient once more.
     optimizer_bytes = 32 * weights * len(ours)
     return {
-        "forward_backward_of_gemm_peak": flops / max(seconds["forward_backward"], 1e-9) / 1e9 / limits["gemm_bfloat16_gflops"],
-        "optimizer_of_memory_bandwidth": optimizer_bytes / max(seconds["optimizer"], 1e-9) / 1e9 / limits["memory_copy_gb_per_s"],
-        "generate_of_gemm_peak": sum(2 * weights * r["completion_tokens"] for r in ours) / max(seconds["generate"], 1e-9) / 1e9 / limits["gemm_bfloat16_gflops"],
+        "forward_backward_of_gemm_peak": flops
+        / max(seconds["forward_backward"], 1e-9)
+        / 1e9
+        / limits["gemm_bfloat16_gflops"],
+        "optimizer_of_memory_bandwidth": optimizer_bytes
+        / max(seconds["optimizer"], 1e-9)
+        / 1e9
+        / limits["memory_copy_gb_per_s"],
+        "generate_of_gemm_peak": sum(2 * weights * r["completion_tokens"] for r in ours)
+        / max(seconds["generate"], 1e-9)
+        / 1e9
+        / limits["gemm_bfloat16_gflops"],
     }
 
 
@@ -218,6 +244,8 @@ def main() -> None:
     parser.add_argument("overrides", nargs="*", help="key.sub=value")
     options = parser.parse_args()
     config = load_config(options.config, [*SIZES, "run.name=benchmark", *options.overrides])
+    # A Ray of its own: one that is already here may be busy with, or end with, somebody else's job.
+    os.environ.setdefault("RAY_ADDRESS", "local")
     started = time.perf_counter()
     report = asyncio.run(run(config, options.rounds))
     report["total_s"] = time.perf_counter() - started

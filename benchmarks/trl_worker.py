@@ -1,4 +1,4 @@
-"""TRL's GRPOTrainer, one step at a time, for `grpo_step.py`; runs in an environment of its own and imports nothing of ours.
+"""TRL's GRPOTrainer, one step at a time, for `grpo_step.py`. In an environment of its own: it imports nothing of ours.
 
 Reads one JSON object from its arguments (model, prompts, stop, sizes), then, on stdin, a line `step` for each step. On
 stdout it writes JSON lines: {"ready"}, {"score": [...]} (answered with a line of rewards: the reward code is ours), and
@@ -53,7 +53,7 @@ def reward(prompts, completions, completion_ids, index, **_):
     """Asks the parent process, which scores in its sandboxes."""
     CLOCK.num_tokens = sum(len(ids) for ids in completion_ids)
     started = time.perf_counter()
-    send({"score": [{"index": i, "text": text} for i, text in zip(index, completions)]})
+    send({"score": [{"index": i, "text": text} for i, text in zip(index, completions, strict=True)]})
     rewards = json.loads(sys.stdin.readline())
     CLOCK.seconds["score"] = time.perf_counter() - started
     return rewards
