@@ -1,7 +1,7 @@
 """What Daytona's SDK raises, as errors of ours. Pure.
 
-Most calls raise DaytonaError and its subclasses; some let the generated clients' ApiException through, which has a status
-and no common root with them. So the status decides, and the type only where there is none.
+Most calls raise DaytonaError and its subclasses; some let the generated clients' ApiException through, which has a
+status and no common root with them. So the status decides, and the type only where there is none.
 """
 
 from __future__ import annotations

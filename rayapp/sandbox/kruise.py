@@ -2,8 +2,8 @@
 
 It knows `POST /sandboxes` but not the `/v2` routes that SDKs since 2.51 use for creating, and reaches ports by path
 (`…/kruise/<sandbox>/<port>/…`) instead of by host name. So the few control calls are made here, and the SDK, told where
-the ports are, does the rest; nothing of the SDK is patched. Without its two time limits the server waits a hundred years
-for a sandbox: they are always sent.
+the ports are, does the rest; nothing of the SDK is patched. Without its two time limits the server waits a hundred
+years for a sandbox: they are always sent.
 """
 
 from __future__ import annotations

@@ -12,6 +12,8 @@ from rayapp.types import SandboxSpec
 
 RUN_LABEL = "rayapp-run"
 """Label of every remote sandbox: the run's name. What the sweeps and `rayapp sandbox reap` look for."""
+APP_LABEL, APP_NAME = "rayapp-app", "rayapp"
+"""Label of everything we make, whatever the run."""
 HOST_LABEL = "rayapp-host"
 """Label: host of the pool. A run sweeps at its start only what the same run left on the same host."""
 

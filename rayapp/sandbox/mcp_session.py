@@ -1,7 +1,7 @@
 """One session with an MCP server, which binds one sandbox there. Called by `mcp.py`.
 
-The SDK's client must be entered and left by the same task, while leases begin and end in different ones: so a task of its
-own holds the session, and others call through it.
+The SDK's client must be entered and left by the same task, while leases begin and end in different ones: so a task of
+its own holds the session, and others call through it.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from rayapp.sandbox.breaker import CircuitBreaker
 from rayapp.sandbox.bucket import TokenBucket
 from rayapp.sandbox.config import LocalConfig, McpConfig, ProviderConfig, SandboxConfig
 from rayapp.sandbox.keeper import GRACE_S, Keeper, KeeperRules
-from rayapp.sandbox.leases import HOST_LABEL, RUN_LABEL, RemoteProvider
+from rayapp.sandbox.leases import APP_LABEL, APP_NAME, HOST_LABEL, RUN_LABEL, RemoteProvider
 from rayapp.sandbox.pool import LeasePool, Source
 from rayapp.sandbox.providers import num_local_sandboxes, remote_providers
 from rayapp.sandbox.supply import Supply
@@ -20,7 +20,7 @@ from rayapp.types import SandboxSpec
 
 def labels_of(run_name: str) -> dict[str, str]:
     """What every remote sandbox of a run on this host carries."""
-    return {RUN_LABEL: run_name, HOST_LABEL: socket.gethostname()[:63]}
+    return {APP_LABEL: APP_NAME, RUN_LABEL: run_name, HOST_LABEL: socket.gethostname()[:63]}
 
 
 def build_pool(

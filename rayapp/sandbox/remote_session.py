@@ -1,7 +1,7 @@
 """Stateful code in a provider's own interpreter: deadline, output cap and a whole answer, kept from outside.
 
-That interpreter is the provider's and knows nothing of our watcher, so what it streams is counted here, and a stream that
-ends early is told from one that ended well by a last line of ours. Called by channels.
+That interpreter is the provider's and knows nothing of our watcher, so what it streams is counted here, and a stream
+that ends early is told from one that ended well by a last line of ours. Called by channels.
 """
 
 from __future__ import annotations

@@ -117,7 +117,7 @@ class McpStub:
         server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="error", timeout_graceful_shutdown=1))
         serving = asyncio.create_task(server.serve())
         try:
-            while not server.started:
+            while not server.started:  # noqa: ASYNC110  (uvicorn tells in no other way)
                 await asyncio.sleep(0.01)
             port = server.servers[0].sockets[0].getsockname()[1]
             yield f"http://127.0.0.1:{port}/mcp"
