@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import logging
 import sys
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from rayapp.errors import RayappError, UserError
+from rayapp.sandbox.cli import app as sandbox_app
 
 EXIT_FAILED, EXIT_USER_ERROR = 1, 2
 
@@ -32,6 +32,7 @@ config_app = typer.Typer(help="Look at configurations.", no_args_is_help=True)
 model_app = typer.Typer(help="Fetch models.", no_args_is_help=True)
 app.add_typer(config_app, name="config")
 app.add_typer(model_app, name="model")
+app.add_typer(sandbox_app, name="sandbox")
 
 ConfigFile = Annotated[Path, typer.Argument(metavar="CONFIG", help="YAML file, e.g. configs/coding_cpu.yaml")]
 OptionalConfigFile = Annotated[
@@ -137,12 +138,6 @@ def model_fetch(
     from rayapp.model_fetch import fetch_model
 
     typer.echo(str(fetch_model(name, into)))
-
-
-if find_spec("rayapp.sandbox.cli") is not None:
-    from rayapp.sandbox.cli import app as sandbox_app
-
-    app.add_typer(sandbox_app, name="sandbox")
 
 
 def main() -> None:
