@@ -1,0 +1,130 @@
+"""What a tool is: a JSON schema that the policy reads, and four calls per trajectory. Called by the agent loop.
+
+    create(kwargs of the data row) -> state -> execute(state, arguments) ... -> reward(state) -> release(state)
+
+A tool object serves many trajectories at once; what belongs to one trajectory lives in its state. To add a tool, write
+one file with one class (see docs/tools.md).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from rayapp.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToolSchema:
+    """What the policy is told about a tool.
+
+    Example: `ToolSchema(name="add", description="Adds two numbers.", parameters={"type": "object", "properties":
+    {"a": {"type": "number"}, "b": {"type": "number"}}, "required": ["a", "b"]})`.
+    """
+
+    name: str
+    description: str = ""
+    parameters: Mapping[str, Any] = field(default_factory=lambda: {"type": "object", "properties": {}})
+    """JSON schema of the arguments; calls that don't fit it never reach the tool."""
+
+    @classmethod
+    def from_openai(cls, schema: Mapping[str, Any], *, where: str) -> ToolSchema:
+        """From `{"type": "function", "function": {"name": …, "description": …, "parameters": {…}}}`.
+
+        Raises:
+            ConfigError: it has no such form.
+        """
+        function = schema.get("function")
+        if schema.get("type") != "function" or not isinstance(function, Mapping) or not function.get("name"):
+            raise ConfigError(f"{where}: a tool_schema needs type: function and function: {{name: …}}, got {schema!r}")
+        parameters = function.get("parameters") or {"type": "object", "properties": {}}
+        return cls(name=str(function["name"]), description=str(function.get("description", "")), parameters=parameters)
+
+    def as_openai(self) -> dict[str, Any]:
+        """The form that chat templates and tool parsers read."""
+        function = {"name": self.name, "description": self.description, "parameters": dict(self.parameters)}
+        return {"type": "function", "function": function}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToolOutput:
+    """What one call gave."""
+
+    text: str
+    """What the policy reads; the loop cuts it to length."""
+    reward: float | None = None
+    """The tool's own verdict on this call, recorded as an intermediate reward."""
+    waited_s: float = 0.0
+    """Seconds before the call could start (rate limit, free sandbox): not the tool's own time."""
+
+
+class ToolFailedError(Exception):
+    """A call failed in a way that the policy should read: it becomes the tool's result, and the trajectory goes on.
+
+    Args:
+        text: what the policy reads.
+        kind: counted in the metrics, e.g. failed, timeout.
+    """
+
+    def __init__(self, text: str, kind: str = "failed") -> None:
+        super().__init__(text)
+        self.kind = kind
+
+    def __reduce__(self) -> tuple[type[ToolFailedError], tuple[str, str]]:
+        return type(self), (str(self), self.kind)
+
+
+class Tool(Protocol):
+    """One tool of the policy. All calls may run side by side, for different trajectories and within one turn.
+
+    Raises, from create, execute and reward:
+        ToolFailedError: the policy reads the message.
+        ToolUnavailableError, SandboxError: the trajectory fails, and says nothing about the policy.
+        Anything else counts as a crash of the tool; the policy reads that it failed.
+    """
+
+    @property
+    def schema(self) -> ToolSchema: ...
+
+    @property
+    def timeout_s(self) -> float:
+        """Deadline of one call; the loop keeps it, whatever the tool does."""
+        ...
+
+    async def create(self, kwargs: Mapping[str, Any]) -> Any:
+        """State of one trajectory. Cheap: what costs something starts with the first `execute`.
+
+        Args:
+            kwargs: `extra_info.tools_kwargs.<name>.create_kwargs` of the data row.
+        Raises:
+            InputError: the row lacks what this tool needs.
+        """
+        ...
+
+    async def execute(self, state: Any, arguments: Mapping[str, Any]) -> ToolOutput:
+        """One call; `arguments` fit the schema."""
+        ...
+
+    async def reward(self, state: Any) -> float | None:
+        """The tool's verdict on the whole trajectory; None when it has none."""
+        ...
+
+    async def release(self, state: Any) -> None:
+        """Give back what the state holds. Called once, whatever happened before."""
+        ...
+
+
+class StatelessTool:
+    """The three calls that a tool without state does not need; subclasses add `schema` and `execute`."""
+
+    timeout_s: float = 30.0
+
+    async def create(self, kwargs: Mapping[str, Any]) -> Any:
+        return None
+
+    async def reward(self, state: Any) -> float | None:
+        return None
+
+    async def release(self, state: Any) -> None:
+        return None

@@ -1,0 +1,114 @@
+"""The tools of one process, and what each trajectory holds of them. Called by the agent loop and the rollout worker.
+
+ToolSet(tools) --trajectory(kwargs)--> ToolStates --state(name)--> Tool.execute
+                                          '--close: every state is released, whatever happened
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any, Self
+
+from jsonschema import Draft202012Validator
+from jsonschema.exceptions import SchemaError, best_match
+
+from rayapp.errors import ConfigError
+from rayapp.tools.base import Tool, ToolSchema
+
+log = logging.getLogger(__name__)
+_RELEASE_TIMEOUT_S = 30.0
+
+
+class ToolSet:
+    """Tools by name.
+
+    Args:
+        tools: names must differ.
+        on_close: ends what the tools share, e.g. an MCP session.
+    Raises:
+        ConfigError: two tools have one name, or a schema is no JSON schema.
+    """
+
+    def __init__(self, tools: Sequence[Tool] = (), *, on_close: Sequence[Callable[[], Awaitable[None]]] = ()) -> None:
+        self._tools: dict[str, Tool] = {}
+        self._validators: dict[str, Draft202012Validator] = {}
+        self._on_close = tuple(on_close)
+        for tool in tools:
+            self._add(tool)
+
+    def _add(self, tool: Tool) -> None:
+        name = tool.schema.name
+        if name in self._tools:
+            raise ConfigError(f"tool {name!r} is there twice: leave one out, e.g. by tool_selected_list")
+        try:
+            Draft202012Validator.check_schema(dict(tool.schema.parameters))
+        except SchemaError as error:
+            raise ConfigError(f"tool {name!r}: its parameters are no JSON schema: {error.message}") from error
+        self._tools[name] = tool
+        self._validators[name] = Draft202012Validator(dict(tool.schema.parameters))
+
+    @property
+    def schemas(self) -> tuple[ToolSchema, ...]:
+        return tuple(tool.schema for tool in self._tools.values())
+
+    def get(self, name: str) -> Tool | None:
+        return self._tools.get(name)
+
+    def problem(self, name: str, arguments: object) -> str:
+        """Why these arguments don't fit the tool's schema; empty if they do."""
+        error = best_match(self._validators[name].iter_errors(arguments))
+        if error is None:
+            return ""
+        where = "/".join(str(part) for part in error.absolute_path)
+        return f"{where}: {error.message}" if where else str(error.message)
+
+    def trajectory(self, tools_kwargs: Mapping[str, Mapping[str, Any]]) -> ToolStates:
+        """What one trajectory holds of the tools; enter it before the first call."""
+        return ToolStates(self._tools, tools_kwargs)
+
+    async def close(self) -> None:
+        """End what the tools share. Idempotent."""
+        closing, self._on_close = self._on_close, ()
+        await asyncio.gather(*(close() for close in closing))
+
+
+class ToolStates:
+    """See `ToolSet.trajectory`. Example: `async with tools.trajectory(kwargs) as states: states["calc"]`."""
+
+    def __init__(self, tools: Mapping[str, Tool], tools_kwargs: Mapping[str, Mapping[str, Any]]) -> None:
+        self._tools = tools
+        self._kwargs = tools_kwargs
+        self._states: dict[str, Any] = {}
+
+    async def __aenter__(self) -> Self:
+        try:
+            for name, tool in self._tools.items():
+                create_kwargs = self._kwargs.get(name, {}).get("create_kwargs") or {}
+                self._states[name] = await tool.create(create_kwargs)
+        except BaseException:
+            await self._release()
+            raise
+        return self
+
+    def __getitem__(self, name: str) -> Any:
+        return self._states[name]
+
+    async def rewards(self) -> dict[str, float]:
+        """Verdicts on the whole trajectory, from the tools that have one."""
+        found = {name: await self._tools[name].reward(state) for name, state in self._states.items()}
+        return {name: float(value) for name, value in found.items() if value is not None}
+
+    async def __aexit__(self, *exc: object) -> None:
+        # Shielded: a cancelled trajectory must give its sandboxes back.
+        await asyncio.shield(self._release())
+
+    async def _release(self) -> None:
+        states, self._states = self._states, {}
+        for name, state in states.items():
+            try:
+                async with asyncio.timeout(_RELEASE_TIMEOUT_S):
+                    await self._tools[name].release(state)
+            except Exception as error:  # boundary: one tool's failure must not keep the others' states
+                log.warning("tool %s: its state was not released: %s: %s", name, type(error).__name__, error)
