@@ -25,13 +25,18 @@ class LocalConfig(_Frozen):
 class _Remote(_Frozen):
     max_sandboxes: int = Field(20, ge=1)
     """Sandboxes alive at once: the account's quota, less what others use. A smaller quota is found out and kept to."""
+
+
+class _Created(_Remote):
+    """Sandboxes that the pool creates, ahead of those who use them."""
+
     creations_per_s: float = Field(1.0, gt=0, le=1000)
     """Sandboxes created per second, sustained: providers refuse more (E2B: 1 on Hobby, 5 on Pro)."""
     creation_burst: int = Field(5, ge=1)
     """Creations that may start at once after a pause."""
 
 
-class E2BConfig(_Remote):
+class E2BConfig(_Created):
     """E2B's cloud, a self-hosted E2B, or an OpenKruise/ACK sandbox-manager, which speaks an older dialect."""
 
     type: Literal["e2b"] = "e2b"
@@ -61,7 +66,7 @@ class E2BConfig(_Remote):
         return self
 
 
-class DaytonaConfig(_Remote):
+class DaytonaConfig(_Created):
     """Daytona's cloud, or an endpoint that speaks its API."""
 
     type: Literal["daytona"] = "daytona"
@@ -112,7 +117,7 @@ class McpConfig(_Remote):
     """The server's own limit for one execution in seconds, sent as X-Execution-Timeout. Longer than any task's."""
 
 
-class FakeConfig(_Remote):
+class FakeConfig(_Created):
     """Sandboxes that run nothing and answer what a script says: to test tasks and the pool itself."""
 
     type: Literal["fake"] = "fake"

@@ -17,6 +17,8 @@ from rayapp.errors import (
     SandboxUnavailableError,
 )
 
+_NONSENSE = (ValueError, TypeError, KeyError, AttributeError)
+"""What the SDK raises when an answer is not what it expects. Its own errors are none of these."""
 _QUOTA_WORDS = ("quota", "limit exceeded", "limit reached", "maximum", "exceeds", "insufficient")
 _CREATE = "create"
 
@@ -36,6 +38,8 @@ def daytona_error(error: Exception, what: str) -> SandboxError:
     text = f"daytona {what}: {type(error).__name__}: {error}"[:600]
     status = status_of(error)
     if status is None:
+        if isinstance(error, _NONSENSE):
+            return SandboxProtocolError(text)
         is_slow = "Timeout" in type(error).__name__ or isinstance(error, TimeoutError)
         return SandboxDeadlineError(text) if is_slow else SandboxUnavailableError(text)
     if status == 429:

@@ -19,6 +19,8 @@ from rayapp.errors import (
     SandboxUnavailableError,
 )
 
+_NONSENSE = (ValueError, TypeError, KeyError, AttributeError)
+"""What the SDK raises when an answer is not what it expects. Its own errors are none of these."""
 _QUOTA_WORDS = ("concurrent", "maximum number", "quota")
 
 
@@ -37,6 +39,8 @@ def control_error(error: Exception, what: str) -> SandboxError:
         return SandboxGoneError(text)
     if isinstance(error, e2b.TimeoutException | TimeoutError):
         return SandboxDeadlineError(text)
+    if isinstance(error, _NONSENSE):
+        return SandboxProtocolError(text)
     status = getattr(error, "status_code", None)
     return of_status(status, text) if status is not None else SandboxUnavailableError(text)
 

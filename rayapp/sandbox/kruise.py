@@ -87,11 +87,8 @@ class KruiseService:
         query = {"metadata": urllib.parse.urlencode(quoted), "limit": str(_PAGE)}
         while True:
             answer = await self._call("GET", "/v2/sandboxes", params=query, timeout_s=timeout_s)
-            found = answer.json()
-            if not isinstance(found, list):
-                raise SandboxProtocolError(f"sandbox-manager list: {str(found)[:200]} is no list")
-            for item in found:
-                yield str(item["sandboxID"])
+            for item in _ids(answer):
+                yield item
             token = answer.headers.get("x-next-token")
             if not token:
                 return
@@ -148,11 +145,22 @@ class KruiseService:
         raise of_status(answer.status_code, text, _seconds(answer.headers.get("retry-after")))
 
 
-def _object(answer: httpx.Response) -> dict[str, object]:
+def _ids(answer: httpx.Response) -> list[str]:
+    found = _json(answer)
+    if not isinstance(found, list) or not all(isinstance(item, dict) and "sandboxID" in item for item in found):
+        raise SandboxProtocolError(f"sandbox-manager answered no list of sandboxes: {answer.text[:200]!r}")
+    return [str(item["sandboxID"]) for item in found]
+
+
+def _json(answer: httpx.Response) -> object:
     try:
-        found = answer.json()
+        return answer.json()
     except ValueError:
-        found = None
+        return None
+
+
+def _object(answer: httpx.Response) -> dict[str, object]:
+    found = _json(answer)
     if not isinstance(found, dict):
         raise SandboxProtocolError(f"sandbox-manager answered no JSON object: {answer.text[:200]!r}")
     return found

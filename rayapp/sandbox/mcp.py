@@ -99,6 +99,7 @@ class McpChannel:
         self._session = session
         self._config = config
         self._env = dict(spec.env)
+        self._is_env_set = False
         self._ends_at = ends_at
         self._on_end = on_end
 
@@ -117,7 +118,8 @@ class McpChannel:
         return await self._command(f"exec python3 -I -c {shlex.quote(program)}", timeout_s)
 
     async def _command(self, command: str, timeout_s: float) -> str:
-        answer = await self._session.call("run_command", {"cmd": command, "envs": self._env}, timeout_s=timeout_s)
+        # The watcher sets the spec's environment itself, so the one argument that every server knows is enough.
+        answer = await self._session.call("run_command", {"cmd": command}, timeout_s=timeout_s)
         return _text(answer, "stdout", "run_command")
 
     async def _run_once(self, program: str, timeout_s: float) -> str:
@@ -134,6 +136,7 @@ class McpChannel:
         self._needs_session()
 
         async def run(text: str, out: Sink, err: Sink) -> str:
+            await self._set_env(timeout_s)
             arguments = {"code": text, "language": "python"}
             answer = await self._session.call("run_code", arguments, timeout_s=timeout_s + 60.0)
             out(_logs(answer, "stdout"))
@@ -176,6 +179,13 @@ class McpChannel:
     async def kill(self, *, timeout_s: float) -> None:
         await self._session.close(timeout_s=timeout_s / 2)
         self._on_end(self._id)
+
+    async def _set_env(self, timeout_s: float) -> None:
+        """The tool takes no environment: the session's interpreter gets it before the first code."""
+        if self._env and not self._is_env_set:
+            code = f"__import__('os').environ.update({self._env!r})"
+            await self._session.call("run_code", {"code": code, "language": "python"}, timeout_s=timeout_s)
+            self._is_env_set = True
 
     def _needs_session(self) -> None:
         if self._config.tool == "once":
