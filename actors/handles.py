@@ -114,8 +114,23 @@ class LearnerHandle(Handle):
 
 
 @dataclass(frozen=True, slots=True)
+class SandboxReaperHandle(Handle):
+    """See `actors.sandbox_reaper.SandboxReaper`."""
+
+    async def beat(self, labels: dict[str, str], timeout_s: float = 10.0) -> None:
+        await self.call("beat", self.actor.beat.remote(labels), timeout_s)
+
+    async def dismiss(self, timeout_s: float = 5.0) -> None:
+        await self.call("dismiss", self.actor.dismiss.remote(), timeout_s)
+
+
+@dataclass(frozen=True, slots=True)
 class SandboxPoolHandle(Handle):
     """See `actors.sandbox_pool.SandboxPool`."""
+
+    async def guard(self, reaper: SandboxReaperHandle, timeout_s: float) -> None:
+        """Before `ready`: whom the pool tells that the run lives."""
+        await self.call("guard", self.actor.guard.remote(reaper, timeout_s), timeout_s + 10.0)
 
     async def ready(self, timeout_s: float) -> Facts:
         facts: Facts = await self.call("ready", self.actor.ready.remote(), timeout_s)

@@ -9,9 +9,11 @@ from __future__ import annotations
 import asyncio
 import logging
 
+from actors.handles import SandboxReaperHandle
+from rayapp.errors import RayappError
 from rayapp.sandbox.config import SandboxConfig
 from rayapp.sandbox.leases import Fate, Lease
-from rayapp.sandbox.pool_build import build_pool
+from rayapp.sandbox.pool_build import build_pool, labels_of
 from rayapp.types import SandboxSpec
 
 log = logging.getLogger(__name__)
@@ -33,9 +35,15 @@ class SandboxPool:
         self._run_name = run_name
         self._pool = build_pool(config, run_name)
         self._chores: list[asyncio.Task[None]] = []
+        self._reaper: SandboxReaperHandle | None = None
 
     def __repr__(self) -> str:
         return f"sandbox-pool({self._run_name})"
+
+    async def guard(self, reaper: SandboxReaperHandle, timeout_s: float) -> None:
+        """From now on tell the reaper that this run lives. Called before `ready`, so before any sandbox exists."""
+        self._reaper = reaper
+        await reaper.beat(labels_of(self._run_name), timeout_s)
 
     async def ready(self) -> dict[str, float]:
         """End what an earlier run of this name left on this host, then start the housekeeping. Returns `stats`."""
@@ -45,6 +53,8 @@ class SandboxPool:
                 asyncio.create_task(self._tend_for_ever(), name="tend sandboxes"),
                 asyncio.create_task(self._sweep_for_ever(), name="sweep stray sandboxes"),
             ]
+            if self._reaper is not None:
+                self._chores.append(asyncio.create_task(self._beat_for_ever(self._reaper), name="beat for the reaper"))
             if self._config.min_ready:
                 self._pool.prefetch(SandboxSpec(), self._config.min_ready)
         return self._pool.stats()
@@ -53,6 +63,15 @@ class SandboxPool:
         while True:
             await asyncio.sleep(TEND_EVERY_S)
             self._pool.tend()
+
+    async def _beat_for_ever(self, reaper: SandboxReaperHandle) -> None:
+        while True:
+            await asyncio.sleep(min(TEND_EVERY_S, self._config.reaper_grace_s / 4))
+            try:
+                await reaper.beat(labels_of(self._run_name))
+            except RayappError as error:
+                # A run without its reaper still ends its sandboxes itself, and the providers' time limits remain.
+                log.warning("the sandbox reaper does not answer: %s", error)
 
     async def _sweep_for_ever(self) -> None:
         while True:
@@ -96,4 +115,14 @@ class SandboxPool:
             chore.cancel()
         left = await self._pool.close()
         if left:
+            # The reaper is not dismissed: it hears no more, and tries for longer than this process can wait.
             log.error("%d sandboxes of run %s are still listed: rayapp sandbox reap", len(left), self._run_name)
+        elif self._reaper is not None:
+            await self._dismiss(self._reaper)
+
+    async def _dismiss(self, reaper: SandboxReaperHandle) -> None:
+        self._reaper = None
+        try:
+            await reaper.dismiss()
+        except RayappError as error:
+            log.warning("the sandbox reaper does not answer: %s", error)

@@ -1,7 +1,8 @@
 """`sandbox-reaper-RUN`: ends a run's remote sandboxes when the run is gone. A thin shell around `rayapp.sandbox.reaper`.
 
 Detached: it belongs to the Ray cluster and not to the driver, so a driver killed with SIGKILL does not take it along. The
-pool's heartbeat keeps it waiting; silence makes it sweep, and then it ends itself.
+pool's heartbeat keeps it waiting; silence makes it sweep, and then it ends itself. The pool dismisses it when nothing is
+left to end.
 """
 
 from __future__ import annotations
@@ -12,33 +13,34 @@ import logging
 import ray
 
 from rayapp.sandbox.config import SandboxConfig
-from rayapp.sandbox.providers import remote_providers
+from rayapp.sandbox.providers import listing_providers
 from rayapp.sandbox.reaper import Reaper
 
 log = logging.getLogger(__name__)
 
 
 class SandboxReaper:
-    """See the module.
+    """See the module. Made inside a running event loop: Ray makes async actors there.
 
     Args:
         config: of the run's sandboxes.
-        run_name: whose sandboxes to end.
+        run_name: for the log and the dashboard.
+    Raises:
+        SandboxConfigError: a provider's package or key is not there.
     """
 
     def __init__(self, config: SandboxConfig, run_name: str) -> None:
         self._run_name = run_name
-        self._reaper = Reaper(remote_providers(config), run_name, grace_s=config.reaper_grace_s)
-        self._watching: asyncio.Task[None] | None = None
+        self._reaper = Reaper(listing_providers(config), grace_s=config.reaper_grace_s)
+        # From here on and not from the first beat: a driver that dies in between must not leave this process for ever.
+        self._watching = asyncio.get_running_loop().create_task(self._watch(), name="watch the run")
 
     def __repr__(self) -> str:
         return f"sandbox-reaper({self._run_name})"
 
-    async def beat(self) -> None:
-        """The run lives. The first call starts the watch."""
-        self._reaper.beat()
-        if self._watching is None:
-            self._watching = asyncio.create_task(self._watch(), name="watch the run")
+    async def beat(self, labels: dict[str, str]) -> None:
+        """The run lives, and its sandboxes carry these labels."""
+        self._reaper.beat(labels)
 
     async def dismiss(self) -> None:
         """The run has ended in order."""

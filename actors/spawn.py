@@ -5,6 +5,7 @@ sandbox pool     SandboxPool     sandbox-pool             0
 rollout worker   RolloutWorker   rollout-worker-N         0: the driver issues the group again, and counts it
 vLLM server      VllmServer      vllm-server-N            0: a new one must be synced before it serves
 learner          Learner         learner-N                0: its process group is gone with it
+sandbox reaper   SandboxReaper   sandbox-reaper-RUN       3: detached, and nobody else would start it again
 
 Classes stay plain, so that tests construct them without Ray. What a role's process needs in its environment is in
 `runtime_env/<role>.yaml`, each line with its reason.
@@ -34,6 +35,9 @@ class Role:
     what Ray can't place waits for ever."""
     max_concurrency: int | None = None
     """Calls that run at once in an async actor; None for a threaded one, which runs one."""
+    is_detached: bool = False
+    """True if it outlives the driver. It has to end itself."""
+    max_restarts: int = 0
 
 
 ROLES: dict[str, Role] = {
@@ -41,6 +45,13 @@ ROLES: dict[str, Role] = {
     "rollout-worker": Role(class_path="actors.rollout_worker:RolloutWorker", num_cpus=0.1, max_concurrency=1_000),
     "vllm-server": Role(class_path="actors.vllm_server:VllmServer", num_cpus=0.1, max_concurrency=10_000),
     "learner": Role(class_path="actors.learner:Learner", num_cpus=0.1),
+    "sandbox-reaper": Role(
+        class_path="actors.sandbox_reaper:SandboxReaper",
+        num_cpus=0.01,
+        max_concurrency=100,
+        is_detached=True,
+        max_restarts=3,
+    ),
 }
 
 
@@ -57,10 +68,12 @@ def spawn(role: str, name: str, *args: object, num_gpus: float = 0) -> Any:
         "name": name,
         "num_cpus": spec.num_cpus,
         "num_gpus": num_gpus,
-        "max_restarts": 0,
+        "max_restarts": spec.max_restarts,
         "max_task_retries": 0,
         "runtime_env": {"env_vars": role_env(role, num_gpus=num_gpus)},
     }
+    if spec.is_detached:
+        options["lifetime"] = "detached"
     if spec.max_concurrency is not None:
         options["max_concurrency"] = spec.max_concurrency
     return ray.remote(_load(spec.class_path)).options(**options).remote(*args)
@@ -90,6 +103,15 @@ def kill(actor: Any) -> None:
     except (ValueError, RuntimeError):
         # The connection to Ray ended first, and our actors with it.
         return
+
+
+def kill_named(name: str) -> bool:
+    """End a detached actor that an earlier run left. False if there is none."""
+    try:
+        kill(ray.get_actor(name))
+    except ValueError:
+        return False
+    return True
 
 
 def free_address() -> tuple[str, int]:

@@ -13,18 +13,27 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from actors.handles import LearnerHandle, RolloutWorkerHandle, SandboxPoolHandle, VllmServerHandle
+from actors.gpus import wait_for_gpus
+from actors.handles import (
+    LearnerHandle,
+    RolloutWorkerHandle,
+    SandboxPoolHandle,
+    SandboxReaperHandle,
+    VllmServerHandle,
+)
 from actors.learner_group import LearnerGroup
-from actors.spawn import free_address, kill, spawn
+from actors.spawn import free_address, kill, kill_named, spawn
 from rayapp.config import Config
 from rayapp.errors import ConfigError, RayappError
-from rayapp.ray_session import ray_session
+from rayapp.ray_session import RaySession, ray_session
+from rayapp.sandbox.config import DaytonaConfig, E2BConfig
 from rayapp.store import StoredGroup
 from rayapp.types import Group
 from rayapp.weights.object_store import ObjectStoreTransport
 
 log = logging.getLogger(__name__)
 CLOSE_TIMEOUT_S = 30.0
+REAPER_NAME_ATTEMPTS = 100
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,10 +73,10 @@ async def open_cluster(config: Config, *, with_learners: bool = True) -> AsyncIt
     Raises:
         ConfigError: Ray can't be reached, or has fewer GPUs than the config needs.
     """
-    with ray_session(config) as dashboard_url:
+    with ray_session(config) as session:
         started = _Started()
         try:
-            yield await _start(config, started, dashboard_url, with_learners=with_learners)
+            yield await _start(config, started, session, with_learners=with_learners)
         finally:
             # Shielded: a second Ctrl-C must not leave a paid sandbox or an engine process behind.
             await asyncio.shield(started.close())
@@ -95,17 +104,17 @@ class _Started:
         self._handles.clear()
 
 
-async def _start(config: Config, started: _Started, dashboard_url: str, *, with_learners: bool) -> Cluster:
+async def _start(config: Config, started: _Started, session: RaySession, *, with_learners: bool) -> Cluster:
+    await wait_for_gpus(config)
     on_gpu = _uses_gpus(config)
     timeout_s = config.cluster.start_timeout_s + config.server.start_timeout_s
-    pool = started.add(
-        SandboxPoolHandle(spawn("sandbox-pool", "sandbox-pool", config.sandbox, config.run.name), "sandbox-pool")
-    )
+    pool = started.add(spawn_pool(config))
     learners = LearnerGroup(_spawn_learners(config, started, on_gpu) if with_learners else ())
     servers = _spawn_servers(config, started, on_gpu)
     workers = _spawn_rollout_workers(config, started, servers, pool)
     async with asyncio.TaskGroup() as starting:
-        for handle in (pool, *servers, *learners.handles, *workers):
+        starting.create_task(ready_pool(config, pool, session, timeout_s), name=f"start {pool.name}")
+        for handle in (*servers, *learners.handles, *workers):
             starting.create_task(handle.ready(timeout_s), name=f"start {handle.name}")
     return Cluster(
         config=config,
@@ -114,8 +123,33 @@ async def _start(config: Config, started: _Started, dashboard_url: str, *, with_
         learners=learners,
         rollout_workers=workers,
         weights=ObjectStoreTransport(config.server.sync_timeout_s),
-        dashboard_url=dashboard_url,
+        dashboard_url=session.dashboard_url,
     )
+
+
+def spawn_pool(config: Config) -> SandboxPoolHandle:
+    """Start the sandbox-pool actor; `ready_pool` comes next."""
+    return SandboxPoolHandle(spawn("sandbox-pool", "sandbox-pool", config.sandbox, config.run.name), "sandbox-pool")
+
+
+async def ready_pool(config: Config, pool: SandboxPoolHandle, session: RaySession, timeout_s: float) -> None:
+    """Wait for the pool, with a reaper behind it where one can outlive the driver and has something to end."""
+    # Local sandboxes and those of an MCP session end with the process that holds them; a Ray of our own ends with us.
+    has_lasting = any(isinstance(section, E2BConfig | DaytonaConfig) for section in config.sandbox.providers)
+    if has_lasting and not session.is_own:
+        await pool.guard(await _spawn_reaper(config), timeout_s)
+    await pool.ready(timeout_s)
+
+
+async def _spawn_reaper(config: Config) -> SandboxReaperHandle:
+    """The run's reaper. Not among what ends with the driver: the pool dismisses it, or it ends itself."""
+    name = f"sandbox-reaper-{config.run.name}"
+    # An earlier run's, still waiting for its grace to pass: it would take this run's sandboxes for that one's.
+    for _ in range(REAPER_NAME_ATTEMPTS):
+        if not kill_named(name):
+            break
+        await asyncio.sleep(0.1)
+    return SandboxReaperHandle(spawn("sandbox-reaper", name, config.sandbox, config.run.name), name)
 
 
 def _spawn_servers(config: Config, started: _Started, on_gpu: bool) -> tuple[VllmServerHandle, ...]:

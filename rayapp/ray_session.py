@@ -7,6 +7,7 @@ import os
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 from rayapp.config import Config
@@ -17,9 +18,19 @@ MIB = 1 << 20
 CONNECT_TIMEOUT_S = 5.0
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RaySession:
+    """A connection to Ray."""
+
+    dashboard_url: str
+    """Empty where there is none."""
+    is_own: bool
+    """True if this process started Ray, which then ends with it."""
+
+
 @contextmanager
-def ray_session(config: Config) -> Iterator[str]:
-    """A connection to Ray for the length of the block; yields the dashboard's address or an empty string.
+def ray_session(config: Config) -> Iterator[RaySession]:
+    """A connection to Ray for the length of the block.
 
     On exit our actors end with the connection, and a Ray that we started ends too. `ray stop` is never called: it would
     end every Ray on the machine.
@@ -34,14 +45,15 @@ def ray_session(config: Config) -> Iterator[str]:
     os.environ.setdefault("RAY_worker_niceness", "0")
     import ray
 
-    context = _connect(config)
+    context, is_own = _connect(config)
     try:
-        yield context.dashboard_url or ""
+        yield RaySession(dashboard_url=context.dashboard_url or "", is_own=is_own)
     finally:
         ray.shutdown()
 
 
-def _connect(config: Config) -> Any:
+def _connect(config: Config) -> tuple[Any, bool]:
+    """Ray's context, and whether this process started Ray."""
     import ray
 
     common: dict[str, Any] = {
@@ -53,7 +65,7 @@ def _connect(config: Config) -> Any:
     if address and address != "local":
         try:
             _check_reachable(address)
-            return ray.init(address=address, **common)
+            return ray.init(address=address, **common), False
         except (OSError, ValueError, RuntimeError) as error:
             raise ConfigError(
                 f"no Ray answers at {address!r} ({_first_line(error)}). Start one there with `ray start --head`, "
@@ -61,10 +73,10 @@ def _connect(config: Config) -> Any:
             ) from None
     if not address:
         try:
-            return ray.init(address="auto", **common)
+            return ray.init(address="auto", **common), False
         except ConnectionError:
             log.info("no Ray runs here: starting one")
-    return ray.init(address="local", object_store_memory=config.cluster.object_store_mib * MIB, **common)
+    return ray.init(address="local", object_store_memory=config.cluster.object_store_mib * MIB, **common), True
 
 
 def _check_reachable(address: str) -> None:

@@ -46,6 +46,16 @@ def remote_providers(config: SandboxConfig) -> dict[str, RemoteProvider]:
     return {section.type: remote_provider(section) for section in sections}
 
 
+def listing_providers(config: SandboxConfig) -> dict[str, RemoteProvider]:
+    """The remote providers that say, to any process, what lives there: those whose sandboxes outlive their maker.
+
+    Raises:
+        SandboxConfigError: its package or its key is not there.
+    """
+    sections = [section for section in config.providers if isinstance(section, E2BConfig | DaytonaConfig)]
+    return {section.type: remote_provider(section) for section in sections}
+
+
 def remote_provider(section: ProviderConfig) -> RemoteProvider:
     """One remote provider.
 

@@ -1,6 +1,9 @@
 """Ends the sandboxes of runs that are gone: on the command line, and by itself when a run's heartbeat stops.
 
-    Reaper: beat, beat, beat … silence for reaper_grace_s -> sweep until nothing is listed -> done
+    Reaper: beat(labels), beat, beat … silence for reaper_grace_s -> sweep until nothing is listed -> done
+                                    '-> dismiss: the pool has ended everything itself
+
+Called by `rayapp sandbox reap` and by the sandbox-reaper actor. It never ends a sandbox by anything but its labels.
 """
 
 from __future__ import annotations
@@ -63,28 +66,30 @@ class Reaper:
 
     Args:
         providers: remote ones, by name; closed when done.
-        run_name: whose sandboxes to end.
         grace_s: silence that means the run is dead. Longer than any pause of a living run.
+        pause_s: after the first sweep; doubled after each.
         clock: monotonic seconds.
     """
 
     def __init__(
         self,
         providers: Mapping[str, SandboxProvider],
-        run_name: str,
         *,
         grace_s: float,
+        pause_s: float = 1.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._providers = dict(providers)
-        self._labels = labels_to_reap(run_name)
+        self._labels: dict[str, str] = {}
         self._grace_s = grace_s
+        self._pause_s = pause_s
         self._clock = clock
         self._heard_at = clock()
         self._is_dismissed = asyncio.Event()
 
-    def beat(self) -> None:
-        """The run lives."""
+    def beat(self, labels: Mapping[str, str]) -> None:
+        """The run lives, and its sandboxes carry these labels. Its pool beats before it makes the first."""
+        self._labels = dict(labels)
         self._heard_at = self._clock()
 
     def dismiss(self) -> None:
@@ -93,30 +98,45 @@ class Reaper:
 
     async def watch(self) -> int:
         """Returns when the run has ended in order, or is dead and its sandboxes are gone: then how many were ended."""
-        while (left_s := self._heard_at + self._grace_s - self._clock()) > 0:
+        ended: set[str] = set()
+        try:
+            while await self._falls_silent():
+                await self._sweep(ended)
+                if self._is_silent:
+                    break
+        finally:
+            await asyncio.gather(*(provider.close() for provider in self._providers.values()))
+        return len(ended)
+
+    @property
+    def _left_s(self) -> float:
+        return self._heard_at + self._grace_s - self._clock()
+
+    @property
+    def _is_silent(self) -> bool:
+        return self._left_s <= 0 and not self._is_dismissed.is_set()
+
+    async def _falls_silent(self) -> bool:
+        """Waits for silence (True) or dismissal (False), whichever comes first."""
+        while not self._is_dismissed.is_set() and (left_s := self._left_s) > 0:
             try:
                 async with asyncio.timeout(max(0.01, left_s)):
                     await self._is_dismissed.wait()
             except TimeoutError:
                 continue
-            await self._close()
-            return 0
-        try:
-            return await self._sweep()
-        finally:
-            await self._close()
+        return not self._is_dismissed.is_set()
 
-    async def _sweep(self) -> int:
-        """A provider that fails now may work in a minute, so try for a while; their own time limits come last."""
-        num_ended, pause_s = 0, 1.0
-        for _ in range(_ROUNDS):
+    async def _sweep(self, ended: set[str]) -> None:
+        """A provider that fails now may work in a minute, so try for a while; their own time limits come last.
+
+        A run that was only stopped (a debugger, a suspended machine) and is heard again keeps what it has left.
+        """
+        pause_s = self._pause_s
+        # No labels: the run never got as far as making a sandbox, and listing by no label would find everybody's.
+        for _ in range(_ROUNDS if self._labels else 0):
             found = [each async for each in reap(self._providers, self._labels)]
-            num_ended += sum(each.ended for each in found)
-            if not found:
+            ended.update(each.sandbox_id for each in found if each.ended)
+            if not found or not self._is_silent:
                 break
             await asyncio.sleep(pause_s)
             pause_s = min(_MAX_PAUSE_S, pause_s * 2)
-        return num_ended
-
-    async def _close(self) -> None:
-        await asyncio.gather(*(provider.close() for provider in self._providers.values()))
