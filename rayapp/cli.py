@@ -15,6 +15,7 @@ from typing import Annotated
 import typer
 
 from rayapp.errors import RayappError, UserError
+from rayapp.k8s.cli import render_k8s
 from rayapp.sandbox.cli import app as sandbox_app
 
 EXIT_FAILED, EXIT_USER_ERROR = 1, 2
@@ -33,6 +34,13 @@ model_app = typer.Typer(help="Fetch models.", no_args_is_help=True)
 app.add_typer(config_app, name="config")
 app.add_typer(model_app, name="model")
 app.add_typer(sandbox_app, name="sandbox")
+app.command(
+    name="render-k8s",
+    epilog="Examples:\n\n"
+    "  rayapp render-k8s configs/coding_8gpu.yaml --out manifests --name my-run\n\n"
+    "  rayapp render-k8s configs/coding_8gpu.yaml --out manifests --values configs/kuberay/examples/kueue.yaml "
+    "--set queue.name=team-a",
+)(render_k8s)
 
 ConfigFile = Annotated[Path, typer.Argument(metavar="CONFIG", help="YAML file, e.g. configs/coding_cpu.yaml")]
 OptionalConfigFile = Annotated[

@@ -175,6 +175,9 @@ class ClusterSection(FrozenModel):
     """auto takes GPUs if the cluster has any."""
     num_gpus: int | None = Field(None, ge=0)
     """GPUs this run may use; None asks the cluster. Given, the arithmetic is checked before anything starts."""
+    wait_for_gpus_s: float = Field(0.0, ge=0, le=86400)
+    """Seconds to wait until the cluster has the GPUs this run needs; 0 refuses at once. For clusters whose workers come
+    after the head, or that scale themselves."""
     object_store_mib: int = Field(1024, ge=100)
     """Object store of a Ray that we start. It holds two copies of the weights and the groups in flight."""
     log_to_driver: bool = False

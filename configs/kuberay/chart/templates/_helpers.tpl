@@ -1,5 +1,8 @@
 {{/* Values that contradict each other stop the rendering here; the schema has checked each by itself. */}}
 {{- define "rayapp.check" -}}
+{{- if and (eq .Values.image.tag "latest") (not .Values.image.digest) -}}
+{{- fail "image.tag is latest: name a version or a digest, so that a pod that restarts runs the same code" -}}
+{{- end -}}
 {{- if and (eq .Values.layout "head-worker") (gt (int .Values.head.gpus) 0) -}}
 {{- fail (printf "head.gpus is %d, but layout head-worker has its GPUs in the workers: set head.gpus=0, or layout=single-node" (int .Values.head.gpus)) -}}
 {{- end -}}
@@ -39,7 +42,6 @@
 app.kubernetes.io/name: rayapp
 app.kubernetes.io/instance: {{ .Release.Name }}
 app.kubernetes.io/part-of: rayapp
-app.kubernetes.io/managed-by: {{ .Release.Service }}
 {{- end -}}
 
 {{- define "rayapp.image" -}}
@@ -94,6 +96,11 @@ spec:
   tolerations:
     {{- toYaml . | nindent 4 }}
   {{- end }}
+  securityContext:
+    # The image's user, which must be able to write the run folder.
+    runAsNonRoot: true
+    fsGroup: 10001
+    fsGroupChangePolicy: OnRootMismatch
   # The run calls no Kubernetes API, and model-written code may run in these pods. Autoscaling needs it in the head.
   automountServiceAccountToken: {{ and $values.autoscaling.enabled (eq .group "head") }}
   containers:
