@@ -18,10 +18,21 @@
     │   ├── EngineDeadError             its process is gone
     │   └── StaleVersionError           it holds another policy version than the caller requires
     ├── WeightSyncError                 new weights did not reach a server whole
+    ├── ToolUnavailableError            a tool's service can't be reached: the trajectory fails, not the policy
     ├── LearnerError                    the learners can't train on what they were given
     ├── ProcessDiedError                a Ray actor is gone (`EngineDeadError` when it is a server)
     ├── DeadlineError                   a Ray actor did not answer in time; the message names it
     ├── CheckpointError                 a checkpoint can't be written or read whole
+    ├── StorageError                    object storage or a disk can't do what was asked
+    │   ├── StorageUnreachableError     no answer after every retry, or the server fails
+    │   ├── StorageNotFoundError        there is no such object or file
+    │   ├── StorageExistsError          a conditional create lost: somebody else made it first
+    │   ├── StorageCorruptError         what was read is not what was written
+    │   ├── StorageFullError            the disk or the quota is full
+    │   └── StorageConfigError          retrying can't help (also a UserError)
+    │       ├── StorageBucketError      the bucket doesn't exist
+    │       ├── StoragePermissionError  these credentials may not do this
+    │       └── StorageCredentialsError none found, wrong, or expired
     └── TrainingAbortedError            too many failed rollouts: the run stops rather than train on noise
 
 Code that fails or is stopped *inside* a sandbox is not an error but data: see `ExecResult.outcome`.
@@ -111,6 +122,10 @@ class WeightSyncError(RayappError):
     """New weights did not reach a server whole; that server must not serve."""
 
 
+class ToolUnavailableError(RayappError):
+    """The service behind a tool can't be reached. Says nothing about the policy, so the trajectory is left out."""
+
+
 class LearnerError(RayappError):
     """The learners can't train on what they were given."""
 
@@ -125,6 +140,46 @@ class DeadlineError(RayappError, TimeoutError):
 
 class CheckpointError(RayappError):
     """A checkpoint can't be written or read whole."""
+
+
+class StorageError(RayappError):
+    """Object storage or a disk can't do what was asked. Nothing local is deleted because of it."""
+
+
+class StorageUnreachableError(StorageError):
+    """No answer after every retry, or the server keeps failing."""
+
+
+class StorageNotFoundError(StorageError):
+    """There is no such object, file, or whole folder."""
+
+
+class StorageExistsError(StorageError):
+    """A conditional create lost: it was there before, or another writer made it first."""
+
+
+class StorageCorruptError(StorageError):
+    """What was read is not what was written: checksum or length differ."""
+
+
+class StorageFullError(StorageError):
+    """The disk or the storage quota is full."""
+
+
+class StorageConfigError(StorageError, UserError):
+    """A location, endpoint, bucket or credential is wrong: retrying can't help."""
+
+
+class StorageBucketError(StorageConfigError):
+    """The bucket doesn't exist."""
+
+
+class StoragePermissionError(StorageConfigError):
+    """The credentials are good, but may not do this."""
+
+
+class StorageCredentialsError(StorageConfigError):
+    """No credentials were found, or they are wrong or expired."""
 
 
 class TrainingAbortedError(RayappError):

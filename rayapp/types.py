@@ -63,6 +63,7 @@ class RolloutStatus(StrEnum):
     ERROR_ENGINE = "error_engine"
     ERROR_SANDBOX = "error_sandbox"
     ERROR_TASK = "error_task"
+    ERROR_TOOL = "error_tool"
 
     @property
     def is_error(self) -> bool:
