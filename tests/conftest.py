@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -100,3 +101,18 @@ def letter_tasks(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     for path in paths:
         path.write_text(TASK.replace("NAME", path.stem))
     return [str(path) for path in paths]
+
+
+@pytest.fixture(scope="session")
+def chat_tokenizer() -> Any:
+    """Bytes as tokens, and ChatML's two control tokens: any text goes in and comes out. No chat template."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE({letter: i for i, letter in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token="<|im_end|>", additional_special_tokens=["<|im_start|>", "<|im_end|>"]
+    )

@@ -1,5 +1,6 @@
-"""Tool calls in what the policy wrote. The loop asks a `ToolCallParser`; vLLM's parsers are behind
-`rayapp.engines.vllm_tool_parser`, and `HermesParser` reads the hermes form where vLLM is not at hand (tests, benchmarks).
+"""Tool calls in what the policy wrote. The loop asks a `ToolCallParser`: vLLM's, behind
+`rayapp.engines.vllm_tool_parser`, or `HermesParser`, which reads the hermes form where vLLM is not at hand (tests,
+benchmarks).
 
 A parser never raises for what the policy wrote: a call that can't be read is a `RawCall` with its `problem`.
 """

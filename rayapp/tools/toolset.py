@@ -8,16 +8,17 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from typing import Any, Self
 
 from jsonschema import Draft202012Validator
 from jsonschema.exceptions import SchemaError, best_match
 
-from rayapp.errors import ConfigError
-from rayapp.tools.base import Tool, ToolSchema
+from rayapp.errors import ConfigError, RayappError
+from rayapp.tools.base import Tool, ToolFailedError, ToolSchema
 
 log = logging.getLogger(__name__)
+_CREATE_TIMEOUT_S = 30.0
 _RELEASE_TIMEOUT_S = 30.0
 
 
@@ -86,7 +87,7 @@ class ToolStates:
         try:
             for name, tool in self._tools.items():
                 create_kwargs = self._kwargs.get(name, {}).get("create_kwargs") or {}
-                self._states[name] = await tool.create(create_kwargs)
+                self._states[name] = await _guarded(tool.create(create_kwargs), f"tool {name}: create")
         except BaseException:
             await self._release()
             raise
@@ -96,8 +97,15 @@ class ToolStates:
         return self._states[name]
 
     async def rewards(self) -> dict[str, float]:
-        """Verdicts on the whole trajectory, from the tools that have one."""
-        found = {name: await self._tools[name].reward(state) for name, state in self._states.items()}
+        """Verdicts on the whole trajectory, from the tools that have one.
+
+        Raises:
+            ToolFailedError: a tool crashed.
+        """
+        found = {
+            name: await _guarded(self._tools[name].reward(state), f"tool {name}: reward")
+            for name, state in self._states.items()
+        }
         return {name: float(value) for name, value in found.items() if value is not None}
 
     async def __aexit__(self, *exc: object) -> None:
@@ -112,3 +120,14 @@ class ToolStates:
                     await self._tools[name].release(state)
             except Exception as error:  # boundary: one tool's failure must not keep the others' states
                 log.warning("tool %s: its state was not released: %s: %s", name, type(error).__name__, error)
+
+
+async def _guarded(call: Coroutine[Any, Any, Any], what: str) -> Any:
+    try:
+        async with asyncio.timeout(_CREATE_TIMEOUT_S):
+            return await call
+    except (RayappError, ToolFailedError):
+        raise
+    except Exception as error:  # boundary: a tool is foreign code, and one trajectory's crash is not the group's
+        log.warning("%s crashed", what, exc_info=True)
+        raise ToolFailedError(f"{what} crashed: {type(error).__name__}: {error}", "crash") from error
