@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Sequence
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -32,6 +33,7 @@ from rayapp.types import Group
 from rayapp.weights.object_store import ObjectStoreTransport
 
 log = logging.getLogger(__name__)
+Report = Callable[[str], None]
 CLOSE_TIMEOUT_S = 30.0
 REAPER_NAME_ATTEMPTS = 100
 
@@ -65,18 +67,23 @@ class Cluster:
 
 
 @asynccontextmanager
-async def open_cluster(config: Config, *, with_learners: bool = True) -> AsyncIterator[Cluster]:
+async def open_cluster(
+    config: Config, *, with_learners: bool = True, report: Report = lambda text: None
+) -> AsyncIterator[Cluster]:
     """Start a run's actors.
 
     Args:
         with_learners: False for evaluation, which only generates and scores.
+        report: told, in a line each, where Ray's dashboard is, what is starting, and what is ready.
     Raises:
         ConfigError: Ray can't be reached, or has fewer GPUs than the config needs.
     """
+    report("connecting to Ray")
     with ray_session(config) as session:
+        report(f"Ray dashboard: http://{session.dashboard_url}" if session.dashboard_url else "Ray has no dashboard")
         started = _Started()
         try:
-            yield await _start(config, started, session, with_learners=with_learners)
+            yield await _start(config, started, session, with_learners=with_learners, report=report)
         finally:
             # Shielded: a second Ctrl-C must not leave a paid sandbox or an engine process behind.
             await asyncio.shield(started.close())
@@ -92,6 +99,10 @@ class _Started:
         self._handles.append(handle)
         return handle
 
+    @property
+    def names(self) -> list[str]:
+        return [handle.name for handle in self._handles]
+
     async def close(self) -> None:
         """Ask every actor to end cleanly, then end those that did not answer. Never raises: it runs in `finally`."""
         for handle in reversed(self._handles):
@@ -104,7 +115,9 @@ class _Started:
         self._handles.clear()
 
 
-async def _start(config: Config, started: _Started, session: RaySession, *, with_learners: bool) -> Cluster:
+async def _start(
+    config: Config, started: _Started, session: RaySession, *, with_learners: bool, report: Report
+) -> Cluster:
     await wait_for_gpus(config)
     on_gpu = _uses_gpus(config)
     timeout_s = config.cluster.start_timeout_s + config.server.start_timeout_s
@@ -112,10 +125,11 @@ async def _start(config: Config, started: _Started, session: RaySession, *, with
     learners = LearnerGroup(_spawn_learners(config, started, on_gpu) if with_learners else ())
     servers = _spawn_servers(config, started, on_gpu)
     workers = _spawn_rollout_workers(config, started, servers, pool)
+    report(f"starting: {', '.join(started.names)}")
     async with asyncio.TaskGroup() as starting:
-        starting.create_task(ready_pool(config, pool, session, timeout_s), name=f"start {pool.name}")
+        starting.create_task(_report_ready(pool.name, ready_pool(config, pool, session, timeout_s), report))
         for handle in (*servers, *learners.handles, *workers):
-            starting.create_task(handle.ready(timeout_s), name=f"start {handle.name}")
+            starting.create_task(_report_ready(handle.name, handle.ready(timeout_s), report))
     return Cluster(
         config=config,
         pool=pool,
@@ -125,6 +139,12 @@ async def _start(config: Config, started: _Started, session: RaySession, *, with
         weights=ObjectStoreTransport(config.server.sync_timeout_s),
         dashboard_url=session.dashboard_url,
     )
+
+
+async def _report_ready(name: str, ready: Awaitable[object], report: Report) -> None:
+    started = time.monotonic()
+    await ready
+    report(f"ready: {name} ({time.monotonic() - started:.0f} s)")
 
 
 def spawn_pool(config: Config) -> SandboxPoolHandle:

@@ -48,11 +48,11 @@ def run_training(config: Config) -> None:
 async def _run(config: Config, folder: RunFolder) -> None:
     with make_trackers(config, folder) as tracker:
         tracker.phase("starting")
-        async with open_cluster(config) as cluster:
-            tracker.started(cluster.dashboard_url)
+        async with open_cluster(config, report=tracker.note) as cluster:
             await train(config, cluster, folder, tracker)
             tracker.phase("exporting")
             await export_final(cluster, folder)
+            tracker.note(f"final model: {folder.path / 'final'}")
     write_reward_plot(folder.path)
 
 

@@ -1,10 +1,15 @@
-"""What a person sees while a run goes on: a live display on a terminal, one line a step anywhere else."""
+"""What a person sees while a run goes on: a live display on a terminal, one line a step anywhere else.
+
+Made by `make_trackers`, fed by the driver. Both consoles show the same numbers; a step that lacks one shows a dash.
+Neither ever writes to a file of the run.
+"""
 
 from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Callable, Mapping
 from typing import TextIO
 
 from rich.console import Console, Group, RenderableType
@@ -15,41 +20,90 @@ from rich.text import Text
 
 SPARK = "▁▂▃▄▅▆▇█"
 SPARK_STEPS = 40
+PACE_STEPS = 20
+NUM_NOTES = 4
+FORMATS: dict[str, tuple[str, str]] = {
+    "reward": ("reward/mean", "{:+.3f}"),
+    "pass rate": ("reward/pass_rate/mean", "{:.2f}"),
+    "solved": ("reward/solved/mean", "{:.2f}"),
+    "no signal": ("groups/zero_variance", "{:.0%}"),
+    "entropy": ("learner/entropy", "{:.2f}"),
+    "stale": ("staleness/max", "{:.0f}"),
+    "tokens/s": ("throughput/response_tokens_per_s", "{:.0f}"),
+    "seconds": ("timing_s/step", "{:.1f}"),
+}
+"""Label of each number that a person reads, with its metric and how it is written."""
+
+
+class Pace:
+    """How long the rest of a run takes, at the mean of the last steps' seconds."""
+
+    def __init__(self, num_steps: int) -> None:
+        self._num_steps = num_steps
+        self._seconds: deque[float] = deque(maxlen=PACE_STEPS)
+
+    def seconds_left(self, step: int, metrics: Mapping[str, float]) -> float | None:
+        """Count this step and return the seconds left after it; None while no step has told its own."""
+        if "timing_s/step" in metrics:
+            self._seconds.append(metrics["timing_s/step"])
+        if not self._seconds:
+            return None
+        return (self._num_steps - step) * sum(self._seconds) / len(self._seconds)
+
+
+def duration(seconds: float | None) -> str:
+    """Seconds as a person says them: `48 s`, `12 min`, `3 h 05 min`; a dash for None."""
+    if seconds is None:
+        return "-"
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    minutes = round(seconds / 60)
+    return f"{minutes} min" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02d} min"
+
+
+def number(label: str, metrics: Mapping[str, float]) -> str:
+    """One of `FORMATS`; a dash where this step has no such metric."""
+    key, form = FORMATS[label]
+    return form.format(metrics[key]) if key in metrics else "-"
 
 
 class LineConsole:
-    """One plain line a step: for pipes, files and `ray job logs`, which would mangle a live display."""
+    """One plain line a step, for pipes, files and `ray job logs`, which would mangle a live display.
+
+    Args:
+        num_steps: of the whole run.
+        stream: standard output unless given.
+    """
 
     def __init__(self, num_steps: int, stream: TextIO | None = None) -> None:
         self._num_steps = num_steps
         self._stream = stream or sys.stdout
+        self._pace = Pace(num_steps)
 
-    def started(self, text: str) -> None:
+    def note(self, text: str) -> None:
+        """A line of its own."""
         print(text, file=self._stream, flush=True)
 
     def phase(self, name: str) -> None:
         """Phases change too often for a log."""
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        print(step_line(step, self._num_steps, metrics), file=self._stream, flush=True)
+        self.note(step_line(step, self._num_steps, metrics, seconds_left=self._pace.seconds_left(step, metrics)))
 
     def close(self) -> None:
         """Nothing is held."""
 
 
-def step_line(step: int, num_steps: int, metrics: Mapping[str, float]) -> str:
-    """The numbers a person reads, in one line; a dash where a step has none."""
-    shown = (
-        ("reward", "reward/mean", "{:+.3f}"),
-        ("pass", "reward/pass_rate/mean", "{:.2f}"),
-        ("solved", "reward/solved/mean", "{:.2f}"),
-        ("entropy", "learner/entropy", "{:.2f}"),
-        ("stale", "staleness/max", "{:.0f}"),
-        ("tok/s", "throughput/response_tokens_per_s", "{:.0f}"),
-        ("s", "timing_s/step", "{:.1f}"),
-    )
-    parts = (f"{label} {form.format(metrics[key]) if key in metrics else '-'}" for label, key, form in shown)
-    return f"step {step}/{num_steps}  " + "  ".join(parts)
+def step_line(step: int, num_steps: int, metrics: Mapping[str, float], *, seconds_left: float | None) -> str:
+    """The numbers a person reads, in columns that stay where they are from one step to the next."""
+    width = len(str(num_steps))
+    shown = (f"{label} {number(label, metrics):>{_width(label)}}" for label in FORMATS)
+    return f"step {step:>{width}}/{num_steps}  {'  '.join(shown)}  left {duration(seconds_left)}"
+
+
+def _width(label: str) -> int:
+    """Columns that this number usually needs."""
+    return len({"reward": "+0.000", "no signal": "100%", "stale": "0", "tokens/s": "0000"}.get(label, "0.00"))
 
 
 class LiveConsole:
@@ -58,61 +112,64 @@ class LiveConsole:
     Args:
         num_steps: of the whole run.
         name: of the run.
+        console: where it is drawn; the terminal behind standard error unless given.
+        clock: seconds; the tests' own.
     """
 
-    def __init__(self, num_steps: int, name: str, console: Console | None = None) -> None:
+    def __init__(
+        self, num_steps: int, name: str, console: Console | None = None, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._num_steps = num_steps
         self._name = name
+        self._clock = clock
         self._step = 0
-        self._phase = "starting"
-        self._note = ""
         self._metrics: Mapping[str, float] = {}
         self._rewards: list[float] = []
-        self._seconds: list[float] = []
-        self._phase_started = time.monotonic()
+        self._notes: deque[str] = deque(maxlen=NUM_NOTES)
+        self._pace = Pace(num_steps)
+        self._seconds_left: float | None = None
+        self._phase, self._phase_started = "starting", clock()
         self._live = Live(get_renderable=self._render, console=console or Console(stderr=True), refresh_per_second=4)
         self._live.start()
 
-    def started(self, text: str) -> None:
-        self._note = text
+    def note(self, text: str) -> None:
+        """Shown below the numbers, with the last few before it."""
+        self._notes.append(text)
 
     def phase(self, name: str) -> None:
-        self._phase, self._phase_started = name, time.monotonic()
+        """What the driver waits for, shown with its seconds."""
+        self._phase, self._phase_started = name, self._clock()
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         self._step, self._metrics = step, metrics
+        self._seconds_left = self._pace.seconds_left(step, metrics)
         if "reward/mean" in metrics:
             self._rewards.append(metrics["reward/mean"])
-        self._seconds = [*self._seconds[-19:], metrics.get("timing_s/step", 0.0)]
 
     def close(self) -> None:
-        self._phase = "done" if self._step >= self._num_steps else "stopped"
+        """Leave the last picture on the terminal. Idempotent."""
+        self.phase("done" if self._step >= self._num_steps else "stopped")
         self._live.stop()
 
     def _render(self) -> RenderableType:
-        table = Table.grid(padding=(0, 2))
-        table.add_row(Text(self._name, style="bold"), self._progress(), Text(self._phase_text(), style="cyan"))
-        table.add_row(Text("reward", style="dim"), Text(sparkline(self._rewards)), Text(self._number("reward/mean", "{:+.3f}")))
-        return Group(table, Text(self._details(), style="dim"), Text(self._note, style="dim"))
+        head = Table.grid(padding=(0, 2))
+        head.add_row(Text(self._name, style="bold"), self._progress(), Text(self._phase_text(), style="cyan"))
+        if self._rewards:
+            reward = Text(number("reward", self._metrics), style="bold")
+            head.add_row(Text("reward", style="dim"), Text(sparkline(self._rewards)), reward)
+        details = [Text(self._details())] if self._metrics else []
+        return Group(head, *details, *(Text(note, style="dim") for note in self._notes))
 
     def _progress(self) -> ProgressBar:
         return ProgressBar(total=self._num_steps, completed=self._step, width=SPARK_STEPS)
 
     def _phase_text(self) -> str:
-        return f"step {self._step}/{self._num_steps}  {self._phase} {time.monotonic() - self._phase_started:.0f} s"
+        waited = duration(self._clock() - self._phase_started)
+        return f"step {self._step}/{self._num_steps}   {self._phase} {waited}   left {duration(self._seconds_left)}"
 
     def _details(self) -> str:
-        left = (self._num_steps - self._step) * (sum(self._seconds) / len(self._seconds) if self._seconds else 0.0)
-        eta = f"{left // 60:.0f} min {left % 60:.0f} s" if self._seconds else "-"
-        return (
-            f"pass rate {self._number('reward/pass_rate/mean', '{:.2f}')}   solved {self._number('reward/solved/mean', '{:.2f}')}"
-            f"   entropy {self._number('learner/entropy', '{:.2f}')}   no signal {self._number('groups/zero_variance', '{:.0%}')}"
-            f"   {self._number('throughput/response_tokens_per_s', '{:.0f}')} tokens/s"
-            f"   {self._number('timing_s/step', '{:.1f}')} s a step   left {eta}"
-        )
-
-    def _number(self, key: str, form: str) -> str:
-        return form.format(self._metrics[key]) if key in self._metrics else "-"
+        labels = (label for label in FORMATS if label != "reward")
+        return "   ".join(f"{label} {number(label, self._metrics)}" for label in labels)
 
 
 def sparkline(values: list[float], width: int = SPARK_STEPS) -> str:

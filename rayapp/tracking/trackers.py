@@ -8,6 +8,8 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
+from rich.console import Console
+
 from rayapp.config import Config
 from rayapp.protocols import Tracker
 from rayapp.run_folder import RunFolder
@@ -30,24 +32,31 @@ class RunTracker:
         self._console = console
         self._num_failed: dict[str, int] = {}
 
-    def started(self, text: str) -> None:
-        """A line for people, once the actors are up."""
+    def note(self, text: str) -> None:
+        """A line for people: where to look, what has started, what was written."""
         if self._console is not None:
-            self._console.started(text)
+            with self._guarded("console"):
+                self._console.note(text)
 
     def phase(self, name: str) -> None:
         """What the driver waits for now."""
         if self._console is not None:
-            self._console.phase(name)
+            with self._guarded("console"):
+                self._console.phase(name)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """One step to every tracker. Failures are reported once per tracker and counted in `tracking/failed`."""
         metrics = dict(metrics) | {"tracking/failed": float(sum(self._num_failed.values()))}
         for name, tracker in self._trackers.items():
-            try:
+            with self._guarded(name):
                 tracker.log(step, metrics)
-            except Exception as error:  # boundary: a tracker is never worth a run
-                self._report(name, error)
+
+    @contextmanager
+    def _guarded(self, name: str) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:  # boundary: a tracker is never worth a run
+            self._report(name, error)
 
     def _report(self, name: str, error: Exception) -> None:
         if name not in self._num_failed:
@@ -55,8 +64,9 @@ class RunTracker:
         self._num_failed[name] = self._num_failed.get(name, 0) + 1
 
     def close(self) -> None:
-        for tracker in self._trackers.values():
-            tracker.close()
+        for name, tracker in self._trackers.items():
+            with self._guarded(name):
+                tracker.close()
 
 
 @contextmanager
@@ -75,7 +85,13 @@ def _make(config: Config, path: Path) -> RunTracker:
     if "jsonl" in config.tracking.trackers:
         trackers["jsonl"] = JsonlTracker(path / "metrics.jsonl")
     if "console" in config.tracking.trackers:
-        num_steps = config.train.num_steps
-        console = LiveConsole(num_steps, config.run.name) if sys.stderr.isatty() else LineConsole(num_steps)
-        trackers["console"] = console
+        console = trackers["console"] = _console(config)
     return RunTracker(trackers, console)
+
+
+def _console(config: Config) -> LineConsole | LiveConsole:
+    """Live only where somebody watches both streams: `rayapp train | tee log` must leave its lines in the log."""
+    terminal = Console(stderr=True)
+    if terminal.is_interactive and sys.stdout.isatty():
+        return LiveConsole(config.train.num_steps, config.run.name, terminal)
+    return LineConsole(config.train.num_steps)
