@@ -1,0 +1,174 @@
+"""Folders that are whole or don't count: files first, their manifest last; a claim keeps two writers apart.
+
+    claim.json (conditional create) -> files in parallel, those already there skipped -> manifest.json
+
+Who reads, reads the manifest first and verifies each file against it, so a half-done upload is never taken for a whole
+one. A claim names the content: the same content goes on where it stopped, other content is refused.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rayapp.errors import StorageCorruptError, StorageError, StorageExistsError, StorageNotFoundError
+from rayapp.storage.base import ObjectInfo, Storage
+from rayapp.storage.files import is_aside, storage_errors
+from rayapp.storage.hashing import hash_bytes, hash_file
+from rayapp.storage.location import check_key
+from rayapp.storage.together import together
+
+MANIFEST, CLAIM = "manifest.json", "claim.json"
+FORMAT = 1
+_AT_ONCE = 4
+"""Files on the way at once; their parts share the storage's own limit."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Manifest:
+    """What a whole folder holds.
+
+    Example: `{"format": 1, "files": {"train.parquet": {"num_bytes": 12345, "sha256": "9f…"}}}`.
+    """
+
+    files: Mapping[str, ObjectInfo]
+    """By key; every one has its SHA-256."""
+
+    def dump(self) -> bytes:
+        files = {key: {"num_bytes": info.num_bytes, "sha256": info.sha256} for key, info in sorted(self.files.items())}
+        return json.dumps({"format": FORMAT, "files": files}, indent=1).encode()
+
+    @property
+    def digest(self) -> str:
+        """Names the content: equal for equal files."""
+        return hash_bytes(self.dump())
+
+    @classmethod
+    def load(cls, data: bytes, where: str) -> Manifest:
+        """Parse.
+
+        Raises:
+            StorageCorruptError: it is not a manifest that this version writes.
+        """
+        try:
+            raw = json.loads(data)
+            if raw["format"] != FORMAT:
+                raise StorageError(f"{where}: written by another version (format {raw['format']}, this reads {FORMAT})")
+            files = {
+                check_key(key): ObjectInfo(key=key, num_bytes=int(entry["num_bytes"]), sha256=str(entry["sha256"]))
+                for key, entry in raw["files"].items()
+            }
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise StorageCorruptError(f"{where} is not a manifest: {error!r}") from error
+        return cls(files=files)
+
+
+async def put_folder(
+    folder: Path, storage: Storage, *, overwrite: bool = False, keys: Sequence[str] | None = None
+) -> Manifest:
+    """Write a local folder's files, and its manifest last. Called again after a failure it sends only what is missing.
+
+    Args:
+        overwrite: replace other content; its manifest goes first, so that no reader sees a mixture.
+        keys: these files only; None is every file.
+
+    Raises:
+        StorageExistsError: other content is there or on its way, and `overwrite` is not set.
+    """
+    manifest = await _scan(folder, keys)
+    there = await read_manifest(storage)
+    if there is not None and there.digest == manifest.digest:
+        return manifest
+    await _claim(storage, manifest, there, overwrite=overwrite)
+    if there is not None:
+        await storage.delete(MANIFEST)
+    await together(lambda info: _put_one(storage, folder, info), manifest.files.values(), at_once=_AT_ONCE)
+    await _still_ours(storage, manifest)
+    await storage.put_bytes(manifest.dump(), MANIFEST)
+    return manifest
+
+
+async def get_folder(storage: Storage, folder: Path) -> Manifest:
+    """Read a whole folder and verify every file. Files that are there already with the right checksum are kept.
+
+    Raises:
+        StorageNotFoundError: it has no manifest: it is not there, or its upload never finished.
+    """
+    manifest = await read_manifest(storage)
+    if manifest is None:
+        raise StorageNotFoundError(
+            f"{storage.uri} has no {MANIFEST}: it is not there, or its upload did not finish. Run the upload again."
+        )
+    await together(lambda info: _get_one(storage, folder, info), manifest.files.values(), at_once=_AT_ONCE)
+    return manifest
+
+
+async def read_manifest(storage: Storage) -> Manifest | None:
+    """The folder's manifest; None when it isn't whole."""
+    try:
+        data = await storage.get_bytes(MANIFEST)
+    except StorageNotFoundError:
+        return None
+    return Manifest.load(data, f"{storage.uri}/{MANIFEST}")
+
+
+async def _scan(folder: Path, keys: Sequence[str] | None) -> Manifest:
+    def names() -> list[str]:
+        found = (path for path in sorted(folder.rglob("*")) if path.is_file() and not is_aside(path.name))
+        return [path.relative_to(folder).as_posix() for path in found]
+
+    wanted = keys if keys is not None else await asyncio.to_thread(names)
+    files = {}
+    for key in wanted:
+        if key in {MANIFEST, CLAIM}:
+            continue
+        path = folder / check_key(key)
+        with storage_errors(path):
+            files[key] = ObjectInfo(key=key, num_bytes=path.stat().st_size, sha256=await hash_file(path))
+    if not files:
+        raise StorageNotFoundError(f"{folder} has no files to store")
+    return Manifest(files=files)
+
+
+async def _claim(storage: Storage, manifest: Manifest, there: Manifest | None, *, overwrite: bool) -> None:
+    claim = json.dumps({"content": manifest.digest}).encode()
+    if overwrite:
+        await storage.put_bytes(claim, CLAIM)
+        return
+    if there is not None:
+        raise StorageExistsError(f"{storage.uri} holds other content already. Choose another place, or overwrite it.")
+    try:
+        await storage.put_bytes(claim, CLAIM, if_absent=True)
+    except StorageExistsError:
+        await _still_ours(storage, manifest)
+
+
+async def _still_ours(storage: Storage, manifest: Manifest) -> None:
+    try:
+        claimed = json.loads(await storage.get_bytes(CLAIM))["content"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise StorageCorruptError(f"{storage.uri}/{CLAIM} is not a claim: {error!r}; overwrite it") from error
+    if claimed != manifest.digest:
+        raise StorageExistsError(
+            f"{storage.uri}: another writer is putting other content there, or stopped half-way. "
+            "Choose another place, or overwrite it."
+        )
+
+
+async def _put_one(storage: Storage, folder: Path, info: ObjectInfo) -> None:
+    there = await storage.info(info.key)
+    if there is not None and there.sha256 == info.sha256 and there.num_bytes == info.num_bytes:
+        return
+    written = await storage.put_file(folder / info.key, info.key)
+    if written.sha256 != info.sha256:
+        raise StorageCorruptError(f"{folder / info.key} changed while the folder was stored; store it again")
+
+
+async def _get_one(storage: Storage, folder: Path, info: ObjectInfo) -> None:
+    path = folder / info.key
+    if path.is_file() and path.stat().st_size == info.num_bytes and await hash_file(path) == info.sha256:
+        return
+    await storage.get_file(info.key, path, sha256=info.sha256)

@@ -1,0 +1,129 @@
+"""A folder of this machine, or of a network file system that it has mounted. Made by `open_storage` only."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+from rayapp.errors import StorageCorruptError, StorageError, StorageNotFoundError
+from rayapp.storage.base import MAX_SMALL_BYTES, ObjectInfo
+from rayapp.storage.files import aside, is_aside, storage_errors
+from rayapp.storage.hashing import hash_bytes, hash_file
+from rayapp.storage.location import check_key
+
+
+class LocalStorage:
+    """See `Storage` for what each method promises.
+
+    A file system keeps no checksum beside a file, so single reads are verified only where the caller knows one;
+    folders are, by their manifest.
+    """
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+
+    @property
+    def uri(self) -> str:
+        return str(self._root)
+
+    async def put_bytes(self, data: bytes, key: str, *, if_absent: bool = False) -> ObjectInfo:
+        def write() -> None:
+            with aside(self._path(key), if_absent=if_absent) as temporary, temporary.open("xb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+
+        await asyncio.to_thread(write)
+        return ObjectInfo(key=key, num_bytes=len(data), sha256=hash_bytes(data))
+
+    async def put_file(self, path: Path, key: str, *, if_absent: bool = False) -> ObjectInfo:
+        return await self._copy(path, self._path(key), key, if_absent=if_absent)
+
+    async def get_bytes(self, key: str, *, max_bytes: int = MAX_SMALL_BYTES) -> bytes:
+        path = self._path(key)
+
+        def read() -> bytes:
+            with storage_errors(path), path.open("rb") as file:
+                return file.read(max_bytes + 1)
+
+        data = await asyncio.to_thread(read)
+        if len(data) > max_bytes:
+            raise StorageError(f"{path} has more than the {max_bytes} bytes that are read")
+        return data
+
+    async def get_file(self, key: str, path: Path, *, sha256: str = "") -> ObjectInfo:
+        return await self._copy(self._path(key), path, key, sha256=sha256)
+
+    async def info(self, key: str) -> ObjectInfo | None:
+        path = self._path(key)
+        try:
+            with storage_errors(path):
+                num_bytes = path.stat().st_size
+        except StorageNotFoundError:
+            return None
+        return ObjectInfo(key=key, num_bytes=num_bytes) if path.is_file() else None
+
+    async def exists(self, key: str) -> bool:
+        return await self.info(key) is not None
+
+    async def list(self, prefix: str = "") -> AsyncIterator[ObjectInfo]:
+        for info in await asyncio.to_thread(lambda: sorted(self._walk(prefix), key=lambda found: found.key)):
+            yield info
+
+    async def delete(self, key: str) -> None:
+        path = self._path(key)
+        with storage_errors(path):
+            path.unlink(missing_ok=True)
+
+    async def check(self) -> None:
+        """Make the folder, and a file in it."""
+
+        def probe() -> None:
+            with aside(self._root / "probe") as temporary:
+                temporary.touch()
+            (self._root / "probe").unlink(missing_ok=True)
+
+        await asyncio.to_thread(probe)
+
+    def _path(self, key: str) -> Path:
+        return self._root / check_key(key)
+
+    def _walk(self, prefix: str) -> Iterator[ObjectInfo]:
+        for folder, _, names in os.walk(self._root):
+            for name in names:
+                path = Path(folder) / name
+                key = path.relative_to(self._root).as_posix()
+                if key.startswith(prefix) and not is_aside(name) and path.is_file():
+                    yield ObjectInfo(key=key, num_bytes=path.stat().st_size)
+
+    async def _copy(
+        self, source: Path, target: Path, key: str, *, sha256: str = "", if_absent: bool = False
+    ) -> ObjectInfo:
+        before = await asyncio.to_thread(_hash, source)
+        with aside(target, if_absent=if_absent) as temporary:
+            await asyncio.to_thread(_copy_to_disk, source, temporary)
+            found = await hash_file(temporary)
+            if found != before or (sha256 and found != sha256):
+                raise StorageCorruptError(
+                    f"{source}: its SHA-256 is {found[:12]}…, it should be {(sha256 or before)[:12]}…: it is damaged, "
+                    "or changed while it was copied"
+                )
+            num_bytes = temporary.stat().st_size
+        return ObjectInfo(key=key, num_bytes=num_bytes, sha256=found)
+
+
+def _hash(path: Path) -> str:
+    import hashlib
+
+    with storage_errors(path), path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _copy_to_disk(source: Path, target: Path) -> None:
+    with storage_errors(source):
+        shutil.copyfile(source, target)
+    with target.open("rb") as file:
+        os.fsync(file.fileno())

@@ -1,0 +1,36 @@
+"""`open_storage`: the one way to a Storage, local or remote."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+from rayapp.storage.base import Storage
+from rayapp.storage.local import LocalStorage
+from rayapp.storage.location import Location
+from rayapp.storage.settings import S3Settings, settings_from_environment
+
+
+@asynccontextmanager
+async def open_storage(uri: str, *, settings: S3Settings | None = None) -> AsyncIterator[Storage]:
+    """The folder at `uri`, for the length of the block.
+
+    Args:
+        uri: a path, or s3://bucket/prefix.
+        settings: None reads the environment.
+
+    Raises:
+        StorageConfigError: the location or the settings can't be used. Whether the storage answers, `check` tells.
+    """
+    location = Location.parse(uri)
+    if not location.is_remote:
+        yield LocalStorage(Path(location.key))
+        return
+    # boto's imports take half a second: only those who use S3 pay.
+    from rayapp.storage.s3 import S3Storage
+    from rayapp.storage.s3_client import s3_client
+
+    chosen = settings or settings_from_environment()
+    async with s3_client(chosen) as client:
+        yield S3Storage(client, location, chosen)

@@ -1,0 +1,143 @@
+"""A folder in a bucket: small objects in one request, files in parallel parts. Made by `open_storage` only.
+
+Every object carries its SHA-256 in its metadata, is checked against it when it is read, and its length when it was
+written. Never holds more than `num_parallel` parts in memory.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+from rayapp.errors import StorageCorruptError, StorageError, StorageExistsError, StorageNotFoundError
+from rayapp.storage.base import MAX_SMALL_BYTES, ObjectInfo
+from rayapp.storage.hashing import hash_bytes
+from rayapp.storage.location import Location, check_key
+from rayapp.storage.retry import with_retries
+from rayapp.storage.s3_download import download
+from rayapp.storage.s3_upload import is_journal, upload
+from rayapp.storage.settings import S3Settings
+
+T = TypeVar("T")
+SHA256 = "sha256"
+WRITER = "writer"
+_SMALL_PARTS = 2
+"""Files up to so many parts go in one request: creating and completing an upload costs two more."""
+
+
+class S3Storage:
+    """See `Storage` for what each method promises.
+
+    Args:
+        client: an open aioboto3 client, which outlives this object.
+        root: the folder that keys are relative to.
+    """
+
+    def __init__(self, client: Any, root: Location, settings: S3Settings) -> None:
+        self.client = client
+        self.settings = settings
+        # Shared by all transfers of this object, so that memory doesn't grow with the number of callers.
+        self.slots = asyncio.Semaphore(settings.transfer.num_parallel)
+        self._root = root
+
+    @property
+    def uri(self) -> str:
+        return str(self._root)
+
+    def location(self, key: str) -> Location:
+        return self._root.join(check_key(key))
+
+    async def ask(self, location: Location, operation: str, **arguments: Any) -> Any:
+        """One request with retries; the raw answer."""
+        call = getattr(self.client, operation)
+        return await self.retried(location, lambda: call(Bucket=location.bucket, **arguments))
+
+    async def retried(self, location: Location, request: Callable[[], Awaitable[T]]) -> T:
+        return await with_retries(request, location, self.settings)
+
+    async def put_bytes(self, data: bytes, key: str, *, if_absent: bool = False) -> ObjectInfo:
+        async with self.slots:
+            return await self._put(data, key, if_absent=if_absent)
+
+    async def put_file(self, path: Path, key: str, *, if_absent: bool = False) -> ObjectInfo:
+        if (await asyncio.to_thread(path.stat)).st_size > _SMALL_PARTS * self.settings.transfer.part_bytes:
+            return await upload(self, path, key, if_absent=if_absent)
+        async with self.slots:
+            return await self._put(await asyncio.to_thread(path.read_bytes), key, if_absent=if_absent)
+
+    async def get_bytes(self, key: str, *, max_bytes: int = MAX_SMALL_BYTES) -> bytes:
+        location = self.location(key)
+
+        async def read() -> tuple[bytes, str]:
+            answer = await self.client.get_object(Bucket=location.bucket, Key=location.key)
+            if answer["ContentLength"] > max_bytes:
+                answer["Body"].close()
+                raise StorageError(f"{location} has {answer['ContentLength']} bytes, at most {max_bytes} are read")
+            async with answer["Body"] as body:
+                return await body.read(), answer["Metadata"].get(SHA256, "")
+
+        async with self.slots:
+            data, sha256 = await self.retried(location, read)
+        if sha256 and hash_bytes(data) != sha256:
+            raise StorageCorruptError(
+                f"{location}: SHA-256 of its {len(data)} bytes is not the one it was written with"
+            )
+        return data
+
+    async def get_file(self, key: str, path: Path, *, sha256: str = "") -> ObjectInfo:
+        return await download(self, key, path, sha256=sha256)
+
+    async def info(self, key: str) -> ObjectInfo | None:
+        try:
+            head = await self.head(key)
+        except StorageNotFoundError:
+            return None
+        return ObjectInfo(key=key, num_bytes=head["ContentLength"], sha256=head["Metadata"].get(SHA256, ""))
+
+    async def head(self, key: str) -> dict[str, Any]:
+        """Length, ETag and metadata. Failures of HEAD carry no text, so a listing is asked what is wrong."""
+        location = self.location(key)
+        try:
+            answer: dict[str, Any] = await self.ask(location, "head_object", Key=location.key)
+        except StorageError:
+            await self.check()
+            raise
+        return answer
+
+    async def exists(self, key: str) -> bool:
+        return await self.info(key) is not None
+
+    async def list(self, prefix: str = "") -> AsyncIterator[ObjectInfo]:
+        base = f"{self._root.key}/" if self._root.key else ""
+        arguments: dict[str, Any] = {"Prefix": base + prefix}
+        while True:
+            page = await self.ask(self._root, "list_objects_v2", **arguments)
+            for entry in page.get("Contents", ()):
+                key = entry["Key"].removeprefix(base)
+                if key and not key.endswith("/") and not is_journal(key):
+                    yield ObjectInfo(key=key, num_bytes=entry["Size"])
+            if not page.get("IsTruncated"):
+                return
+            arguments["ContinuationToken"] = page["NextContinuationToken"]
+
+    async def delete(self, key: str) -> None:
+        location = self.location(key)
+        await self.ask(location, "delete_object", Key=location.key)
+
+    async def check(self) -> None:
+        await self.ask(self._root, "list_objects_v2", Prefix=self._root.key, MaxKeys=1)
+
+    async def _put(self, data: bytes, key: str, *, if_absent: bool) -> ObjectInfo:
+        location, sha256, writer = self.location(key), hash_bytes(data), uuid.uuid4().hex
+        condition = {"IfNoneMatch": "*"} if if_absent else {}
+        metadata = {SHA256: sha256, WRITER: writer}
+        try:
+            await self.ask(location, "put_object", Key=location.key, Body=data, Metadata=metadata, **condition)
+        except StorageExistsError as error:
+            # The answer to an earlier try of ours may have been lost: then it is our own object that is in the way.
+            if not if_absent or (await self.head(key))["Metadata"].get(WRITER) != writer:
+                raise StorageExistsError(f"{location} exists already: another writer was first") from error
+        return ObjectInfo(key=key, num_bytes=len(data), sha256=sha256)

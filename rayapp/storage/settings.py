@@ -1,0 +1,147 @@
+"""How to reach S3-compatible storage, read from the environment only: no key of a config ever holds a secret.
+
+    RAYAPP_S3_PRESET    aws (default) | minio | oss
+    AWS_ENDPOINT_URL_S3 or AWS_ENDPOINT_URL, AWS_REGION or AWS_DEFAULT_REGION, AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY,
+    AWS_SESSION_TOKEN   as every AWS tool reads them (with aws also profiles and instance roles)
+    OSS_REGION, OSS_ENDPOINT, OSS_ACCESS_KEY_ID, OSS_ACCESS_KEY_SECRET, OSS_SESSION_TOKEN   with oss
+
+A preset says what differs between the services; `S3Settings` is the result.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from rayapp.errors import StorageConfigError, StorageCredentialsError
+
+PRESETS = ("aws", "minio", "oss")
+MIB = 1 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Transfer:
+    """How much at once, how long, how often. Memory of one transfer is at most `num_parallel` x `part_bytes`."""
+
+    part_bytes: int = 8 * MIB
+    """Size of a part; grown for files that would need over 10,000. S3 takes no part below 5 MiB but the last."""
+    num_parallel: int = 8
+    """Parts or small objects on the way at once, over the whole storage object."""
+    max_attempts: int = 6
+    """Tries of one request."""
+    backoff_base_s: float = 0.2
+    """The n-th wait is drawn from [0, base * 2^n], so that workers which failed together don't come back together."""
+    backoff_max_s: float = 10.0
+    connect_timeout_s: float = 5.0
+    read_timeout_s: float = 60.0
+    """Longest silence of the server within one request."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class S3Settings:
+    """Everything a client needs. The secret is not shown when this is printed."""
+
+    preset: str = "aws"
+    endpoint_url: str | None = None
+    region: str | None = None
+    access_key_id: str | None = None
+    """None: the client looks for a profile or an instance role, as AWS tools do."""
+    secret_access_key: str | None = field(default=None, repr=False)
+    session_token: str | None = field(default=None, repr=False)
+    addressing_style: str = "auto"
+    signature_version: str = "s3v4"
+    checksums: str = "when_supported"
+    """`when_required` where the service can't read the chunked bodies that carry a checksum."""
+    create_header: str = "If-None-Match"
+    """Header that makes a write fail where the object exists."""
+    transfer: Transfer = field(default_factory=Transfer)
+
+
+def settings_from_environment(
+    environment: Mapping[str, str] | None = None, *, transfer: Transfer | None = None
+) -> S3Settings:
+    """The settings that the environment asks for.
+
+    Raises:
+        StorageConfigError: an unknown preset, or one without its endpoint.
+        StorageCredentialsError: half of a key pair.
+    """
+    env = os.environ if environment is None else environment
+    preset = env.get("RAYAPP_S3_PRESET", "aws").lower()
+    builders = {"aws": _aws, "minio": _minio, "oss": _oss}
+    if preset not in builders:
+        raise StorageConfigError(f"RAYAPP_S3_PRESET={preset!r}: there are {', '.join(PRESETS)}")
+    return builders[preset](env, transfer or Transfer())
+
+
+def _aws(env: Mapping[str, str], transfer: Transfer) -> S3Settings:
+    key_id, secret, token = _aws_keys(env)
+    return S3Settings(
+        endpoint_url=_endpoint(env),
+        region=_region(env),
+        access_key_id=key_id,
+        secret_access_key=secret,
+        session_token=token,
+        transfer=transfer,
+    )
+
+
+def _minio(env: Mapping[str, str], transfer: Transfer) -> S3Settings:
+    endpoint = _endpoint(env)
+    if endpoint is None:
+        raise StorageConfigError("RAYAPP_S3_PRESET=minio needs AWS_ENDPOINT_URL, e.g. http://minio:9000")
+    key_id, secret, token = _aws_keys(env)
+    return S3Settings(
+        preset="minio",
+        endpoint_url=endpoint,
+        # MinIO signs for this region unless configured otherwise, and has no DNS name per bucket.
+        region=_region(env) or "us-east-1",
+        access_key_id=key_id,
+        secret_access_key=secret,
+        session_token=token,
+        addressing_style="path",
+        transfer=transfer,
+    )
+
+
+def _oss(env: Mapping[str, str], transfer: Transfer) -> S3Settings:
+    region = env.get("OSS_REGION", "").removeprefix("oss-")
+    endpoint = env.get("OSS_ENDPOINT") or _endpoint(env) or (f"https://s3.oss-{region}.aliyuncs.com" if region else "")
+    if not endpoint:
+        raise StorageConfigError("RAYAPP_S3_PRESET=oss needs OSS_REGION, e.g. cn-beijing, or OSS_ENDPOINT")
+    names = ("OSS_ACCESS_KEY_ID", "OSS_ACCESS_KEY_SECRET", "OSS_SESSION_TOKEN")
+    key_id, secret, token = _pair(env, *names) if env.get(names[0]) or env.get(names[1]) else _aws_keys(env)
+    return S3Settings(
+        preset="oss",
+        endpoint_url=endpoint if "://" in endpoint else f"https://{endpoint}",
+        region=region or _region(env),
+        access_key_id=key_id,
+        secret_access_key=secret,
+        session_token=token,
+        # OSS serves virtual-hosted names only and can't read aws-chunked bodies, which V4 with checksums would send.
+        addressing_style="virtual",
+        signature_version="s3",
+        checksums="when_required",
+        create_header="x-oss-forbid-overwrite",
+        transfer=transfer,
+    )
+
+
+def _aws_keys(env: Mapping[str, str]) -> tuple[str | None, str | None, str | None]:
+    return _pair(env, "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN")
+
+
+def _pair(env: Mapping[str, str], key: str, secret: str, token: str) -> tuple[str | None, str | None, str | None]:
+    if bool(env.get(key)) != bool(env.get(secret)):
+        missing, there = (secret, key) if env.get(key) else (key, secret)
+        raise StorageCredentialsError(f"{there} is set but {missing} is not: set both, or neither")
+    return env.get(key) or None, env.get(secret) or None, env.get(token) or None
+
+
+def _endpoint(env: Mapping[str, str]) -> str | None:
+    return env.get("AWS_ENDPOINT_URL_S3") or env.get("AWS_ENDPOINT_URL") or None
+
+
+def _region(env: Mapping[str, str]) -> str | None:
+    return env.get("AWS_REGION") or env.get("AWS_DEFAULT_REGION") or None
