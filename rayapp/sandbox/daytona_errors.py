@@ -16,6 +16,7 @@ from rayapp.errors import (
     SandboxRateLimitError,
     SandboxUnavailableError,
 )
+from rayapp.sandbox.retry_after import retry_after_s
 
 _NONSENSE = (ValueError, TypeError, KeyError, AttributeError)
 """What the SDK raises when an answer is not what it expects. Its own errors are none of these."""
@@ -58,5 +59,4 @@ def daytona_error(error: Exception, what: str) -> SandboxError:
 def _retry_after_s(error: Exception) -> float | None:
     headers = getattr(error, "headers", None) or {}
     waits = [str(value) for name, value in dict(headers).items() if str(name).lower().startswith("retry-after")]
-    numbers = [float(wait) for wait in waits if wait.replace(".", "", 1).isdigit()]
-    return max(numbers, default=None)
+    return max((seconds for wait in waits if (seconds := retry_after_s(wait)) is not None), default=None)

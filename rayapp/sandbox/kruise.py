@@ -21,6 +21,7 @@ from rayapp.sandbox.config import E2BConfig
 from rayapp.sandbox.e2b_channel import E2BChannel, Lifecycle
 from rayapp.sandbox.e2b_errors import of_status
 from rayapp.sandbox.leases import Connection
+from rayapp.sandbox.retry_after import retry_after_s
 from rayapp.types import SandboxSpec
 
 _PAGE = 100
@@ -137,12 +138,14 @@ class KruiseService:
             raise SandboxDeadlineError(f"{what}: no answer within {timeout_s:g} s ({type(error).__name__})") from None
         except httpx.HTTPError as error:
             raise SandboxUnavailableError(f"{what}: {type(error).__name__}: {error}") from None
+        if answer.status_code < 300 and answer.content and _json(answer) is None:
+            raise SandboxProtocolError(f"{what}: {answer.status_code}: no JSON but {answer.text[:200]!r}")
         if answer.status_code < 300 or (gone_is_fine and answer.status_code == 404):
             return answer
         text = f"{what}: {answer.status_code}: {answer.text[:300]}"
         if answer.status_code == 403:
             text += " (quota)"  # the manager's answer when a quota is met
-        raise of_status(answer.status_code, text, _seconds(answer.headers.get("retry-after")))
+        raise of_status(answer.status_code, text, retry_after_s(answer.headers.get("retry-after")))
 
 
 def _ids(answer: httpx.Response) -> list[str]:
@@ -164,7 +167,3 @@ def _object(answer: httpx.Response) -> dict[str, object]:
     if not isinstance(found, dict):
         raise SandboxProtocolError(f"sandbox-manager answered no JSON object: {answer.text[:200]!r}")
     return found
-
-
-def _seconds(text: str | None) -> float | None:
-    return float(text) if text is not None and text.isdigit() else None

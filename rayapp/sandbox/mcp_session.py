@@ -42,6 +42,7 @@ class McpSession:
         self._headers = dict(headers)
         self._client: Client | None = None
         self._is_over = asyncio.Event()
+        self._status = 0
         self._holder: asyncio.Task[None] | None = None
 
     @property
@@ -68,7 +69,8 @@ class McpSession:
             raise
 
     async def _hold(self, ready: asyncio.Future[None]) -> None:
-        http = httpx2.AsyncClient(headers=self._headers, timeout=httpx2.Timeout(30.0, read=None))
+        hooks = {"response": [self._note_status]}
+        http = httpx2.AsyncClient(headers=self._headers, timeout=httpx2.Timeout(30.0, read=None), event_hooks=hooks)
         try:
             # `legacy`: the servers in question keep sessions, and the newer protocol's probe has none.
             async with http, Client(streamable_http_client(self._url, http_client=http), mode="legacy") as client:
@@ -79,11 +81,15 @@ class McpSession:
             Exception
         ) as error:  # boundary: the SDK raises groups of many things; said to whoever waits or calls next
             if not ready.done():
-                ready.set_exception(_open_error(first_error(error), self._url))
+                ready.set_exception(_open_error(first_error(error), self._url, self._status))
         finally:
             self._client = None
             if not ready.done():
                 ready.cancel()
+
+    async def _note_status(self, response: httpx2.Response) -> None:
+        """The SDK raises one error for every status, and a wrong key must be told from a server that is busy."""
+        self._status = response.status_code
 
     async def call(self, tool: str, arguments: Mapping[str, Any], *, timeout_s: float) -> dict[str, Any]:
         """Call a tool. Returns its structured answer.
@@ -126,9 +132,9 @@ class McpSession:
             await asyncio.wait({holder}, timeout=1.0)
 
 
-def _open_error(error: BaseException, url: str) -> SandboxError:
-    text = f"mcp: {url}: {type(error).__name__}: {error}"[:600]
-    if "401" in text or "403" in text or getattr(error, "code", None) == _AUTH:
+def _open_error(error: BaseException, url: str, status: int) -> SandboxError:
+    text = f"mcp: {url}: status {status}: {type(error).__name__}: {error}"[:600]
+    if status in (401, 403) or getattr(error, "code", None) == _AUTH:
         return SandboxConfigError(f"{text}. Check the key: sandbox.providers[].api_key_env and api_key_header")
     return SandboxUnavailableError(text)
 
@@ -152,6 +158,8 @@ def _tool_error(text: str, tool: str) -> SandboxError:
     said = f"mcp {tool}: {text}"[:600]
     if "unknown tool" in text.lower():
         return SandboxConfigError(f"{said}. The server needs the tools run_code, run_code_once and run_command")
+    if "template" in text.lower():
+        return SandboxConfigError(f"{said}. Check sandbox.providers[].template and the task's")
     if "not found" in text.lower():
         return SandboxGoneError(said)
     return SandboxProtocolError(said)

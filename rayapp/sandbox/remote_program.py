@@ -27,6 +27,7 @@ exec(compile(parts["harness"], "<harness>", "exec"), harness)
 exec(compile(parts["watcher"], "<watcher>", "exec"), watcher)
 watcher["main"](parts["job"], harness)
 """
+_MAX_DURATION_S = 86_400.0
 Job = Mapping[str, object]
 
 
@@ -89,18 +90,25 @@ def read_report(found: dict[str, object], *, max_output_bytes: int) -> Report:
     Raises:
         SandboxProtocolError: it makes no sense.
     """
-    status, stopped, duration_s = found.get("status"), found.get("stopped"), found.get("duration_s")
-    if type(status) is not int or stopped not in ("", "timeout", "output") or type(duration_s) not in (int, float):
+    status, stopped = found.get("status"), found.get("stopped")
+    if type(status) is not int or stopped not in ("", "timeout", "output"):
         raise SandboxProtocolError(f"the sandbox's report makes no sense: {str(found)[:200]}")
     frames = read_bytes(found, "frames", MAX_FRAME_BYTES)
     return Report(
         status=max(-64, min(255, status)),
         stopped=str(stopped),
-        duration_s=max(0.0, float(duration_s)) if duration_s == duration_s else 0.0,  # type: ignore[arg-type]
+        duration_s=_duration_s(found.get("duration_s")),
         stdout=read_bytes(found, "stdout", max_output_bytes),
         stderr=read_bytes(found, "stderr", max_output_bytes),
         frames=tuple(frames.split(b"\n")),
     )
+
+
+def _duration_s(value: object) -> float:
+    """Seconds by the sandbox's own clock, which can say anything: between nothing and a day."""
+    if not isinstance(value, int | float):
+        raise SandboxProtocolError(f"the sandbox's report has no duration but {str(value)[:50]!r}")
+    return float(max(0, min(_MAX_DURATION_S, value))) if value == value else 0.0
 
 
 def read_bytes(found: dict[str, object], key: str, max_bytes: int) -> bytes:

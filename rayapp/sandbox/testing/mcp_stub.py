@@ -8,15 +8,17 @@ A session binds one sandbox, which lives for X-Sandbox-TTL seconds; run_code_onc
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from typing import Any
 
 import uvicorn
 from mcp.server.mcpserver import Context, MCPServer
+from mcp.server.mcpserver.exceptions import ToolError
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from rayapp.sandbox.testing.boxes import Box, Boxes
 from rayapp.sandbox.testing.faults import Faults
@@ -24,16 +26,24 @@ from rayapp.sandbox.testing.kernel import Kernel
 
 API_KEY = "key-of-the-stub"
 _FAULTS = ("500", "hang", "die", "slow")
+_HTTP_FAULTS = ("429", "500", "502", "503", "hang", "garbage", "cut", "lost-session")
 
 
 class McpStub:
-    """See the module."""
+    """See the module.
 
-    def __init__(self, faults: Faults | None = None) -> None:
+    Args:
+        templates: names that exist.
+    """
+
+    def __init__(self, faults: Faults | None = None, *, templates: tuple[str, ...] = ("code-interpreter",)) -> None:
+        self._templates = templates
         self.boxes = Boxes()
         self.faults = faults or Faults()
         self.headers: list[dict[str, str]] = []
         """Of every call of a tool."""
+        self.calls: list[tuple[str, frozenset[str]]] = []
+        """Of every call of a tool, its name and the names of its arguments."""
         self._by_session: dict[str, Box] = {}
         self._kernels: dict[str, Kernel] = {}
         self._server = MCPServer("sandboxes")
@@ -62,7 +72,7 @@ class McpStub:
         limit_s = float(self.headers[-1].get("x-execution-timeout", 60))
         status, out, err = await box.run(["bash", "-c", cmd], timeout_s=limit_s, env=envs)
         if box.ended.is_set():
-            raise RuntimeError(f"sandbox {box.id} was not found")
+            raise ToolError(f"sandbox {box.id} was not found")
         return {
             "stdout": out.decode(errors="replace"),
             "stderr": err.decode(errors="replace"),
@@ -86,7 +96,7 @@ class McpStub:
         self.headers.append(headers)
         fault = self.faults.choose(tool, _FAULTS)
         if fault == "500":
-            raise RuntimeError("sandbox execution failed: injected")
+            raise ToolError("sandbox execution failed: injected")
         if fault == "hang":
             await asyncio.sleep(self.faults.hang_s)
         if fault == "slow":
@@ -102,10 +112,12 @@ class McpStub:
             self._by_session[session] = self._new_box(headers)
         box = self.boxes.get(self._by_session[session].id)
         if box is None:
-            raise RuntimeError(f"sandbox {self._by_session[session].id} was not found")
+            raise ToolError(f"sandbox {self._by_session[session].id} was not found")
         return box
 
     def _new_box(self, headers: Mapping[str, str]) -> Box:
+        if (template := headers.get("x-template", "code-interpreter")) not in self._templates:
+            raise ToolError(f"failed to create sandbox: template '{template}' not found")
         return self.boxes.create(
             template=headers.get("x-template", ""), labels={}, ttl_s=float(headers.get("x-sandbox-ttl", 300))
         )
@@ -113,8 +125,8 @@ class McpStub:
     @asynccontextmanager
     async def running(self) -> AsyncIterator[str]:
         """Serve until the block is left; the value is the endpoint."""
-        app = _WithKey(self._server.streamable_http_app())
-        server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="error", timeout_graceful_shutdown=1))
+        app = _Door(self._server.streamable_http_app(), self.faults, self.calls)
+        server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="critical", timeout_graceful_shutdown=1))
         serving = asyncio.create_task(server.serve())
         try:
             while not server.started:  # noqa: ASYNC110  (uvicorn tells in no other way)
@@ -127,15 +139,62 @@ class McpStub:
             await asyncio.wait({serving}, timeout=5.0)
 
 
-class _WithKey:
-    """Refuses requests without the key, as the server does."""
+class _Door:
+    """In front of the server: refuses requests without the key, and fails as told (call `post`: within a session)."""
 
-    def __init__(self, app: ASGIApp) -> None:
+    def __init__(self, app: ASGIApp, faults: Faults, calls: list[tuple[str, frozenset[str]]]) -> None:
         self._app = app
+        self._faults = faults
+        self._calls = calls
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and Request(scope).headers.get("E2B-API-KEY") != API_KEY:
-            refusal: Response = JSONResponse({"code": 401, "message": "invalid key"}, status_code=401)
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        request = Request(scope)
+        if request.headers.get("E2B-API-KEY") != API_KEY:
+            refusal = JSONResponse({"code": 401, "message": "invalid key"}, status_code=401)
             await refusal(scope, receive, send)
             return
-        await self._app(scope, receive, send)
+        is_call = request.method == "POST" and "mcp-session-id" in request.headers
+        fault = self._faults.choose("post", _HTTP_FAULTS) if is_call else ""
+        if (answer := await self._failed(fault)) is not None:
+            await answer(scope, receive, send)
+            return
+        reading = self._noting(receive) if is_call else receive
+        await self._app(scope, reading, _without_the_end(send) if fault == "cut" else send)
+
+    def _noting(self, receive: Receive) -> Receive:
+        body = bytearray()
+
+        async def noted() -> Message:
+            message = await receive()
+            body.extend(message.get("body", b""))
+            if message["type"] == "http.request" and not message.get("more_body"):
+                asked = json.loads(body)
+                if asked.get("method") == "tools/call":
+                    self._calls.append((asked["params"]["name"], frozenset(asked["params"]["arguments"])))
+            return message
+
+        return noted
+
+    async def _failed(self, fault: str) -> Response | None:
+        if fault == "hang":
+            await asyncio.sleep(self._faults.hang_s)
+        if fault in ("429", "500", "502", "503"):
+            headers = {"Retry-After": str(self._faults.retry_after_s)} if fault == "429" else None
+            return JSONResponse({"message": "injected failure"}, status_code=int(fault), headers=headers)
+        if fault == "lost-session":
+            return JSONResponse({"message": "session not found"}, status_code=404)
+        return Response('{"half": ', media_type="application/json") if fault == "garbage" else None
+
+
+def _without_the_end(send: Send) -> Send:
+    """Passes the head of an answer on and breaks off where its body begins."""
+
+    async def cut(message: Message) -> None:
+        if message["type"] == "http.response.body":
+            raise ConnectionResetError("injected: the answer breaks off")
+        await send(message)
+
+    return cut

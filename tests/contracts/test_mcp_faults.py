@@ -1,0 +1,127 @@
+"""What goes wrong between us and an MCP server, through the real SDK: one of our errors, in time, no session left."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+
+from rayapp.errors import SandboxConfigError, SandboxDeadlineError, SandboxError, SandboxGoneError
+from rayapp.sandbox.config import McpConfig
+from rayapp.sandbox.mcp import McpProvider
+from rayapp.sandbox.testing.faults import Faults
+from rayapp.sandbox.testing.mcp_stub import API_KEY, McpStub
+from rayapp.types import ExecOutcome, SandboxSpec
+
+SPEC = SandboxSpec()
+
+
+@asynccontextmanager
+async def opened(spec: dict[str, object] | None = None) -> AsyncIterator[tuple[McpProvider, McpStub]]:
+    stub = McpStub(Faults(hang_s=1.5))
+    async with stub.running() as url:
+        provider = McpProvider(McpConfig.model_validate({"url": url, **(spec or {})}), api_key=API_KEY)
+        try:
+            yield provider, stub
+        finally:
+            await provider.close()
+            assert [found async for found in provider.list({})] == []
+
+
+@pytest.mark.parametrize("is_stateful", [False, True], ids=["fresh", "session"])
+@pytest.mark.parametrize("fault", ["429", "500", "502", "503", "hang", "garbage", "cut", "lost-session"])
+async def test_a_run_that_the_way_breaks_is_no_verdict(fault: str, is_stateful: bool) -> None:
+    async with opened() as (provider, stub):
+        sandbox = await provider.create(SPEC, labels={}, ttl_s=300, timeout_s=10)
+        stub.faults.next("post", fault)
+        started = time.monotonic()
+        try:
+            result = await sandbox.run_code("print('honest')", timeout_s=2, stateful=is_stateful)
+        except SandboxConfigError as error:
+            pytest.fail(f"the service failed and the configuration was blamed: {error}")
+        except SandboxError:
+            pass
+        else:
+            assert (result.outcome, result.stdout) == (ExecOutcome.OK, "honest\n"), result
+        assert time.monotonic() - started < 60
+        assert stub.faults.injected[f"post:{fault}"] == 1
+
+
+@pytest.mark.parametrize("fault", ["500", "hang", "slow"])
+async def test_a_tool_that_fails_is_no_verdict(fault: str) -> None:
+    async with opened() as (provider, stub):
+        sandbox = await provider.create(SPEC, labels={}, ttl_s=300, timeout_s=10)
+        stub.faults.next("run_command", fault)
+        if fault == "500":
+            with pytest.raises(SandboxError, match="injected"):
+                await sandbox.run_code("print('honest')", timeout_s=5)
+        else:
+            assert (await sandbox.run_code("print('honest')", timeout_s=5)).stdout == "honest\n"
+
+
+async def test_a_sandbox_that_dies_while_code_runs_is_gone() -> None:
+    async with opened() as (provider, stub):
+        sandbox = await provider.create(SPEC, labels={}, ttl_s=300, timeout_s=10)
+        await sandbox.run_code("print(1)", timeout_s=5)
+        stub.faults.next("run_command", "die")
+        with pytest.raises(SandboxGoneError):
+            await sandbox.run_code("print('honest')", timeout_s=5)
+        assert not await sandbox.alive()
+
+
+async def test_a_call_without_an_answer_ends_at_our_own_deadline() -> None:
+    async with opened() as (provider, stub):
+        sandbox = await provider.create(SPEC, labels={}, ttl_s=300, timeout_s=10)
+        stub.faults.hang_s = 30.0
+        stub.faults.next("run_command", "hang")
+        started = time.monotonic()
+        with pytest.raises(SandboxDeadlineError):
+            await sandbox.read_file("a", timeout_s=0.5)
+        assert time.monotonic() - started < 5
+
+
+async def test_a_server_that_is_not_there_and_one_that_speaks_no_mcp_are_named() -> None:
+    from rayapp.sandbox.testing.e2b_stub import E2BStub
+
+    nowhere = McpProvider(McpConfig(url="http://127.0.0.1:9/mcp"), api_key="k")
+    with pytest.raises(SandboxError, match=r"127\.0\.0\.1:9"):
+        await nowhere.create(SPEC, labels={}, ttl_s=300, timeout_s=5)
+    async with E2BStub().running() as url:
+        other = McpProvider(McpConfig(url=f"{url}/mcp"), api_key="k")
+        with pytest.raises(SandboxError, match="mcp"):
+            await other.create(SPEC, labels={}, ttl_s=300, timeout_s=5)
+
+
+async def test_a_wrong_key_is_the_configurations_fault() -> None:
+    async with McpStub().running() as url:
+        provider = McpProvider(McpConfig(url=url), api_key="wrong")
+        with pytest.raises(SandboxConfigError, match="api_key_env"):
+            await provider.create(SPEC, labels={}, ttl_s=300, timeout_s=5)
+
+
+async def test_the_tools_get_the_arguments_that_their_servers_name() -> None:
+    """run_command {cmd}, run_code and run_code_once {code, language}: PR 165 of OpenKruise's sandbox-manager."""
+    async with opened() as (provider, stub):
+        sandbox = await provider.create(SandboxSpec(env=(("MODE", "x"),)), labels={}, ttl_s=300, timeout_s=10)
+        await sandbox.run_code("print(1)", timeout_s=5)
+        seen = await sandbox.run_code("import os; print(os.environ['MODE'])", timeout_s=5, stateful=True)
+        assert seen.stdout == "x\n", "the spec's environment reaches stateful code as well"
+    async with opened({"tool": "once"}) as (once, other):
+        sandbox = await once.create(SPEC, labels={}, ttl_s=300, timeout_s=10)
+        assert (await sandbox.run_code("print(2)", timeout_s=5)).stdout == "2\n"
+        assert not other.boxes.living, "a sandbox of run_code_once ends with it"
+    kinds = {tool: frozenset(arguments) for tool, arguments in (*stub.calls, *other.calls)}
+    assert kinds == {"run_command": {"cmd"}, "run_code": {"code", "language"}, "run_code_once": {"code", "language"}}
+    assert {headers["x-template"] for headers in stub.headers} == {"code-interpreter"}
+    assert {headers["x-sandbox-ttl"] for headers in stub.headers} == {"300"}
+
+
+async def test_with_run_code_once_what_needs_a_lasting_sandbox_is_refused() -> None:
+    async with opened({"tool": "once"}) as (provider, _):
+        sandbox = await provider.create(SPEC, labels={}, ttl_s=300, timeout_s=10)
+        with pytest.raises(SandboxConfigError, match="tool: session"):
+            await sandbox.write_file("a", b"x")
+        with pytest.raises(SandboxConfigError, match="tool: session"):
+            await sandbox.run_code("x = 1", timeout_s=5, stateful=True)
