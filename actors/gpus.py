@@ -1,7 +1,7 @@
 """Waiting until a Ray cluster has the GPUs that a run needs. Called by `rayapp.cluster` before it starts any actor.
 
-A job of KubeRay's SidecarMode starts when the head answers, while workers may still pull their image; and a cluster that
-scales itself adds nodes only once somebody asks for them.
+A job of KubeRay's SidecarMode starts when the head answers, while workers may still pull their image; and a cluster
+that scales itself adds nodes only once somebody asks for them.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ async def _poll(bundles: Sequence[dict[str, float]], timeout_s: float) -> None:
         now = time.monotonic()
         if now >= deadline:
             raise ConfigError(
-                f"after {timeout_s:g} s (cluster.wait_for_gpus_s) the Ray cluster has {have:g} of the {need:g} GPUs that "
-                "the config needs. Look at pods that are pending (kubectl get pods, kubectl describe pod), lower "
+                f"after {timeout_s:g} s (cluster.wait_for_gpus_s) the Ray cluster has {have:g} of the {need:g} GPUs "
+                "that the config needs. Look at pods that are pending (kubectl get pods, kubectl describe pod), lower "
                 "server.num_servers, server.tensor_parallel_size or learner.num_learners, or wait longer."
             )
         if now >= report_at:

@@ -16,7 +16,7 @@ def render_k8s(
     name: Annotated[str, typer.Option(help="Of the RayJob and the run")] = "rayapp",
     namespace: Annotated[str, typer.Option(help="Kubernetes namespace")] = "default",
     values: Annotated[
-        list[Path] | None, typer.Option(help="Helm values file, e.g. one of configs/kuberay/examples")
+        list[Path] | None, typer.Option(help="Helm values, e.g. configs/kuberay/examples/kueue.yaml")
     ] = None,
     settings: Annotated[list[str] | None, typer.Option("--set", help="One Helm value, e.g. head.gpus=4")] = None,
     chart: Annotated[Path | None, typer.Option(help="Another chart than configs/kuberay/chart")] = None,

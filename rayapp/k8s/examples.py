@@ -1,6 +1,6 @@
-"""Writes configs/kuberay/rendered/: each example's manifests as plain YAML, for people who read or apply them as they are.
+"""Writes configs/kuberay/rendered/: each example's manifests as plain YAML, for people without Helm.
 
-Run it after a change of the chart, its examples or the config's schema: `python -m rayapp.k8s.examples`. A test compares.
+After a change of the chart, its examples or the config's schema: `python -m rayapp.k8s.examples`. A test compares.
 """
 
 from __future__ import annotations

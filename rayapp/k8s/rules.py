@@ -144,5 +144,6 @@ def _all_groups(job: Manifest) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 _RULES: tuple[Callable[[Manifest], Iterator[str]], ...] = (
-    _name, _one_cluster, _shutdown, _limits, _sidecar, _interactive, _entrypoint, _groups, _autoscaler, _replicas, _auth,
+    _name, _one_cluster, _shutdown, _limits, _sidecar, _interactive, _entrypoint, _groups, _autoscaler, _replicas,
+    _auth,
 )  # fmt: skip

@@ -33,6 +33,9 @@
 {{- fail (printf "storage.%s.kind is %s: set storage.%s.bucket and storage.%s.endpoint" $name $volume.kind $name $name) -}}
 {{- end -}}
 {{- end -}}
+{{- if and .Values.secrets.create (not .Values.secrets.data) -}}
+{{- fail "secrets.create is true, but secrets.data is empty" -}}
+{{- end -}}
 {{- if and (not .Values.storage.outputs.create) (not .Values.storage.outputs.claimName) -}}
 {{- fail "storage.outputs: set create=true, or claimName to a claim that exists; run folders must outlive the pods" -}}
 {{- end -}}
