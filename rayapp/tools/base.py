@@ -8,11 +8,13 @@ one file with one class (see docs/tools.md).
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from rayapp.errors import ConfigError
+from rayapp.protocols import SandboxSource
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,6 +77,16 @@ class ToolFailedError(Exception):
         return type(self), (str(self), self.kind)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToolContext:
+    """What a process offers to its tools."""
+
+    sandboxes: SandboxSource | None = None
+    """Where tools that run code get sandboxes."""
+    environ: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
+    """Where keys are looked up."""
+
+
 class Tool(Protocol):
     """One tool of the policy. All calls may run side by side, for different trajectories and within one turn.
 
@@ -115,13 +127,36 @@ class Tool(Protocol):
         ...
 
 
-class StatelessTool:
-    """The three calls that a tool without state does not need; subclasses add `schema` and `execute`."""
+class ToolBase:
+    """What most tools share; subclasses add `schema` and `execute`, and the other three if they keep state.
 
+    Args:
+        config: the `config` section of the tool's entry; `timeout` is the deadline of one call in seconds.
+        schema: the entry's `tool_schema`; None keeps the class's own.
+        context: what the process offers to tools.
+    """
+
+    schema: ToolSchema
     timeout_s: float = 30.0
+
+    def __init__(
+        self,
+        config: Mapping[str, Any] | None = None,
+        schema: ToolSchema | None = None,
+        context: ToolContext | None = None,
+    ) -> None:
+        self.config = dict(config or {})
+        self.context = context or ToolContext()
+        if schema is not None:
+            self.schema = schema
+        if "timeout" in self.config:
+            self.timeout_s = float(self.config["timeout"])
 
     async def create(self, kwargs: Mapping[str, Any]) -> Any:
         return None
+
+    async def execute(self, state: Any, arguments: Mapping[str, Any]) -> ToolOutput:
+        raise NotImplementedError(f"{type(self).__name__} has no execute")
 
     async def reward(self, state: Any) -> float | None:
         return None

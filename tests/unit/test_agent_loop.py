@@ -19,7 +19,7 @@ from rayapp.agent.loop import AgentLoop
 from rayapp.agent.parsing import HermesParser
 from rayapp.engines.scripted import ScriptedEngine
 from rayapp.errors import EngineError, InputError, SandboxGoneError, ToolUnavailableError
-from rayapp.tools.base import StatelessTool, ToolFailedError, ToolOutput, ToolSchema
+from rayapp.tools.base import ToolBase, ToolFailedError, ToolOutput, ToolSchema
 from rayapp.tools.toolset import ToolSet
 from rayapp.types import RolloutStatus, SamplingParams
 
@@ -27,7 +27,7 @@ MESSAGES = ({"role": "system", "content": "Be brief."}, {"role": "user", "conten
 PARAMETERS = {"type": "object", "properties": {"text": {"type": "string"}}, "required": ["text"]}
 
 
-class Echo(StatelessTool):
+class Echo(ToolBase):
     """Returns its text, or fails as its text says."""
 
     schema = ToolSchema(name="echo", description="Says it again.", parameters=PARAMETERS)
@@ -46,7 +46,7 @@ class Echo(StatelessTool):
         return ToolOutput(text=text, reward=0.5)
 
 
-class Sleeper(StatelessTool):
+class Sleeper(ToolBase):
     schema = ToolSchema(name="sleep")
     timeout_s = 0.01
 
@@ -89,7 +89,7 @@ class Bench:
 
     tokenizer: Any
     tools: Sequence[Any] = (Echo(), Sleeper())
-    limits: AgentLimits = AgentLimits(max_response_tokens=4000)
+    limits: AgentLimits = field(default_factory=lambda: AgentLimits(max_response_tokens=4000))
     kwargs: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -169,7 +169,7 @@ async def test_log_probs_are_the_engines_on_sampled_tokens_and_zero_elsewhere(be
 async def test_calls_of_one_turn_run_side_by_side(chat_tokenizer: Any) -> None:
     both = asyncio.Barrier(2)
 
-    class Meet(StatelessTool):
+    class Meet(ToolBase):
         schema = ToolSchema(name="meet")
         timeout_s = 20.0
 

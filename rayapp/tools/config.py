@@ -1,0 +1,162 @@
+"""Tool configuration files: verl's own format, read as it is. Data only; `loading.py` makes tools of it.
+
+    tools:
+      - class_name: verl.tools.mcp_search_tool.MCPSearchTool     # or rayapp.tools.…, or a file: my_tools/dice.py:Dice
+        config: {type: mcp, rate_limit: 120, timeout: 120}
+        mcp: {mcp_servers_config_path: mcp_server.json, tool_selected_list: [run_code_once]}
+
+The servers' file is JSON, `#` comments allowed: {"mcpServers": {"name": {"url": …, "api_key": …}}}.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from rayapp.errors import ConfigError
+from rayapp.validation import explain
+
+_VARIABLE = re.compile(r"\$\{(\w+)\}")
+Section = TypeVar("Section", bound=BaseModel)
+
+
+class _Frozen(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class McpSection(_Frozen):
+    """Which MCP servers, and which of their tools."""
+
+    mcp_servers_config_path: str
+    """File with `mcpServers`; a relative path is looked up beside the tool file, then in the working directory."""
+    tool_selected_list: tuple[str, ...] = ()
+    """Tools that the policy gets; empty takes all."""
+
+
+class ToolEntry(_Frozen):
+    """One entry of `tools`."""
+
+    class_name: str
+    config: dict[str, Any] = Field(default_factory=dict)
+    mcp: McpSection | None = None
+    tool_schema: dict[str, Any] | None = None
+
+
+class McpToolConfig(_Frozen):
+    """`config` of an MCP entry."""
+
+    type: Literal["mcp"] = "mcp"
+    rate_limit: float = Field(120.0, gt=0)
+    """Calls per second that a worker sends, and how many may start at once after a pause."""
+    timeout: float = Field(30.0, gt=0)
+    """Deadline of one call in seconds, from the moment it is sent."""
+    max_wait: float = Field(300.0, gt=0)
+    """Longest wait for the rate limit in seconds."""
+    reconnect_timeout: float = Field(30.0, gt=0)
+    """How long a lost server is tried again, with growing pauses, in seconds; then trajectories that need it fail."""
+    session: Literal["worker", "trajectory"] = "worker"
+    """`worker`: one session for all trajectories of a worker. `trajectory`: one each, for tools that keep state."""
+
+
+class McpServer(_Frozen):
+    """One entry of `mcpServers`."""
+
+    url: str = Field(min_length=1)
+    """Endpoint of streamable HTTP, e.g. http://127.0.0.1:8082/mcp."""
+    api_key: str = ""
+    """Sent in `api_key_header`. Write ${VARIABLE} to take it from the environment."""
+    api_key_env: str = ""
+    """Environment variable that holds the key, as another way to say it."""
+    api_key_header: str = "E2B-API-KEY"
+    auth_token: str = ""
+    """Sent as `Authorization: Bearer …`; ${VARIABLE} as above."""
+    headers: dict[str, str] = Field(default_factory=dict)
+    """Sent as they are; ${VARIABLE} as above."""
+
+    def all_headers(self, environ: Mapping[str, str], *, where: str) -> dict[str, str]:
+        """Every header that a request carries.
+
+        Raises:
+            ConfigError: a variable is not set.
+        """
+        key = self.api_key or (f"${{{self.api_key_env}}}" if self.api_key_env else "")
+        found = dict(self.headers)
+        if key:
+            found[self.api_key_header] = f"Bearer {key}" if self.api_key_header.lower() == "authorization" else key
+        if self.auth_token:
+            found["Authorization"] = f"Bearer {self.auth_token}"
+        return {name: expand(value, environ, where=f"{where}: {name}") for name, value in found.items()}
+
+
+def expand(text: str, environ: Mapping[str, str], *, where: str) -> str:
+    """A text with ${VARIABLE} replaced.
+
+    Raises:
+        ConfigError: one is not set, or is empty.
+    """
+
+    def value(match: re.Match[str]) -> str:
+        name = match.group(1)
+        if not environ.get(name):
+            raise ConfigError(f"{where} needs the environment variable {name}, which is not set")
+        return environ[name]
+
+    return _VARIABLE.sub(value, text)
+
+
+def read_tool_file(path: str | Path) -> tuple[ToolEntry, ...]:
+    """The entries of a tool file.
+
+    Raises:
+        ConfigError: it can't be read, or holds something else.
+    """
+    path = Path(path)
+    data = _load(path, "tool file")
+    entries = data.get("tools") if isinstance(data, dict) else None
+    if not isinstance(entries, list):
+        raise ConfigError(f"tool file {path}: a list `tools` was expected")
+    return tuple(parse(entry, ToolEntry, where=f"tool file {path}: tools[{i}]") for i, entry in enumerate(entries))
+
+
+def read_mcp_servers(section: McpSection, beside: Path) -> dict[str, McpServer]:
+    """The servers by name.
+
+    Args:
+        beside: the tool file's folder.
+    Raises:
+        ConfigError: as above.
+    """
+    own = Path(section.mcp_servers_config_path)
+    path = beside / own if (beside / own).exists() else own
+    data = _load(path, "mcp_servers_config_path")
+    servers = data.get("mcpServers") if isinstance(data, dict) else None
+    if not isinstance(servers, dict) or not servers:
+        raise ConfigError(f'{path}: {{"mcpServers": {{"name": {{"url": "http://…/mcp"}}}}}} was expected')
+    return {str(name): parse(entry, McpServer, where=f"{path}: {name}") for name, entry in servers.items()}
+
+
+def parse(data: object, section: type[Section], *, where: str) -> Section:
+    """A section of a file as its model.
+
+    Raises:
+        ConfigError: it says which key, and what it must be.
+    """
+    try:
+        return section.model_validate(data)
+    except ValidationError as error:
+        raise ConfigError(f"{where}: {explain(error, section)}") from error
+
+
+def _load(path: Path, what: str) -> Any:
+    try:
+        # YAML also for .json: it is a superset, and the documents in use carry comments.
+        return yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{what} {path} can't be read: {getattr(error, 'strerror', None) or error}") from error
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{what} {path} is neither YAML nor JSON: {error}") from error

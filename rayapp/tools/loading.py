@@ -1,0 +1,148 @@
+"""From a tool file to a `ToolSet`. Called by rollout workers and by tests; each worker opens its own.
+
+verl's class names stand for ours. Any other class is named by import path, or by the file it is in: `dice.py:Dice`.
+Such a file runs in this process: it is the user's own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import sys
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from rayapp.errors import ConfigError, UserError
+from rayapp.sandbox.bucket import TokenBucket
+from rayapp.tools.base import Tool, ToolContext, ToolSchema
+from rayapp.tools.config import (
+    McpServer,
+    McpToolConfig,
+    ToolEntry,
+    parse,
+    read_mcp_servers,
+    read_tool_file,
+)
+from rayapp.tools.mcp_link import McpLink
+from rayapp.tools.mcp_tool import McpTool
+from rayapp.tools.toolset import ToolSet
+
+_MCP = "rayapp.tools.mcp_tool.McpTool"
+KNOWN = {
+    "verl.tools.mcp_search_tool.MCPSearchTool": _MCP,
+    "verl.tools.mcp_base_tool.MCPBaseTool": _MCP,
+    "verl.tools.gsm8k_tool.Gsm8kTool": "rayapp.tools.gsm8k.Gsm8kTool",
+}
+"""Class names of verl's tool files, and what they mean here."""
+
+
+async def open_tools(path: str | Path, context: ToolContext | None = None) -> ToolSet:
+    """The tools of a tool file, connected.
+
+    Raises:
+        ConfigError: the file is wrong, or an MCP server can't be used.
+    """
+    context = context or ToolContext()
+    tools: list[Tool] = []
+    links: list[McpLink] = []
+    try:
+        for entry in read_tool_file(path):
+            tools.extend(await _tools_of(entry, Path(path), context, links))
+        return ToolSet(tools, on_close=[link.close for link in links])
+    except BaseException:
+        await _close_all([link.close for link in links])
+        raise
+
+
+async def _close_all(closing: Sequence[Callable[[], Awaitable[None]]]) -> None:
+    await asyncio.gather(*(close() for close in closing))
+
+
+async def _tools_of(entry: ToolEntry, path: Path, context: ToolContext, links: list[McpLink]) -> list[Tool]:
+    name = KNOWN.get(entry.class_name, entry.class_name)
+    where = f"tool file {path}: {entry.class_name}"
+    if name == _MCP:
+        return await _mcp_tools(entry, path, context, links, where)
+    schema = ToolSchema.from_openai(entry.tool_schema, where=where) if entry.tool_schema is not None else None
+    kind = _load_class(name, path.parent, where)
+    try:
+        tool: Tool = kind(entry.config, schema, context)
+        _ = tool.schema.name, tool.timeout_s
+    except UserError:
+        raise
+    except Exception as error:  # boundary: the user's class
+        raise ConfigError(f"{where} can't be made: {type(error).__name__}: {error}") from error
+    return [tool]
+
+
+async def _mcp_tools(
+    entry: ToolEntry, path: Path, context: ToolContext, links: list[McpLink], where: str
+) -> list[Tool]:
+    if entry.mcp is None:
+        raise ConfigError(f"{where}: it needs a section mcp: {{mcp_servers_config_path: …}}")
+    config = parse(entry.config, McpToolConfig, where=f"{where}: config")
+    selected = set(entry.mcp.tool_selected_list)
+    found: list[Tool] = []
+    offered: list[str] = []
+    for name, server in read_mcp_servers(entry.mcp, path.parent).items():
+        connect = _connector(name, server, config, context)
+        shared = connect()
+        links.append(shared)
+        infos = await shared.list_tools()
+        offered += [info.name for info in infos]
+        bucket = TokenBucket(rate_per_s=config.rate_limit, burst=max(1, int(config.rate_limit)), clock=time.monotonic)
+        found += [
+            McpTool(info, config, connect=connect, shared=shared, bucket=bucket)
+            for info in infos
+            if not selected or info.name in selected
+        ]
+    if missing := selected - {tool.schema.name for tool in found}:
+        raise ConfigError(
+            f"{where}: tool_selected_list names {', '.join(sorted(missing))}, which no server offers; they offer: "
+            f"{', '.join(offered) or 'none'}"
+        )
+    return found
+
+
+def _connector(name: str, server: McpServer, config: McpToolConfig, context: ToolContext) -> Callable[[], McpLink]:
+    headers = server.all_headers(context.environ, where=f"MCP server {name!r}")
+    return partial(McpLink, name, server.url, headers, reconnect_timeout_s=config.reconnect_timeout)
+
+
+def _load_class(name: str, folder: Path, where: str) -> Callable[..., Any]:
+    file, colon, attribute = name.rpartition(":")
+    if colon:
+        own = Path(file)
+        module = _run_file(folder / own if (folder / own).exists() else own, where)
+    else:
+        module_name, _, attribute = name.rpartition(".")
+        try:
+            module = importlib.import_module(module_name)
+        except (ImportError, ValueError) as error:
+            raise ConfigError(
+                f"{where}: it can't be imported ({error}). Known class names of verl: {', '.join(KNOWN)}"
+            ) from error
+    kind: Callable[..., Any] | None = getattr(module, attribute, None)
+    if kind is None:
+        raise ConfigError(f"{where}: there is no class {attribute} in {file or module.__name__}")
+    return kind
+
+
+def _run_file(path: Path, where: str) -> ModuleType:
+    module = ModuleType(f"rayapp_tool_{path.stem}")
+    module.__file__ = str(path)
+    # Dataclasses look their module up while it runs.
+    sys.modules[module.__name__] = module
+    try:
+        exec(compile(path.read_text(encoding="utf-8"), str(path), "exec"), module.__dict__)
+    except FileNotFoundError:
+        raise ConfigError(f"{where}: there is no file {path}") from None
+    except UserError:
+        raise
+    except Exception as error:  # boundary: the user's file
+        raise ConfigError(f"{where}: {path} can't run: {type(error).__name__}: {error}") from error
+    return module
