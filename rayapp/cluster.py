@@ -125,10 +125,12 @@ async def _start(
     learners = LearnerGroup(_spawn_learners(config, started, on_gpu) if with_learners else ())
     servers = _spawn_servers(config, started, on_gpu)
     workers = _spawn_rollout_workers(config, started, servers, pool)
+    handles: tuple[VllmServerHandle | LearnerHandle | RolloutWorkerHandle, ...]
+    handles = (*servers, *learners.handles, *workers)
     report(f"starting: {', '.join(started.names)}")
     async with asyncio.TaskGroup() as starting:
         starting.create_task(_report_ready(pool.name, ready_pool(config, pool, session, timeout_s), report))
-        for handle in (*servers, *learners.handles, *workers):
+        for handle in handles:
             starting.create_task(_report_ready(handle.name, handle.ready(timeout_s), report))
     return Cluster(
         config=config,
