@@ -10,6 +10,7 @@ import asyncio
 import logging
 
 from actors.handles import SandboxReaperHandle
+from actors.metrics import Reporter
 from rayapp.errors import RayappError
 from rayapp.sandbox.config import SandboxConfig
 from rayapp.sandbox.leases import Fate, Lease
@@ -60,9 +61,11 @@ class SandboxPool:
         return self._pool.stats()
 
     async def _tend_for_ever(self) -> None:
+        reporter = Reporter(self._run_name)
         while True:
             await asyncio.sleep(TEND_EVERY_S)
             self._pool.tend()
+            reporter.report(self._pool.stats())
 
     async def _beat_for_ever(self, reaper: SandboxReaperHandle) -> None:
         while True:
@@ -116,7 +119,7 @@ class SandboxPool:
         left = await self._pool.close()
         if left:
             # The reaper is not dismissed: it hears no more, and tries for longer than this process can wait.
-            log.error("%d sandboxes of run %s are still listed: rayapp sandbox reap", len(left), self._run_name)
+            log.error("%d sandboxes may be left: rayapp sandbox reap --run %s --dry-run", len(left), self._run_name)
         elif self._reaper is not None:
             await self._dismiss(self._reaper)
 

@@ -1,8 +1,8 @@
-"""`sandbox-reaper-RUN`: ends a run's remote sandboxes when the run is gone. A thin shell around `rayapp.sandbox.reaper`.
+"""`sandbox-reaper-RUN`: ends a run's remote sandboxes when the run is gone. A thin shell around `sandbox.reaper`.
 
-Detached: it belongs to the Ray cluster and not to the driver, so a driver killed with SIGKILL does not take it along. The
-pool's heartbeat keeps it waiting; silence makes it sweep, and then it ends itself. The pool dismisses it when nothing is
-left to end.
+Detached: it belongs to the Ray cluster and not to the driver, so a driver killed with SIGKILL does not take it along.
+The pool's heartbeat keeps it waiting; silence makes it sweep, and then it ends itself. The pool dismisses it when
+nothing is left to end.
 """
 
 from __future__ import annotations

@@ -3,6 +3,7 @@
 doctor   attack this node's isolation, print what each check found     exit 0 held, 1 broken, 2 none on this node
 run      one file, as model-written code would run                     the code's exit status; 124 when it was stopped
 bench    trivial executions                                            median, p99, rate
+reap     end what runs left at a provider                              exit 0 nothing left, 1 something is, 2 wrong key
 """
 
 from __future__ import annotations
@@ -87,6 +88,33 @@ def bench(
     rate = 1000 / statistics.mean(times_ms)
     p99 = statistics.quantiles(times_ms, n=100)[98]
     print(f"level {isolation}: median {statistics.median(times_ms):.2f} ms, p99 {p99:.2f} ms, {rate:.0f} executions/s")
+
+
+@app.command(
+    epilog="Examples:\n\n"
+    "  rayapp sandbox reap --dry-run\n\n"
+    "  rayapp sandbox reap --run coding_cpu\n\n"
+    "  rayapp sandbox reap --config configs/my_run.yaml --provider e2b --run my_run"
+)
+def reap(
+    run: Annotated[
+        str | None, typer.Option(help="Name of the run (run.name); default: every run, living ones too")
+    ] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would be ended")] = False,
+    provider: Annotated[
+        list[str] | None,
+        typer.Option(help="e2b or daytona; may be repeated. Default: the config's, or those with a key"),
+    ] = None,
+    config: Annotated[Path | None, typer.Option(help="Take endpoints and key variables from this config")] = None,
+    yes: Annotated[bool, typer.Option("--yes", help="Don't ask before ending the sandboxes of every run")] = False,
+) -> None:
+    """End sandboxes that runs left at a provider, found by their labels; one line each."""
+    from rayapp.sandbox.reap_command import load_sandbox_config, reap_command
+
+    loaded = load_sandbox_config(config) if config is not None else None
+    if run is None and not dry_run and not yes and sys.stdin.isatty():
+        typer.confirm("This ends the sandboxes of every run with this key, living ones too. Go on?", abort=True)
+    raise typer.Exit(reap_command(run=run, kinds=provider or (), config=loaded, dry_run=dry_run))
 
 
 def _levels(level: str) -> tuple[str, ...]:

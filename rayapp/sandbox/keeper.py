@@ -30,6 +30,7 @@ from rayapp.types import SandboxSpec
 log = logging.getLogger(__name__)
 GRACE_S = 5.0
 _KILL_ATTEMPTS = 3
+_CLOSE_ROUNDS = 3
 _MAX_CALLS_AT_ONCE = 32
 _CHECK_TIMEOUT_S = 15.0
 _LIST_TIMEOUT_S = 30.0
@@ -87,10 +88,12 @@ class Keeper:
         self._arrivals: set[asyncio.Task[ConnectedSandbox]] = set()
         self._stray_since: dict[str, float] = {}
         self._calls = asyncio.Semaphore(_MAX_CALLS_AT_ONCE)
+        self._has_asked = False
         self._is_closing = False
 
     def create(self, spec: SandboxSpec) -> None:
         """Start making one sandbox; `on_change` tells when it is there."""
+        self._has_asked = True
         self.supply.num_creating[spec] += 1
         self._spawn(self._create(spec), "create a sandbox")
 
@@ -124,16 +127,15 @@ class Keeper:
         arrival = asyncio.ensure_future(self._ask(spec))
         self._arrivals.add(arrival)
         arrival.add_done_callback(self._arrivals.discard)
+        wait_s = self._rules.create_timeout_s + self._rules.grace_s
         try:
-            done, _ = await asyncio.wait({arrival}, timeout=self._rules.create_timeout_s + self._rules.grace_s)
+            done, _ = await asyncio.wait({arrival}, timeout=wait_s)
         finally:
             self._count_down(spec)
         try:
             if not done:
                 self._adopt_later(arrival, spec)
-                raise SandboxDeadlineError(
-                    f"provider {self.supply.name} did not answer within {self._rules.create_timeout_s + self._rules.grace_s:g} s"
-                )
+                raise SandboxDeadlineError(f"provider {self.supply.name} did not answer within {wait_s:g} s")
             await self._welcome(arrival.result(), spec)
         except SandboxError as error:
             self._failed(error, spec)
@@ -349,17 +351,24 @@ class Keeper:
         await self._settle(min(timeout_s / 2, 10.0))
         for task in (*self._arrivals, *self._tasks):
             task.cancel()
-        left: set[str] = set()
-        for _ in range(3):
+        left = await self._end_all(deadline)
+        await self._provider.close()
+        return left
+
+    async def _end_all(self, deadline: float) -> set[str]:
+        """End what the provider lists until it lists nothing. Returns what may be left."""
+        # What is listed, and not what the books say: lost replies are in no book.
+        left = {"an unknown number: they could not be listed"} if self._has_asked else set()
+        for is_last in (*[False] * _CLOSE_ROUNDS, True):
             try:
                 left = await self.living()
             except SandboxError as error:
+                self.supply.failures["list"] += 1
                 self.supply.last_error = f"{type(error).__name__}: {error}"
                 continue
-            if not left or self._clock() > deadline:
+            if not left or is_last or self._clock() > deadline:
                 break
             await self._end_strays(left, 0.0)
-        await self._provider.close()
         return left
 
     async def _settle(self, timeout_s: float) -> None:

@@ -200,6 +200,9 @@ class LeasePool:
 
     def pump(self) -> None:
         """Grant what can be granted, and have made what is missing. Called after every event; never waits."""
+        if self._is_closed:
+            # Each sandbox that ends makes room: for the stock of a pool that is closing, another would be made.
+            return
         is_progress = True
         while is_progress and self._num_waiting and len(self._leases) < self._max_leases:
             # One caller per kind and round: no kind of sandbox starves another.

@@ -27,8 +27,9 @@ class Reaped:
 
     provider: str
     sandbox_id: str
+    """Empty where the provider could not be listed."""
     ended: bool
-    detail: str = ""
+    error: SandboxError | None = None
     """Why it was not ended, if it should have been."""
 
 
@@ -45,7 +46,7 @@ async def reap(
         try:
             found = [sandbox_id async for sandbox_id in provider.list(labels)]
         except SandboxError as error:
-            yield Reaped(provider=name, sandbox_id="", ended=False, detail=f"can't be listed: {error}")
+            yield Reaped(provider=name, sandbox_id="", ended=False, error=error)
             continue
         for sandbox_id in found:
             yield await _reap_one(name, provider, sandbox_id, dry_run=dry_run)
@@ -57,7 +58,7 @@ async def _reap_one(name: str, provider: SandboxProvider, sandbox_id: str, *, dr
     try:
         await provider.kill(sandbox_id)
     except SandboxError as error:
-        return Reaped(provider=name, sandbox_id=sandbox_id, ended=False, detail=str(error))
+        return Reaped(provider=name, sandbox_id=sandbox_id, ended=False, error=error)
     return Reaped(provider=name, sandbox_id=sandbox_id, ended=True)
 
 

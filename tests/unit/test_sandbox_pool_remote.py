@@ -360,3 +360,39 @@ async def test_with_many_failing_calls_everybody_is_served_and_nothing_is_left()
     while provider.living:
         await keeper.sweep(stray_after_s=0.0)
     assert pool.stats()["sandbox/granted"] == 200
+
+
+async def test_closing_a_pool_that_keeps_a_stock_makes_no_more() -> None:
+    provider = FakeProvider(latency_s=0.001)
+    async with opened(provider, fake={"max_sandboxes": 2}, min_ready=1) as pool:
+        pool.prefetch(SPEC, 1)
+        await until(lambda: pool.stats()["sandbox/fake/ready"] == 1)
+
+        assert await pool.close(timeout_s=2.0) == set()
+
+        assert provider.calls["create"] == 1
+
+
+async def test_what_could_not_be_listed_while_closing_is_not_called_clean() -> None:
+    provider = FakeProvider()
+    async with opened(provider) as pool:
+        lease = await pool.acquire("worker", SPEC, timeout_s=1)
+        pool.release(lease.lease_id)
+        await until(lambda: not provider.living)
+        provider.fail_next("list", *[SandboxUnavailableError("502")] * 10)
+
+        assert await pool.close(timeout_s=2.0) == {"an unknown number: they could not be listed"}
+
+
+async def test_what_is_ended_in_the_last_round_of_closing_is_not_called_left() -> None:
+    provider = FakeProvider()
+    async with opened(provider) as pool:
+        lease = await pool.acquire("worker", SPEC, timeout_s=1)
+        pool.release(lease.lease_id)
+        await until(lambda: not provider.living)
+        provider.living["stray"] = labels_of("run-1")
+        # Each round tries three times: two rounds fail whole, the third comes through.
+        provider.fail_next("kill", *[SandboxUnavailableError("503")] * 6)
+
+        assert await pool.close(timeout_s=60.0) == set()
+        assert not provider.living

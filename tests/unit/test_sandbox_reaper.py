@@ -112,7 +112,7 @@ async def test_a_dry_run_names_and_ends_nothing() -> None:
 
     found = [each async for each in reap({"fake": provider}, labels_to_reap("run-1"), dry_run=True)]
 
-    assert [(each.sandbox_id, each.ended, each.detail) for each in found] == [("a", False, "")]
+    assert [(each.sandbox_id, each.ended, each.error) for each in found] == [("a", False, None)]
     assert set(provider.living) == {"a", "b"}
 
 
@@ -124,5 +124,5 @@ async def test_one_provider_that_cannot_be_listed_does_not_spare_the_next() -> N
     found = [each async for each in reap({"broken": broken, "sound": sound}, labels_to_reap("run-1"))]
 
     assert [(each.provider, each.ended) for each in found] == [("broken", False), ("sound", True)]
-    assert "can't be listed" in found[0].detail
+    assert isinstance(found[0].error, SandboxUnavailableError)
     assert not sound.living
