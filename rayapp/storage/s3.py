@@ -112,7 +112,7 @@ class S3Storage:
 
     async def list(self, prefix: str = "") -> AsyncIterator[ObjectInfo]:
         base = f"{self._root.key}/" if self._root.key else ""
-        arguments: dict[str, Any] = {"Prefix": base + prefix}
+        arguments: dict[str, Any] = {"Prefix": base + prefix, "MaxKeys": self.settings.transfer.keys_per_page}
         while True:
             page = await self.ask(self._root, "list_objects_v2", **arguments)
             for entry in page.get("Contents", ()):

@@ -23,6 +23,7 @@ _WRONG_KEY = {"InvalidAccessKeyId", "SignatureDoesNotMatch", "InvalidToken", "In
 _NOT_FOUND = {"NoSuchKey", "404", "NotFound"}
 _EXISTS = {"PreconditionFailed", "412", "FileAlreadyExists", "ConditionalRequestConflict"}
 _FULL = {"QuotaExceeded", "XMinioStorageFull", "InsufficientStorage", "XMinioAdminBucketQuotaExceeded"}
+_STATUS_FULL = 507
 _REGION = {"PermanentRedirect", "AuthorizationHeaderMalformed", "IllegalLocationConstraintException"}
 _TRANSIENT = {
     "InternalError", "SlowDown", "ServiceUnavailable", "RequestTimeout", "RequestTimeTooSkewed", "OperationAborted",
@@ -43,6 +44,8 @@ def is_transient(error: BaseException) -> bool:
     from botocore import exceptions as boto
 
     if isinstance(error, boto.ClientError):
+        if _is_full(error):
+            return False
         return error_code(error) in _TRANSIENT or _status(error) >= 500 or _status(error) == 429
     transport = (boto.HTTPClientError, boto.ConnectionError, boto.IncompleteReadError, boto.ResponseStreamingError)
     if isinstance(error, (*transport, boto.FlexibleChecksumError)):
@@ -87,7 +90,7 @@ def _client_error(error: Exception, location: Location, endpoint: str) -> Storag
         return StorageNotFoundError(f"{location}: not found at {endpoint} ({code})")
     if code in _EXISTS or status in {409, 412}:
         return StorageExistsError(f"{location}: exists already ({code})")
-    if code in _FULL:
+    if _is_full(error):
         return StorageFullError(f"{location}: the storage is full ({code})")
     if code in _REGION or status == 301:
         return StorageConfigError(f"{location}: the bucket is in another region ({_short(error)}). Set AWS_REGION.")
@@ -97,6 +100,10 @@ def _client_error(error: Exception, location: Location, endpoint: str) -> Storag
             "They need to read, write and list this prefix."
         )
     return StorageError(f"{location}: {_short(error)}")
+
+
+def _is_full(error: BaseException) -> bool:
+    return error_code(error) in _FULL or _status(error) == _STATUS_FULL
 
 
 def _status(error: BaseException) -> int:

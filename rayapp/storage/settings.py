@@ -28,6 +28,8 @@ class Transfer:
     """Size of a part; grown for files that would need over 10,000. S3 takes no part below 5 MiB but the last."""
     num_parallel: int = 8
     """Parts or small objects on the way at once, over the whole storage object."""
+    keys_per_page: int = 1000
+    """Keys asked for in one listing; S3 gives no more."""
     max_attempts: int = 6
     """Tries of one request."""
     backoff_base_s: float = 0.2
