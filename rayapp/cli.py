@@ -16,6 +16,7 @@ import typer
 
 from rayapp.errors import RayappError, UserError
 from rayapp.k8s.cli import render_k8s
+from rayapp.mcp_server.cli import app as mcp_app
 from rayapp.sandbox.cli import app as sandbox_app
 
 EXIT_FAILED, EXIT_USER_ERROR = 1, 2
@@ -34,6 +35,7 @@ model_app = typer.Typer(help="Fetch models.", no_args_is_help=True)
 app.add_typer(config_app, name="config")
 app.add_typer(model_app, name="model")
 app.add_typer(sandbox_app, name="sandbox")
+app.add_typer(mcp_app, name="mcp")
 app.command(
     name="render-k8s",
     epilog="Examples:\n\n"
