@@ -173,7 +173,7 @@ class McpChannel:
         if time.monotonic() + ttl_s > self._ends_at + 1.0:
             raise SandboxConfigError(
                 f"sandbox {self._id}: an MCP server has no call to extend one; it ends in "
-                f"{self._ends_at - time.monotonic():.0f} s. Raise sandbox.sandbox_ttl_s"
+                f"{self._ends_at - time.monotonic():.0f} s. Raise sandbox.lease_ttl_s"
             )
 
     async def kill(self, *, timeout_s: float) -> None:

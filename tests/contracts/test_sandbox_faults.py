@@ -45,8 +45,10 @@ def e2b(dialect: Literal["e2b", "kruise"], **options: Any) -> tuple[StubServer, 
 
 def daytona(**options: Any) -> tuple[StubServer, Callable[[str], RemoteProvider]]:
     from rayapp.sandbox.daytona import DaytonaProvider
+    from rayapp.sandbox.daytona_sdk import sdk
     from rayapp.sandbox.testing.daytona_stub import API_KEY, DaytonaStub
 
+    sdk()  # imported now, as `providers.py` does: on a busy machine it takes seconds of the first deadline
     return DaytonaStub(**options), lambda url: DaytonaProvider(DaytonaConfig(api_url=f"{url}/api"), api_key=API_KEY)
 
 

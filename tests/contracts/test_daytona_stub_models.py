@@ -1,0 +1,186 @@
+"""Daytona's stub server says only what Daytona's own client knows: its routes, its models, its success statuses.
+
+Daytona publishes no specification of its current API; the client that it publishes is generated from one, so its routes
+and pydantic models are what there is to check against. The interpreter's messages over a websocket are hand-written in
+the SDK and have no model there: the SDK itself, which reads them in the contract, is their check.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import re
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
+from functools import cache
+from types import ModuleType
+from typing import Any
+
+import pytest
+from aiohttp import web
+
+from rayapp.errors import SandboxError
+from rayapp.sandbox.config import DaytonaConfig
+from rayapp.sandbox.daytona import DaytonaProvider
+from rayapp.sandbox.testing.contract import CHECKS
+from rayapp.sandbox.testing.daytona_stub import API_KEY, DaytonaStub
+from rayapp.types import SandboxSpec
+
+control = pytest.importorskip("daytona_api_client_async", reason="the package daytona-sdk is not installed")
+toolbox = pytest.importorskip("daytona_toolbox_api_client_async", reason="the package daytona-sdk is not installed")
+WEBSOCKET = "/process/interpreter/execute"
+ASKED = {("POST", "/sandbox"): "CreateSandbox", ("POST", "/process/execute"): "ExecuteRequest"}
+"""Which model each request body is."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Exchange:
+    client: ModuleType
+    method: str
+    path: str
+    asked: object
+    status: int
+    answer: object
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Route:
+    """What the generated client says of one call."""
+
+    method: str
+    path: str
+    answers: dict[str, str | None]
+    """Status -> name of the answer's model; None where there is no body."""
+
+
+@asynccontextmanager
+async def recorded() -> AsyncIterator[tuple[str, list[Exchange]]]:
+    stub, seen = DaytonaStub(max_alive=6), []
+
+    @web.middleware
+    async def record(request: web.Request, handler: Any) -> web.StreamResponse:
+        is_json = request.content_type == "application/json"
+        asked = json.loads(await request.read()) if is_json and request.can_read_body else None
+        answer: web.StreamResponse = await handler(request)
+        body = answer.body if isinstance(answer, web.Response) else None
+        told = json.loads(body) if isinstance(body, bytes) and body else None
+        is_control = request.path.startswith("/api")
+        seen.append(
+            Exchange(
+                client=control if is_control else toolbox,
+                method=request.method,
+                path=re.sub(r"^/api|^/toolbox/[^/]+", "", request.path),
+                asked=asked,
+                status=answer.status,
+                answer=told,
+            )
+        )
+        return answer
+
+    stub.app.middlewares.append(record)
+    async with stub.running() as url:
+        yield f"{url}/api", seen
+
+
+async def everything() -> list[Exchange]:
+    """The whole contract through the real SDK, and what goes wrong: key, snapshot, quota, no such sandbox; an image."""
+    async with recorded() as (url, seen):
+        provider = DaytonaProvider(DaytonaConfig(api_url=url), api_key=API_KEY)
+        for check in CHECKS:
+            await check(provider)
+        await attempt(DaytonaProvider(DaytonaConfig(api_url=url), api_key="dtn_wrong"))
+        await attempt(provider, template="no such snapshot")
+        for _ in range(7):
+            await attempt(provider)
+        assert len([found async for found in provider.list({"a": "ä"})]) == 6, "three pages of two"
+        await provider.kill("nothere")
+        await provider.close()
+        image = DaytonaProvider(DaytonaConfig(api_url=url, image="python:3.12-slim", cpu=2), api_key=API_KEY)
+        await attempt(image)
+        await image.close()
+    return seen
+
+
+async def attempt(provider: DaytonaProvider, template: str = "") -> None:
+    with suppress(SandboxError):
+        await provider.create(SandboxSpec(template=template), labels={"a": "ä"}, ttl_s=300, timeout_s=20)
+
+
+async def test_every_exchange_is_one_that_the_published_client_knows() -> None:
+    problems: list[str] = []
+    seen = await everything()
+    for exchange in seen:
+        if exchange.path != WEBSOCKET:
+            what = f"{exchange.method} {exchange.path} {exchange.status}"
+            problems += [f"{what}: {text}" for text in violations(exchange)]
+    assert not problems, "\n".join(sorted(set(problems)))
+    bodies = [exchange.asked for exchange in seen if exchange.method == "POST" and exchange.path == "/sandbox"]
+    assert any(isinstance(body, dict) and "buildInfo" in body for body in bodies), "an image was asked for"
+    assert {200, 401, 403, 404} <= {exchange.status for exchange in seen}
+
+
+async def test_every_sandbox_is_ephemeral_ends_by_itself_and_has_no_network() -> None:
+    for exchange in await everything():
+        if exchange.method == "POST" and exchange.path == "/sandbox":
+            assert isinstance(exchange.asked, dict)
+            facts = {key: exchange.asked[key] for key in ("ttlMinutes", "autoDeleteInterval", "networkBlockAll")}
+            assert facts == {"ttlMinutes": 5, "autoDeleteInterval": 0, "networkBlockAll": True}
+
+
+def violations(exchange: Exchange) -> list[str]:
+    """What the client's own description has against an exchange."""
+    route = next((route for route in routes(exchange.client) if fits(route, exchange)), None)
+    if route is None:
+        return ["the client knows no such route"]
+    problems = []
+    if (asked := ASKED.get((exchange.method, route.path))) is not None:
+        problems += unread(exchange.client, asked, exchange.asked)
+    if exchange.status >= 400:
+        return problems if isinstance(exchange.answer, dict) else [*problems, "an error is an object"]
+    if (model := route.answers.get(str(exchange.status), "unknown")) == "unknown":
+        return [*problems, f"success is {', '.join(route.answers)}"]
+    return problems + (unread(exchange.client, model, exchange.answer) if model else [])
+
+
+def fits(route: Route, exchange: Exchange) -> bool:
+    return route.method == exchange.method and bool(
+        re.fullmatch(re.sub(r"\{\w+\}", r"[^/]+", route.path), exchange.path)
+    )
+
+
+def unread(client: ModuleType, model: str, body: object) -> list[str]:
+    """Fields of a body that the model does not have; what it lacks or holds wrongly, pydantic says by raising."""
+    if not hasattr(client.models, model):
+        return []  # `object`: the client takes anything
+    parsed = getattr(client.models, model).from_dict(body)
+    return [f"{model} has no field {name}" for name in parsed.additional_properties]
+
+
+@cache
+def routes(client: ModuleType) -> tuple[Route, ...]:
+    """The calls of a generated client, read from its source: each states its route and, above it, its answers."""
+    found = []
+    for api in vars(client.api).values():
+        if inspect.ismodule(api):
+            found += _routes_of(inspect.getsource(api))
+    assert len(found) > 20, "the generated code has another form now: read it again"
+    return tuple(found)
+
+
+def _routes_of(source: str) -> list[Route]:
+    """Each call states its answers three times over, and after the last of them its route."""
+    made, answers = [], dict[str, str | None]()
+    for block in re.split(r"(?=_response_types_map: )", source):
+        told = re.match(r"_response_types_map: [^{]*\{(.*?)\}", block, re.DOTALL)
+        if told is not None:
+            answers = {
+                status: model or None
+                for status, model in re.findall(r"'(\d+)': (?:\"([^\"]+)\"|None)", told[1])
+                if int(status) < 400
+            }
+        made += [
+            Route(method=method, path=path, answers=answers)
+            for method, path in re.findall(r"method='(\w+)',\s+resource_path='([^']+)'", block)
+        ]
+    return made

@@ -1,0 +1,75 @@
+"""Every remote provider from its configuration through the pool to a verdict, and nothing left at its service."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+
+from rayapp.sandbox.config import SandboxConfig
+from rayapp.sandbox.leases import RUN_LABEL
+from rayapp.sandbox.pool_here import open_pool
+from rayapp.sandbox.testing import daytona_stub, e2b_stub, mcp_stub
+from rayapp.types import SandboxSpec
+
+KEY_ENV = "RAYAPP_TEST_KEY"
+Stub = e2b_stub.E2BStub | daytona_stub.DaytonaStub | mcp_stub.McpStub
+
+
+@asynccontextmanager
+async def service(kind: str) -> AsyncIterator[tuple[Stub, dict[str, object]]]:
+    """A service on loopback, and the section of a configuration that names it."""
+    common: dict[str, object] = {"api_key_env": KEY_ENV, "max_sandboxes": 3}
+    rate: dict[str, object] = {"creations_per_s": 100, "creation_burst": 10}
+    made: dict[str, tuple[Stub, str, str]] = {
+        "e2b": (e2b_stub.E2BStub(), e2b_stub.API_KEY, "e2b"),
+        "kruise": (e2b_stub.E2BStub(dialect="kruise"), e2b_stub.API_KEY, "e2b"),
+        "daytona": (daytona_stub.DaytonaStub(), daytona_stub.API_KEY, "daytona"),
+        "mcp": (mcp_stub.McpStub(), mcp_stub.API_KEY, "mcp"),
+    }
+    stub, key, name = made[kind]
+    async with stub.running() as url:
+        address: dict[str, dict[str, object]] = {
+            "e2b": {"api_url": url, "sandbox_url": url, **rate},
+            "kruise": {"api_url": f"{url}/kruise/api", "dialect": "kruise", "template": "code-interpreter", **rate},
+            "daytona": {"api_url": f"{url}/api", **rate},
+            "mcp": {"url": url},
+        }
+        with pytest.MonkeyPatch.context() as environment:
+            environment.setenv(KEY_ENV, key)
+            yield stub, {"type": name, **common, **address[kind]}
+
+
+@pytest.mark.parametrize("kind", ["e2b", "kruise", "daytona", "mcp"])
+async def test_tasks_share_a_providers_sandboxes_and_the_results_say_where_they_ran(kind: str) -> None:
+    async with service(kind) as (stub, section):
+        config = SandboxConfig.model_validate({"providers": [section], "max_uses": 2})
+        async with open_pool(config, "run-of-the-test") as (client, _):
+
+            async def score(number: int) -> object:
+                async with client.lease(SandboxSpec(), timeout_s=60) as sandbox:
+                    if kind != "mcp":  # whose sandboxes live on at the server for their time
+                        assert len(stub.boxes.living) <= 3, "no more than max_sandboxes"
+                        assert {box.labels[RUN_LABEL] for box in stub.boxes.living.values()} == {"run-of-the-test"}
+                    report = await sandbox.call_function("def f(x): return x * x", "f", [[number]], timeout_s=20)
+                    assert report.exec.isolation == section["type"]
+                    return report.calls[0].value
+
+            assert await asyncio.gather(*(score(n) for n in range(8))) == [n * n for n in range(8)]
+        assert kind == "mcp" or not stub.boxes.living
+
+
+async def test_when_the_first_provider_has_no_quota_the_next_serves_and_every_result_says_so() -> None:
+    async with service("e2b") as (stub, first):
+        assert isinstance(stub, e2b_stub.E2BStub)
+        stub.max_alive = -1  # no more than none
+        config = SandboxConfig.model_validate({"providers": [first, {"type": "local", "max_sandboxes": 1}]})
+        async with (
+            open_pool(config, "run-of-the-test") as (client, _),
+            client.lease(SandboxSpec(), timeout_s=60) as sandbox,
+        ):
+            result = await sandbox.run_code("print(1)", timeout_s=20)
+        assert result.isolation.endswith("(fallback from e2b)"), result
+        assert not stub.boxes.living
