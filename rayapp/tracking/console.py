@@ -128,13 +128,15 @@ class LiveConsole:
         self._notes: deque[str] = deque(maxlen=NUM_NOTES)
         self._pace = Pace(num_steps)
         self._seconds_left: float | None = None
-        self._phase, self._phase_started = "starting", clock()
+        self._started = clock()
+        self._phase, self._phase_started = "starting", self._started
         self._live = Live(get_renderable=self._render, console=console or Console(stderr=True), refresh_per_second=4)
         self._live.start()
 
     def note(self, text: str) -> None:
         """Shown below the numbers, with the last few before it."""
         self._notes.append(text)
+        self._live.refresh()
 
     def phase(self, name: str) -> None:
         """What the driver waits for, shown with its seconds."""
@@ -145,10 +147,11 @@ class LiveConsole:
         self._seconds_left = self._pace.seconds_left(step, metrics)
         if "reward/mean" in metrics:
             self._rewards.append(metrics["reward/mean"])
+        self._live.refresh()
 
     def close(self) -> None:
-        """Leave the last picture on the terminal. Idempotent."""
-        self.phase("done" if self._step >= self._num_steps else "stopped")
+        """Leave the last picture on the terminal, with the seconds of the whole run. Idempotent."""
+        self._phase, self._phase_started = "done" if self._step >= self._num_steps else "stopped", self._started
         self._live.stop()
 
     def _render(self) -> RenderableType:

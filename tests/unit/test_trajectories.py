@@ -1,0 +1,110 @@
+"""trajectories/step=NNNNNN.parquet: what is read back is what was written, under a schema that says its version."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rayapp.errors import InputError
+from rayapp.tracking.trajectories import SCHEMA, read_groups, write_trajectories
+from rayapp.types import Group, Prompt, Reward, RolloutStatus, Trajectory
+
+TEXT = st.text(st.characters(exclude_categories=("Cs",)), max_size=20)
+FLOATS = st.floats(allow_nan=False, width=32)
+VALID = st.builds(
+    Reward, value=FLOATS, terms=st.dictionaries(TEXT, FLOATS, max_size=3), status=TEXT, detail=TEXT, time_score_s=FLOATS
+)
+REWARDS = VALID | st.builds(Reward.invalid, st.just("sandbox_gone"), TEXT)
+
+
+@st.composite
+def groups(draw: st.DrawFn, group_id: int) -> Group:
+    ids = st.lists(st.integers(0, 2**31 - 1), min_size=1, max_size=6)
+    prompt = Prompt(
+        task=draw(TEXT),
+        text=draw(TEXT),
+        token_ids=np.array(draw(ids), np.int32),
+        prefill=draw(TEXT),
+        stop=tuple(draw(st.lists(TEXT, max_size=2))),
+    )
+    size = draw(st.integers(1, 3))
+    return Group(group_id=group_id, prompt=prompt, trajectories=tuple(draw(trajectories(prompt)) for _ in range(size)))
+
+
+@st.composite
+def trajectories(draw: st.DrawFn, prompt: Prompt) -> Trajectory:
+    completion = draw(st.lists(st.tuples(st.integers(0, 2**31 - 1), st.booleans(), FLOATS), max_size=6))
+    ids, mask, log_probs = ([row[column] for row in completion] for column in range(3))
+    num_prompt = prompt.token_ids.size
+    return Trajectory(
+        token_ids=np.array([*prompt.token_ids, *ids], np.int32),
+        response_mask=np.array([False] * num_prompt + mask, np.bool_),
+        rollout_log_probs=np.array([0.0] * num_prompt + log_probs, np.float32),
+        completion_text=draw(TEXT),
+        reward=draw(REWARDS),
+        status=draw(st.sampled_from(RolloutStatus)),
+        min_policy_version=draw(st.integers(0, 9)),
+        max_policy_version=draw(st.integers(0, 9)),
+        num_turns=draw(st.integers(1, 9)),
+        time_generate_s=draw(FLOATS),
+    )
+
+
+def plain(value: object) -> object:
+    """A dataclass as plain data, arrays with their type, for comparison."""
+    if dataclasses.is_dataclass(value):
+        return {field.name: plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
+    if isinstance(value, np.ndarray):
+        return str(value.dtype), value.tolist()
+    if isinstance(value, tuple):
+        return [plain(item) for item in value]
+    return value
+
+
+@settings(deadline=None, max_examples=50)
+@given(data=st.data())
+def test_groups_come_back_exactly_as_they_were_written(
+    data: st.DataObject, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    written = [data.draw(groups(group_id)) for group_id in (4, 5)]
+    path = tmp_path_factory.mktemp("trajectories") / "step=000003.parquet"
+
+    write_trajectories(path, 3, written)
+
+    assert [plain(group) for group in read_groups(path)] == [plain(group) for group in written]
+    assert list(path.parent.iterdir()) == [path]  # nothing half-written beside it
+
+
+def test_any_parquet_tool_reads_the_documented_columns(tmp_path: Path) -> None:
+    path = tmp_path / "step=000003.parquet"
+    write_trajectories(path, 3, [])
+
+    table = pq.read_table(path)
+
+    documented = (Path(__file__).parents[2] / "docs" / "run-folder.md").read_text()
+    assert table.schema.metadata[b"rayapp.schema_version"] == b"1"
+    assert table.column_names == SCHEMA.names
+    assert [name for name in SCHEMA.names if f"`{name}`" not in documented] == []
+
+
+def test_a_file_of_another_schema_is_refused_by_its_version(tmp_path: Path) -> None:
+    path = tmp_path / "other.parquet"
+    pq.write_table(pa.table({"step": [1]}), path)
+
+    with pytest.raises(InputError, match="has trajectory schema none, this version reads 1"):
+        read_groups(path)
+
+
+def test_a_file_that_is_no_parquet_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "step=000001.parquet"
+    path.write_bytes(b"PAR1 and then the disk was full")
+
+    with pytest.raises(InputError, match=r"step=000001\.parquet is no readable parquet file"):
+        read_groups(path)
