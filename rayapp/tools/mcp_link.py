@@ -154,6 +154,7 @@ class _Session:
         self._url = url
         self._headers = dict(headers)
         self._client: Any = None
+        self._status = 0
         self._is_over = asyncio.Event()
         self._holder: asyncio.Task[None] | None = None
 
@@ -178,7 +179,8 @@ class _Session:
 
         limits = httpx2.Limits(max_connections=None, max_keepalive_connections=20)
         timeout = httpx2.Timeout(30.0, read=None, pool=None)
-        http = httpx2.AsyncClient(headers=self._headers, timeout=timeout, limits=limits)
+        hooks: Any = {"response": [self._note_status]}
+        http = httpx2.AsyncClient(headers=self._headers, timeout=timeout, limits=limits, event_hooks=hooks)
         try:
             transport = streamable_http_client(self._url, http_client=http, max_sse_event_size=_MAX_EVENT_BYTES)
             # `legacy`: the servers in question keep sessions; the newer protocol's probe has none.
@@ -188,13 +190,18 @@ class _Session:
                 await self._is_over.wait()
         except Exception as error:  # boundary: the SDK raises groups of many things; told to whoever waits
             if not ready.done():
-                ready.set_exception(first_error(error))
+                # The SDK says of a refused key only that there was an error.
+                refused = ConnectionError(f"it answered with HTTP {self._status}") if self._status >= 400 else None
+                ready.set_exception(refused or first_error(error))
             else:
                 log.warning("the session with %s ended: %s", self._url, _describe(error))
         finally:
             self._client = None
             if not ready.done():
                 ready.cancel()
+
+    async def _note_status(self, response: Any) -> None:
+        self._status = int(response.status_code)
 
     async def list_tools(self) -> list[Any]:
         found: list[Any] = []
