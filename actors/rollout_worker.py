@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from actors.handles import SandboxPoolHandle, VllmServerHandle
+from actors.metrics import Reporter
 from rayapp.config import Config
 from rayapp.rollout.group import run_group
 from rayapp.rollout.order import ANY_VERSION, GroupRequest, evaluation_seed, prompt_index
@@ -56,12 +57,14 @@ class RolloutWorker:
         self._servers = servers
         self._tasks = load_tasks(config.tasks)
         self._prompts = render_prompts(config, self._tasks)
+        self._reporter = Reporter(config.run.name)
         self._sandboxes = PoolClient(
             pool,
             local_provider(config.sandbox),
             remote=remote_providers(config.sandbox),
             holder=repr(self),
             ttl_s=config.sandbox.lease_ttl_s,
+            on_exec=self._observe_exec,
         )
 
     def __repr__(self) -> str:
@@ -113,6 +116,9 @@ class RolloutWorker:
         position = request.group_id % len(self._servers)
         neighbours = [g for g in request.cohort if g % len(self._servers) == position]
         return ServerEngine(self._servers[position], request, max(1, len(neighbours) * self._config.rollout.group_size))
+
+    def _observe_exec(self, provider: str, seconds: float) -> None:
+        self._reporter.observe("rl_sandbox_exec_seconds", seconds, provider=provider)
 
     async def close(self) -> None:
         """Give every sandbox back."""

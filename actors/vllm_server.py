@@ -5,16 +5,20 @@ It refuses to generate with weights other than those a caller asks for, and with
 
 from __future__ import annotations
 
+import asyncio
 import os
 import time
 from typing import Any
 
+from actors.metrics import Reporter
 from rayapp.config import Config
 from rayapp.engines.vllm import VllmEngine
 from rayapp.errors import EngineError, StaleVersionError, WeightSyncError
 from rayapp.rollout.order import ANY_VERSION
 from rayapp.types import Completion, SamplingParams
 from rayapp.weights.buckets import TensorEntry, WeightBucket
+
+REPORT_EVERY_S = 5.0
 
 
 class VllmServer:
@@ -30,6 +34,7 @@ class VllmServer:
         self._index = index
         self._engine: VllmEngine | None = None
         self._is_consistent = True
+        self._reporting: asyncio.Task[None] | None = None
 
     def __repr__(self) -> str:
         return f"vllm-server-{self._index}"
@@ -38,7 +43,14 @@ class VllmServer:
         """Start the engine. Returns facts for the log."""
         started = time.monotonic()
         self._engine = await VllmEngine.start(self._config)
+        self._reporting = asyncio.create_task(self._report_for_ever(self._engine), name="report load")
         return await self._engine.facts() | {"start_s": time.monotonic() - started, "pid": os.getpid()}
+
+    async def _report_for_ever(self, engine: VllmEngine) -> None:
+        reporter = Reporter(self._config.run.name)
+        while True:
+            reporter.report({f"server/{self!r}/{name}": value for name, value in engine.load().items()})
+            await asyncio.sleep(REPORT_EVERY_S)
 
     async def generate(
         self,
@@ -103,6 +115,9 @@ class VllmServer:
 
     async def close(self) -> None:
         """End the engine's processes. Idempotent."""
+        if self._reporting is not None:
+            self._reporting.cancel()
+            self._reporting = None
         if self._engine is not None:
             self._engine.close()
             self._engine = None

@@ -23,9 +23,11 @@ from actors.handles import (
     VllmServerHandle,
 )
 from actors.learner_group import LearnerGroup
+from actors.metrics import MetricsTracker
 from actors.spawn import free_address, kill, kill_named, spawn
 from rayapp.config import Config
 from rayapp.errors import ConfigError, RayappError
+from rayapp.protocols import Tracker
 from rayapp.ray_session import RaySession, ray_session
 from rayapp.sandbox.config import DaytonaConfig, E2BConfig
 from rayapp.store import StoredGroup
@@ -60,6 +62,10 @@ class Cluster:
     async def sync_weights(self, version: int) -> dict[str, float]:
         """Give every server the learners' weights under this version. Returns `weight_sync/*` metrics."""
         return await self.weights.sync(version, source=self.learners, servers=self.servers)
+
+    def metrics_tracker(self) -> Tracker:
+        """Reports each step to Ray's metrics endpoint; see docs/operate.md."""
+        return MetricsTracker(self.config.run.name, self.config.train.num_steps)
 
     async def fetch_groups(self, groups: Sequence[StoredGroup[Any]]) -> list[Group]:
         """The groups themselves, for the trajectory file."""

@@ -49,6 +49,7 @@ async def _run(config: Config, folder: RunFolder) -> None:
     with make_trackers(config, folder) as tracker:
         tracker.phase("starting")
         async with open_cluster(config, report=tracker.note) as cluster:
+            tracker.add("ray metrics", cluster.metrics_tracker())
             await train(config, cluster, folder, tracker)
             tracker.phase("exporting")
             await export_final(cluster, folder)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Protocol
 
 from rayapp.errors import RayappError, SandboxConfigError, SandboxError
@@ -43,6 +43,7 @@ class PoolClient:
         holder: this caller's name in the pool.
         ttl_s: a local sandbox ends after this long, should nobody else end it.
         heartbeat_every_s: how often the pool hears that this process lives.
+        on_exec: told the provider and the seconds of every execution, for the metrics.
     """
 
     def __init__(
@@ -54,6 +55,7 @@ class PoolClient:
         ttl_s: float,
         remote: Mapping[str, RemoteProvider] | None = None,
         heartbeat_every_s: float = 10.0,
+        on_exec: Callable[[str, float], None] = lambda provider, seconds: None,
     ) -> None:
         self._pool = pool
         self._local = local
@@ -61,6 +63,7 @@ class PoolClient:
         self._holder = holder
         self._ttl_s = ttl_s
         self._heartbeat_every_s = heartbeat_every_s
+        self._on_exec = on_exec
         self._heart: asyncio.Task[None] | None = None
 
     def lease(self, spec: SandboxSpec, *, timeout_s: float) -> PoolLease:
@@ -78,7 +81,7 @@ class PoolClient:
             fate = Fate.UNBORN if isinstance(error, SandboxError) else Fate.DIRTY
             await asyncio.shield(self._pool.release(lease.lease_id, fate))
             raise
-        return lease, LeasedSandbox(sandbox, lease.fallback_from)
+        return lease, LeasedSandbox(sandbox, lease.fallback_from, self._on_exec)
 
     async def _sandbox(self, lease: Lease, spec: SandboxSpec, timeout_s: float) -> Sandbox:
         remote = self._remote.get(lease.provider)

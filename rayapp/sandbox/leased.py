@@ -7,7 +7,8 @@ sandbox's fate for the pool, and in every result the providers that should have 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Sequence
+import time
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace
 from typing import TypeVar
 
@@ -27,11 +28,18 @@ class LeasedSandbox:
     Args:
         inner: the provider's sandbox.
         fallback_from: providers that could not serve.
+        on_exec: told the provider and the seconds of every execution, for the metrics.
     """
 
-    def __init__(self, inner: Sandbox, fallback_from: tuple[str, ...] = ()) -> None:
+    def __init__(
+        self,
+        inner: Sandbox,
+        fallback_from: tuple[str, ...] = (),
+        on_exec: Callable[[str, float], None] = lambda provider, seconds: None,
+    ) -> None:
         self.fate = Fate.CLEAN
         self._inner = inner
+        self._on_exec = on_exec
         self._note = f" (fallback from {', '.join(fallback_from)})" if fallback_from else ""
 
     @property
@@ -51,20 +59,20 @@ class LeasedSandbox:
         run = self._inner.run_code(
             code, timeout_s=timeout_s, stdin=stdin, stateful=stateful, max_output_bytes=max_output_bytes
         )
-        return self._stamped(await self._watched(run, timeout_s))
+        return self._stamped(await self._timed(run, timeout_s))
 
     async def call_function(
         self, code: str, function: str, inputs: Sequence[Sequence[object]], *, timeout_s: float
     ) -> CallReport:
         call = self._inner.call_function(code, function, inputs, timeout_s=timeout_s)
-        report = await self._watched(call, timeout_s)
+        report = await self._timed(call, timeout_s)
         return replace(report, exec=self._stamped(report.exec))
 
     async def run_command(
         self, argv: Sequence[str], *, timeout_s: float, stdin: str = "", max_output_bytes: int = 65536
     ) -> ExecResult:
         run = self._inner.run_command(argv, timeout_s=timeout_s, stdin=stdin, max_output_bytes=max_output_bytes)
-        return self._stamped(await self._watched(run, timeout_s))
+        return self._stamped(await self._timed(run, timeout_s))
 
     async def write_file(self, path: str, data: bytes, *, timeout_s: float = 10.0) -> None:
         await self._watched(self._inner.write_file(path, data, timeout_s=timeout_s), timeout_s)
@@ -81,6 +89,13 @@ class LeasedSandbox:
     async def kill(self, *, timeout_s: float = 10.0) -> None:
         self.fate = Fate.GONE
         await self._watched(self._inner.kill(timeout_s=timeout_s), timeout_s)
+
+    async def _timed(self, call: Coroutine[object, object, T], timeout_s: float) -> T:
+        started = time.monotonic()
+        try:
+            return await self._watched(call, timeout_s)
+        finally:
+            self._on_exec(self.provider, time.monotonic() - started)
 
     async def _watched(self, call: Coroutine[object, object, T], timeout_s: float) -> T:
         try:

@@ -28,9 +28,13 @@ class RunTracker:
     """
 
     def __init__(self, trackers: Mapping[str, Tracker], console: LineConsole | LiveConsole | None) -> None:
-        self._trackers = trackers
+        self._trackers = dict(trackers)
         self._console = console
         self._num_failed: dict[str, int] = {}
+
+    def add(self, name: str, tracker: Tracker) -> None:
+        """One more tracker, for the rest of the run; closed with the others."""
+        self._trackers[name] = tracker
 
     def note(self, text: str) -> None:
         """A line for people: where to look, what has started, what was written."""

@@ -1,0 +1,101 @@
+"""From a run's scalars to Ray's metrics endpoint, which Prometheus scrapes. Used inside Ray processes: by the driver as
+a tracker, by the sandbox pool, the servers and the rollout workers for what they know between steps.
+
+What is reported, under which name, is `rayapp.tracking.operator_metrics`. Every series carries the run's name, and
+nothing that has many values: no prompt, no sandbox, no group.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from ray.util import metrics as ray_metrics
+
+from rayapp.tracking.operator_metrics import BY_NAME, METRICS, Metric, Sample, of_step, samples
+
+Labels = tuple[tuple[str, str], ...]
+
+
+class Reporter:
+    """Reports one process's scalars.
+
+    Args:
+        run_name: label `run` of every series.
+    """
+
+    def __init__(self, run_name: str) -> None:
+        self._run_name = run_name
+        self._made: dict[str, Any] = {}
+        self._counted: dict[tuple[str, Labels], float] = {}
+        self._reported: dict[str, set[Labels]] = {}
+
+    def report(self, scalars: Mapping[str, float]) -> None:
+        """Set every metric that these scalars feed."""
+        present: dict[str, set[Labels]] = {}
+        for sample in samples(scalars, now=time.time()):
+            self._set(sample)
+            present.setdefault(sample.metric.name, set()).add(sample.labels)
+        for metric in METRICS:
+            if metric.is_zero_when_absent:
+                self._clear_absent(metric, present.get(metric.name, set()))
+
+    def observe(self, name: str, value: float, **labels: str) -> None:
+        """One observation of a histogram."""
+        metric = BY_NAME[name]
+        self._metric(metric).observe(value, tags=self._tags(tuple(labels.items())))
+
+    def _set(self, sample: Sample) -> None:
+        tags = self._tags(sample.labels)
+        if sample.metric.kind != "counter":
+            self._metric(sample.metric).set(sample.value, tags=tags)
+            return
+        key = (sample.metric.name, sample.labels)
+        # The source started again from 0 when it is below what we counted.
+        before = self._counted.get(key, 0.0)
+        added = sample.value - before if sample.value >= before else sample.value
+        self._counted[key] = sample.value
+        if added > 0:  # Ray refuses to add nothing
+            self._metric(sample.metric).inc(added, tags=tags)
+
+    def _clear_absent(self, metric: Metric, present: set[Labels]) -> None:
+        """A cause of failures that is over must not be drawn on for ever."""
+        before = self._reported.setdefault(metric.name, set())
+        for labels in before - present:
+            self._metric(metric).set(0.0, tags=self._tags(labels))
+        before |= present
+
+    def _tags(self, labels: Labels) -> dict[str, str]:
+        return {"run": self._run_name, **dict(labels)}
+
+    def _metric(self, metric: Metric) -> Any:
+        if metric.name not in self._made:
+            options: dict[str, Any] = {"description": metric.help, "tag_keys": ("run", *metric.labels)}
+            if metric.kind == "histogram":
+                made: Any = ray_metrics.Histogram(metric.name, boundaries=list(metric.buckets), **options)
+            else:
+                maker = ray_metrics.Counter if metric.kind == "counter" else ray_metrics.Gauge
+                made = maker(metric.name, **options)
+            self._made[metric.name] = made
+        return self._made[metric.name]
+
+
+class MetricsTracker:
+    """The driver's part, as a `rayapp.protocols.Tracker`. Make it once Ray is connected.
+
+    Args:
+        run_name: of the run.
+        num_steps: train.num_steps.
+    """
+
+    def __init__(self, run_name: str, num_steps: int) -> None:
+        self._reporter = Reporter(run_name)
+        # A run that never saved is as old as its start: so that the alert on old checkpoints sees it.
+        self._reporter.report({"run/num_steps": float(num_steps), "timing_s/checkpoint": 0.0, "timing_s/step": 0.0})
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._reporter.report(of_step(step, metrics))
+
+    def close(self) -> None:
+        """Series end with this process."""

@@ -1,0 +1,53 @@
+"""How busy an engine is: the few numbers of vLLM's statistics that an operator watches.
+
+`VllmEngine` hands an `EngineLoad` to vLLM as one of its stat loggers and reads it back. It never imports vLLM: what vLLM
+calls here is decided by the names of the methods.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+class EngineLoad:
+    """A stat logger of vLLM's that remembers. One per engine; the rank's number is not used."""
+
+    def __init__(self) -> None:
+        self._running = self._waiting = 0
+        self._kv_used = 0.0
+        self._prefix_queries = self._prefix_hits = 0
+
+    def factory(self, vllm_config: Any, engine_index: int = 0) -> EngineLoad:
+        """What vLLM calls to make the logger."""
+        return self
+
+    def record(
+        self, scheduler_stats: Any, iteration_stats: Any, mm_cache_stats: Any = None, engine_idx: int = 0
+    ) -> None:
+        """After each step of the engine. None comes with steps that have no statistics."""
+        if scheduler_stats is None:
+            return
+        self._running = scheduler_stats.num_running_reqs
+        self._waiting = scheduler_stats.num_waiting_reqs + scheduler_stats.num_skipped_waiting_reqs
+        self._kv_used = scheduler_stats.kv_cache_usage
+        self._prefix_queries += scheduler_stats.prefix_cache_stats.queries
+        self._prefix_hits += scheduler_stats.prefix_cache_stats.hits
+
+    def log_engine_initialized(self) -> None:
+        """Nothing to say."""
+
+    def log(self) -> None:
+        """Nothing to say: `scalars` is asked instead."""
+
+    def record_sleep_state(self, is_awake: int, level: int) -> None:
+        """Our engines never sleep."""
+
+    def scalars(self) -> dict[str, float]:
+        """Requests running and waiting, share of the KV cache in use; tokens looked up and found since the start."""
+        return {
+            "running": float(self._running),
+            "waiting": float(self._waiting),
+            "kv_used": float(self._kv_used),
+            "prefix_queries": float(self._prefix_queries),
+            "prefix_hits": float(self._prefix_hits),
+        }
