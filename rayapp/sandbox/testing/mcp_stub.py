@@ -50,6 +50,11 @@ class McpStub:
         for tool in (self.run_code, self.run_code_once, self.run_command):
             self._server.add_tool(tool, structured_output=True)
 
+    @property
+    def num_sessions(self) -> int:
+        """Sessions that clients opened and did not end."""
+        return len(self._server.session_manager._server_instances)  # noqa: SLF001  (the SDK shows it in no other way)
+
     async def run_code(self, code: str, ctx: Context[Any, Any], language: str = "python") -> dict[str, Any]:
         """Run code in the session's interpreter."""
         box = await self._box(ctx, "run_code")
