@@ -82,7 +82,8 @@ def ray_address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     command = [
         sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block", f"--port={port}",
         f"--temp-dir={folder}", "--num-cpus=1", "--num-gpus=0", "--object-store-memory=100000000",
-        "--include-dashboard=false", "--node-ip-address=127.0.0.1", f"--ray-client-server-port={free_port()}", "--disable-usage-stats",
+        "--include-dashboard=false", "--node-ip-address=127.0.0.1",
+        f"--ray-client-server-port={free_port()}", "--disable-usage-stats",
     ]  # fmt: skip
     log = tmp_path_factory.mktemp("ray") / "log"
     with log.open("w") as sink:

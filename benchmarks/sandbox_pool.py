@@ -1,0 +1,196 @@
+"""The sandbox pool's own speed: what a lease costs when a sandbox is free, thousands at once, and what a hundred
+thousand leave behind.
+
+    python benchmarks/sandbox_pool.py             everything, about five minutes; prints one JSON line per part
+    python benchmarks/sandbox_pool.py rate        acquire/release through the Ray actor, 10,000 a minute
+    python benchmarks/sandbox_pool.py flood       as many as the actor can take
+    python benchmarks/sandbox_pool.py at-once     2,000 leases at once of sandboxes that a provider has to make
+    python benchmarks/sandbox_pool.py growth      100,000 leases: memory and descriptors of the actor's process
+
+A Ray of its own with one CPU. Callers are this process, as a rollout worker is: each call crosses to the actor's
+process and back. Sandboxes are the fake provider's, which run nothing: what is left is the pool.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import time
+from collections.abc import Awaitable, Callable
+
+import psutil
+import ray
+
+from actors.handles import SandboxPoolHandle
+from actors.spawn import kill, spawn
+from rayapp.sandbox.config import SandboxConfig
+from rayapp.sandbox.leases import Fate
+from rayapp.types import SandboxSpec
+
+SPEC = SandboxSpec()
+LEASES_PER_MINUTE = 10_000
+Numbers = dict[str, float]
+
+
+def local_config() -> SandboxConfig:
+    """Places in the callers' own processes: always free here."""
+    return SandboxConfig.model_validate({"providers": [{"type": "local", "max_sandboxes": 256}]})
+
+
+def fake_config(num_sandboxes: int, *, latency_s: float = 0.0) -> SandboxConfig:
+    """Remote sandboxes of a provider that answers after latency_s and refuses nothing; each serves one lease."""
+    fake = {
+        "type": "fake",
+        "max_sandboxes": num_sandboxes,
+        "creations_per_s": 1000,
+        "creation_burst": num_sandboxes,
+        "latency_s": latency_s,
+    }
+    return SandboxConfig.model_validate({"providers": [fake]})
+
+
+async def timed(pool: SandboxPoolHandle, holder: str, timeout_s: float = 120.0) -> float:
+    """One lease, taken and given back. Returns seconds until it was there."""
+    started = time.perf_counter()
+    lease = await pool.acquire(holder, SPEC, timeout_s=timeout_s)
+    waited_s = time.perf_counter() - started
+    await pool.release(lease.lease_id, Fate.CLEAN)
+    return waited_s
+
+
+async def rate(pool: SandboxPoolHandle) -> Numbers:
+    """One lease every 6 ms for half a minute, whether or not the one before is back: an open loop hides no wait."""
+    num_leases = LEASES_PER_MINUTE // 2
+    loop = asyncio.get_running_loop()
+    begin = loop.time()
+    tasks = []
+    for index in range(num_leases):
+        await asyncio.sleep(max(0.0, begin + index * 60 / LEASES_PER_MINUTE - loop.time()))
+        tasks.append(asyncio.create_task(timed(pool, f"worker-{index % 8}")))
+    waits_s = await asyncio.gather(*tasks)
+    return {"leases_per_min": num_leases / (loop.time() - begin) * 60, **percentiles_ms(waits_s)}
+
+
+async def flood(pool: SandboxPoolHandle) -> Numbers:
+    """64 callers, each with the next lease as soon as it gave the last one back."""
+    num_leases, started = 20_000, time.perf_counter()
+    waits_s = await from_callers(pool, num_leases, callers=64)
+    return {"leases_per_min": num_leases / (time.perf_counter() - started) * 60, **percentiles_ms(waits_s)}
+
+
+async def at_once(pool: SandboxPoolHandle) -> Numbers:
+    """2,000 callers in one moment, none of whose sandboxes exists yet; all are held together."""
+    num_leases, started = 2_000, time.perf_counter()
+    calls = (pool.acquire(f"worker-{index % 8}", SPEC, timeout_s=120.0) for index in range(num_leases))
+    leases = await asyncio.gather(*calls)
+    granted_s = time.perf_counter() - started
+    stats = await pool.stats()
+    distinct = len({lease.connection.sandbox_id for lease in leases if lease.connection is not None})
+    await asyncio.gather(*(pool.release(lease.lease_id, Fate.DIRTY) for lease in leases))
+    started = time.perf_counter()
+    while (await pool.stats())["sandbox/fake/alive"]:  # noqa: ASYNC110  (the actor tells in no other way)
+        await asyncio.sleep(0.05)
+    return {
+        "leases": float(num_leases),
+        "leased_together": stats["sandbox/leased"],
+        "distinct_sandboxes": float(distinct),
+        "all_granted_s": granted_s,
+        "all_ended_s": time.perf_counter() - started,
+    }
+
+
+async def growth(pool: SandboxPoolHandle) -> Numbers:
+    """The actor's process after 10,000 leases and after 100,000 more."""
+    process = await process_of(pool)
+    await from_callers(pool, 10_000, callers=64)
+    before = usage(process)
+    await from_callers(pool, 100_000, callers=64)
+    after = usage(process)
+    return {
+        "leases": 100_000.0,
+        "memory_before_mib": before[0],
+        "memory_after_mib": after[0],
+        "descriptors_before": before[1],
+        "descriptors_after": after[1],
+        "left": (await pool.stats())["sandbox/leased"],
+    }
+
+
+async def from_callers(pool: SandboxPoolHandle, num_leases: int, *, callers: int) -> list[float]:
+    """Leases one after the other from each of several callers. Returns the waits in seconds."""
+    indices = iter(range(num_leases))
+
+    async def call() -> list[float]:
+        return [await timed(pool, f"worker-{index % 8}") for index in indices]
+
+    return [wait_s for own in await asyncio.gather(*(call() for _ in range(callers))) for wait_s in own]
+
+
+async def process_of(pool: SandboxPoolHandle) -> psutil.Process:
+    """The actor's process: the Ray worker that shows its class."""
+    await pool.stats()
+    for process in psutil.Process().children(recursive=True):
+        if "SandboxPool" in " ".join(process.cmdline()):
+            return process
+    raise SystemExit("the pool's process is not among this process's children")
+
+
+def usage(process: psutil.Process) -> tuple[float, float]:
+    """Resident memory in MiB, open descriptors."""
+    return process.memory_info().rss / 2**20, float(process.num_fds())
+
+
+def percentiles_ms(waits_s: list[float]) -> Numbers:
+    """Nearest rank."""
+    ordered = sorted(waits_s)
+    ranks = {"p50_ms": 0.5, "p99_ms": 0.99, "max_ms": 1.0}
+    return {name: ordered[min(len(ordered) - 1, int(share * len(ordered)))] * 1000 for name, share in ranks.items()}
+
+
+PARTS: dict[str, tuple[Callable[[SandboxPoolHandle], Awaitable[Numbers]], SandboxConfig, int]] = {
+    # part -> what, with which sandboxes, how many of them ready before it begins
+    "rate": (rate, fake_config(64), 64),
+    "flood": (flood, local_config(), 0),
+    "at-once": (at_once, fake_config(2_000, latency_s=0.05), 0),
+    "growth": (growth, fake_config(128), 64),
+}
+
+
+async def measure(part: str) -> Numbers:
+    """One part with a pool of its own."""
+    what, config, num_ready = PARTS[part]
+    pool = SandboxPoolHandle(spawn("sandbox-pool", f"sandbox-pool-{part}", config, f"bench-{part}"), "sandbox-pool")
+    try:
+        await pool.ready(120.0)
+        await pool.prefetch(SPEC, num_ready)
+        while num_ready and (await pool.stats())["sandbox/fake/ready"] < num_ready:  # noqa: ASYNC110  (as above)
+            await asyncio.sleep(0.05)
+        return await what(pool)
+    finally:
+        await pool.close()
+        kill(pool.actor)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("parts", nargs="*", metavar="PART", help=", ".join(PARTS))
+    parts = parser.parse_args().parts or list(PARTS)
+    if unknown := [part for part in parts if part not in PARTS]:
+        parser.error(f"unknown part {unknown[0]}; there are: {', '.join(PARTS)}")
+    os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
+    # Ray starts its workers at nice 15; a run of ours does not (see ray_session.py).
+    os.environ.setdefault("RAY_worker_niceness", "0")
+    ray.init(address="local", num_cpus=1, num_gpus=0, include_dashboard=False, object_store_memory=100 << 20)
+    try:
+        for part in parts:
+            load = os.getloadavg()[0]
+            numbers = {name: round(value, 2) for name, value in asyncio.run(measure(part)).items()}
+            print(json.dumps({"part": part, "load_before": load, **numbers}), flush=True)
+    finally:
+        ray.shutdown()
+
+
+if __name__ == "__main__":
+    main()
