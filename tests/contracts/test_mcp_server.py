@@ -1,0 +1,203 @@
+"""`rayapp mcp serve` as its clients see it: keys, headers, sessions, and this application's own MCP provider."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+from mcp import Client, MCPError
+from mcp.client.streamable_http import streamable_http_client
+
+from rayapp.errors import ConfigError
+from rayapp.mcp_server.app import serving
+from rayapp.mcp_server.results import with_last_value
+from rayapp.sandbox.config import LocalConfig, McpConfig, SandboxConfig
+from rayapp.sandbox.mcp import McpProvider
+from rayapp.types import SandboxSpec
+
+KEY = "the key of the test"
+SANDBOXES = SandboxConfig(providers=(LocalConfig(max_sandboxes=2),))
+
+
+@pytest.fixture
+async def url() -> AsyncIterator[str]:
+    async with serving(SANDBOXES, api_key=KEY, lease_timeout_s=2.0) as address:
+        yield address
+
+
+@asynccontextmanager
+async def client(url: str, **headers: str) -> AsyncIterator[Client]:
+    named = {name.replace("_", "-"): value for name, value in headers.items()}
+    http = httpx2.AsyncClient(headers={"E2B-API-KEY": KEY, **named}, timeout=60)
+    async with http, Client(streamable_http_client(url, http_client=http), mode="legacy") as connected:
+        yield connected
+
+
+async def health(url: str) -> dict[str, Any]:
+    async with httpx2.AsyncClient() as http:
+        answer = await http.get(url.replace("/mcp", "/health"))
+        found: dict[str, Any] = answer.json()
+        return found
+
+
+async def test_requests_without_the_key_are_refused_and_health_is_open(url: str) -> None:
+    async with httpx2.AsyncClient() as http:
+        bare = await http.post(url, json={})
+        bearer = await http.post(url, json={}, headers={"Authorization": f"Bearer {KEY}"})
+
+    assert bare.status_code == 401
+    assert bearer.status_code != 401
+    assert (await health(url))["status"] == "ok"
+
+
+async def test_tools_have_openkruises_names_and_arguments(url: str) -> None:
+    async with client(url) as connected:
+        tools = {tool.name: tool.input_schema["properties"] for tool in (await connected.list_tools()).tools}
+
+    assert {name: sorted(arguments) for name, arguments in tools.items()} == {
+        "run_code": ["code", "language"],
+        "run_code_once": ["code", "language"],
+        "run_command": ["cmd", "cwd", "envs"],
+    }
+
+
+async def test_answers_have_openkruises_form(url: str) -> None:
+    async with client(url) as connected:
+        code = "import sys\nprint('out')\nprint('err', file=sys.stderr)\n6 * 7"
+        good = (await connected.call_tool("run_code_once", {"code": code})).structured_content
+        bad = (await connected.call_tool("run_code_once", {"code": "int('x')"})).structured_content
+        command = {"cmd": "echo $WHO; exit 3", "envs": {"WHO": "it's me"}}
+        ran = (await connected.call_tool("run_command", command)).structured_content
+
+    assert good is not None
+    assert good["logs"] == {"stdout": ["out\n"], "stderr": ["err\n"]}
+    assert good["results"] == [{"text": "42", "is_main_result": True}]
+    assert "error" not in good
+    assert bad is not None
+    assert (bad["error"]["name"], bad["logs"]["stderr"]) == ("ValueError", [])
+    assert bad["error"]["traceback"].startswith("Traceback")
+    assert ran is not None
+    assert (ran["stdout"], ran["exit_code"]) == ("it's me\n", 3)
+
+
+async def test_session_keeps_its_sandbox_and_gives_it_back_at_its_end(url: str) -> None:
+    async with client(url) as connected:
+        await connected.call_tool("run_code", {"code": "x = 5"})
+        second = (await connected.call_tool("run_code", {"code": "x"})).structured_content
+        assert second is not None
+        assert (second["results"][0]["text"], second["execution_count"]) == ("5", 2)
+        assert (await health(url))["sessions"] == 1
+
+    assert (await health(url))["sessions"] == 0
+
+
+async def test_sandbox_of_a_session_ends_with_its_time_to_live(url: str) -> None:
+    async with client(url, X_Sandbox_TTL="0.3") as connected:
+        await connected.call_tool("run_code", {"code": "x = 5"})
+        async with asyncio.timeout(10):
+            while (await health(url))["sessions"]:
+                await asyncio.sleep(0.05)
+        answer = await connected.call_tool("run_code", {"code": "x"})
+
+    assert answer.is_error
+    assert "not found" in answer.content[0].text  # type: ignore[union-attr]
+
+
+async def test_execution_timeout_of_the_header_is_kept(url: str) -> None:
+    async with client(url, X_Execution_Timeout="0.5") as connected:
+        with pytest.raises(MCPError, match=r"timed out after 0\.5 s; it said: so far") as caught:
+            await connected.call_tool("run_code_once", {"code": "print('so far', flush=True)\nwhile True: pass"})
+
+    assert caught.value.code == -32005
+
+
+async def test_no_free_sandbox_is_an_error_of_the_protocol(url: str) -> None:
+    async with client(url) as first, client(url) as second, client(url) as third:
+        await first.call_tool("run_code", {"code": "1"})
+        await second.call_tool("run_code", {"code": "1"})
+        with pytest.raises(MCPError, match="no sandbox could be had") as caught:
+            await third.call_tool("run_code_once", {"code": "1"})
+
+    assert caught.value.code in (-32002, -32005)
+
+
+@pytest.mark.parametrize(
+    ("tool", "arguments", "headers", "message"),
+    [
+        ("run_code_once", {"code": "1", "language": "javascript"}, {}, "language 'javascript' is not offered"),
+        ("run_code_once", {"code": "1"}, {"X_Execution_Timeout": "soon"}, "x-execution-timeout must be a number"),
+        ("run_command", {"cmd": "true", "envs": {"A B": "x"}}, {}, "'A B' is no name"),
+    ],
+)
+async def test_wrong_requests_are_told_to_the_caller(
+    url: str, tool: str, arguments: dict[str, Any], headers: dict[str, str], message: str
+) -> None:
+    async with client(url, **headers) as connected:
+        answer = await connected.call_tool(tool, arguments)
+
+    assert answer.is_error
+    assert message in answer.content[0].text  # type: ignore[union-attr]
+
+
+async def test_our_own_mcp_provider_works_on_our_own_server(url: str) -> None:
+    provider = McpProvider(McpConfig(url=url), api_key=KEY)
+    sandbox = await provider.create(SandboxSpec(), labels={}, ttl_s=60, timeout_s=30)
+
+    once = await sandbox.run_code("print(6 * 7)", timeout_s=20)
+    report = await sandbox.call_function("def f(x): return x + 1", "f", [(1,), (2,)], timeout_s=20)
+    await sandbox.run_code("y = 'kept'", timeout_s=20, stateful=True)
+    kept = await sandbox.run_code("print(y)", timeout_s=20, stateful=True)
+    await provider.close()
+
+    assert once.stdout == "42\n", once
+    assert [call.value for call in report.calls] == [2, 3]
+    assert kept.stdout == "kept\n"
+
+
+async def test_address_that_is_taken_is_a_clear_error(url: str) -> None:
+    port = int(url.split(":")[2].split("/")[0])
+
+    with pytest.raises(ConfigError, match="can't be listened on"):
+        async with serving(SANDBOXES, api_key=KEY, port=port):
+            pass
+
+
+@pytest.mark.parametrize(
+    "code", ["", "x = 1", "for x in range(3): x", "def f(:", "1 +", "(" * 300, "-" * 5000 + "1", "\x00"]
+)
+def test_code_without_a_last_expression_is_left_as_it_is(code: str) -> None:
+    assert with_last_value(code) == (code, "")
+
+
+async def test_command_serves_until_it_is_told_to_stop() -> None:
+    command = [sys.executable, "-m", "rayapp", "mcp", "serve", "--port", "0"]
+    environment = {**os.environ, "RAYAPP_MCP_API_KEY": KEY}
+    root = Path(__file__).parents[2]
+    process = await asyncio.create_subprocess_exec(
+        *command, cwd=root, env=environment, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT
+    )
+    assert process.stdout is not None
+    try:
+        async with asyncio.timeout(120):
+            first = (await process.stdout.readline()).decode()
+            async with client(first.split()[-1]) as connected:
+                answer = (await connected.call_tool("run_code_once", {"code": "print('hi')"})).structured_content
+            process.send_signal(signal.SIGTERM)
+            rest = (await process.stdout.read()).decode()
+            status = await process.wait()
+    finally:
+        if process.returncode is None:
+            process.kill()
+
+    assert answer is not None
+    assert answer["logs"]["stdout"] == ["hi\n"]
+    assert status == 0
+    assert rest.endswith("stopped; every sandbox is ended\n")
