@@ -1,7 +1,7 @@
 """How busy an engine is: the few numbers of vLLM's statistics that an operator watches.
 
-`VllmEngine` hands an `EngineLoad` to vLLM as one of its stat loggers and reads it back. It never imports vLLM: what vLLM
-calls here is decided by the names of the methods.
+`VllmEngine` hands an `EngineLoad` to vLLM as one of its stat loggers and reads it back. It never imports vLLM: what
+vLLM calls here is decided by the names of the methods.
 """
 
 from __future__ import annotations

@@ -72,7 +72,8 @@ METRICS: tuple[Metric, ...] = (
     ),
     Metric(name="rl_reward_mean", kind="gauge", source="reward/mean", help="Mean reward of valid trajectories"),
     Metric(
-        name="rl_pass_rate", kind="gauge", source="reward/pass_rate/mean", unit="share", help="Mean share of tests passed"
+        name="rl_pass_rate", kind="gauge", source="reward/pass_rate/mean", unit="share",
+        help="Mean share of tests passed",
     ),
     Metric(
         name="rl_solved_share", kind="gauge", source="reward/solved/mean", unit="share",
