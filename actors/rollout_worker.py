@@ -88,8 +88,10 @@ class RolloutWorker:
     async def evaluate(self, index: int) -> tuple[Group, GroupSummary]:
         """Samples of the `index`-th prompt for evaluation: seeds apart from training's, whatever the weights are."""
         config = self._config
+        # All prompts start together where nothing else runs, so that the same weights give the same numbers.
+        cohort = tuple(range(len(self._prompts))) if config.train.max_staleness == 0 else ()
         return await self._sample(
-            GroupRequest(group_id=index, policy_version=ANY_VERSION),
+            GroupRequest(group_id=index, policy_version=ANY_VERSION, cohort=cohort, purpose="eval"),
             index=index,
             num_samples=config.eval.samples_per_task,
             temperature=config.eval.temperature,
@@ -104,7 +106,7 @@ class RolloutWorker:
             request,
             task=self._tasks[index],
             prompt=self._prompts[index],
-            engine=self._engine(request),
+            engine=self._engine(request, num_samples),
             sandboxes=self._sandboxes,
             sampling=SamplingParams(max_tokens=rollout.max_completion_tokens, temperature=temperature),
             group_size=num_samples,
@@ -112,10 +114,10 @@ class RolloutWorker:
             deadline_s=rollout.group_deadline_s,
         )
 
-    def _engine(self, request: GroupRequest) -> ServerEngine:
+    def _engine(self, request: GroupRequest, num_samples: int) -> ServerEngine:
         position = request.group_id % len(self._servers)
         neighbours = [g for g in request.cohort if g % len(self._servers) == position]
-        return ServerEngine(self._servers[position], request, max(1, len(neighbours) * self._config.rollout.group_size))
+        return ServerEngine(self._servers[position], request, max(1, len(neighbours) * num_samples))
 
     def _observe_exec(self, provider: str, seconds: float) -> None:
         self._reporter.observe("rl_sandbox_exec_seconds", seconds, provider=provider)

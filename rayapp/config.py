@@ -162,7 +162,8 @@ class CheckpointSection(FrozenModel):
 
 class EvalSection(FrozenModel):
     every_steps: int = Field(0, ge=0)
-    """0 never evaluates during training."""
+    """Evaluate during training after every so many steps and after the last one, as metrics `eval/*`. Nothing of it is
+    trained on, and it changes nothing that is. 0 never evaluates."""
     samples_per_task: int = Field(16, ge=1)
     temperature: float = Field(1.0, ge=0.0)
     """0 is greedy."""

@@ -72,11 +72,25 @@ async def _evaluate_model(config: Config) -> dict[str, float]:
         return await evaluate(cluster)
 
 
-async def evaluate(cluster: Cluster) -> dict[str, float]:
-    """Every task on the weights that the servers hold now. Nothing of it is trained on."""
+async def evaluate(cluster: Cluster, version: int = 0) -> dict[str, float]:
+    """Every task on the weights that the servers hold now, which are `version`. Nothing of it is trained on."""
     tasks = range(len(cluster.config.tasks))
     summaries = await asyncio.gather(*(cluster.rollout_worker(index).evaluate(index) for index in tasks))
-    return summarize_step(summaries, version=0)
+    return summarize_step(summaries, version=version)
+
+
+async def validate(cluster: Cluster, step: int, phases: Phases) -> dict[str, float]:
+    """Metrics of an evaluation as `eval/*`, on every `eval.every_steps`-th step and the last; nothing on others.
+
+    Called between the weight sync and the release of the step's slots: in a synchronous run nothing else is on the
+    servers then, so training samples the same tokens with and without it.
+    """
+    every_steps = cluster.config.eval.every_steps
+    if every_steps == 0 or not is_due(step, every_steps, last=cluster.config.train.num_steps):
+        return {}
+    with phases("eval"):
+        metrics = await evaluate(cluster, step)
+    return {f"eval/{name}": value for name, value in metrics.items()}
 
 
 def check_inputs(config: Config) -> None:
@@ -114,6 +128,7 @@ async def train(config: Config, cluster: Cluster, folder: RunFolder, tracker: Ru
                 learner_metrics = await cluster.learners.train_step(step, summaries, [group.ref for group in groups])
             with phases("weight_sync"):
                 sync_metrics = await cluster.sync_weights(step)
+            eval_metrics = await validate(cluster, step, phases)
             staleness_version = store.version
             await store.release(step)
             with phases("record"):
@@ -122,7 +137,8 @@ async def train(config: Config, cluster: Cluster, folder: RunFolder, tracker: Ru
                 with phases("checkpoint"):
                     await save_checkpoint(cluster, folder, step, store.next_untrained_id)
             metrics = summarize_step(summaries, version=staleness_version) | learner_metrics | sync_metrics
-            tracker.log(step, metrics | phases.metrics(summaries) | ledger_metrics(store) | failures.metrics())
+            metrics |= eval_metrics | phases.metrics(summaries) | ledger_metrics(store) | failures.metrics()
+            tracker.log(step, metrics)
 
 
 async def restore(cluster: Cluster, folder: RunFolder) -> tuple[int, int]:

@@ -137,8 +137,10 @@ class VllmEngine:
 
     async def _add(self, request: _Request) -> Any:
         # The salt keeps the prefix cache apart by version: blocks computed with older weights are never read again and
-        # leave by age, without a flush that would cost the running requests theirs.
-        prompt = {"prompt_token_ids": list(request.prompt_ids), "cache_salt": f"version={self.policy_version}"}
+        # leave by age, without a flush that would cost the running requests theirs. And apart by purpose: a cohort
+        # that finds its prompts cached by an evaluation computes other batches than one that does not.
+        purpose = request.request_id.partition("=")[0]
+        prompt = {"prompt_token_ids": list(request.prompt_ids), "cache_salt": f"{purpose} {self.policy_version}"}
         try:
             return await self._engine.add_request(request.request_id, prompt, _sampling_params(request.sampling))
         except Exception as error:  # boundary: vLLM

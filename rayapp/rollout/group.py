@@ -54,7 +54,7 @@ async def run_group(
 
     async def one(index: int) -> Trajectory:
         own = replace(sampling, seed=sampling_seed(request.group_id, index, seed=seed))
-        request_id = f"group={request.group_id}/trajectory={index}"
+        request_id = f"{request.purpose}={request.group_id}/trajectory={index}"
         try:
             async with asyncio.timeout(deadline_s):
                 completion = await engine.generate(request_id, prompt.token_ids.tolist(), own)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 
@@ -30,6 +31,8 @@ class GroupRequest:
     cohort: tuple[int, ...] = ()
     """Ids of the groups that start together with this one. A server admits a cohort's requests in one go, so that the
     batches it computes, and with them the last bits of its log-probs, don't depend on arrival times. Empty: at once."""
+    purpose: Literal["group", "eval"] = "group"
+    """First word of its requests' ids: evaluation meets training neither in a server's queue nor in its cache."""
 
 
 def prompt_index(group_id: int, *, num_prompts: int, seed: int) -> int:

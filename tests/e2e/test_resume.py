@@ -33,15 +33,16 @@ def config_file(tiny_model: Path, letter_tasks: list[str], tmp_path_factory: pyt
         "learner": {"max_tokens_per_microbatch": 256, "compute_dtype": "float32", "optimizer": {"lr": 3e-3}},
         "server": {"kv_cache_gib": 1},
         "checkpoint": {"every_steps": 2},
+        "eval": {"samples_per_task": 3},
     }
     file = folder / "config.yaml"
     file.write_text(yaml.safe_dump(config))
     return file
 
 
-def train(config_file: Path, name: str) -> subprocess.Popen[str]:
+def train(config_file: Path, name: str, *overrides: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, "-m", "rayapp", "train", str(config_file), f"run.name={name}"],
+        [sys.executable, "-m", "rayapp", "train", str(config_file), f"run.name={name}", *overrides],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -75,28 +76,36 @@ def wait_for_step(process: subprocess.Popen[str], folder: Path, step: int) -> No
 
 @pytest.fixture(scope="module")
 def uninterrupted(config_file: Path) -> Path:
-    finish(train(config_file, "uninterrupted"))
+    """A whole run, evaluated after steps 3 and 6."""
+    finish(train(config_file, "uninterrupted", "eval.every_steps=3"))
     return run_folder(config_file, "uninterrupted")
 
 
 @pytest.fixture(scope="module")
 def killed_and_resumed(config_file: Path) -> Path:
-    """A run whose driver is killed with SIGKILL inside step 4, after the checkpoint of step 2, and started again."""
+    """A run whose driver is killed with SIGKILL inside step 4, after the checkpoint of step 2, and started again.
+
+    It is evaluated after steps 2, 4 and 6: other steps than the uninterrupted run, which must make no difference.
+    """
     folder = run_folder(config_file, "killed")
-    process = train(config_file, "killed")
+    process = train(config_file, "killed", "eval.every_steps=2")
     try:
         wait_for_step(process, folder, KILL_AFTER)
     finally:
         os.kill(process.pid, signal.SIGKILL)
         process.wait()
-    finish(train(config_file, "killed"))
+    finish(train(config_file, "killed", "eval.every_steps=2"))
     return folder
 
 
 def deterministic(record: dict[str, float]) -> dict[str, float]:
-    """What does not measure the clock."""
-    clocks = ("timing_s/", "throughput/", "weight_sync/", "time")
-    return {key: value for key, value in record.items() if not key.startswith(clocks)}
+    """What comes from training and does not measure the clock."""
+    others = ("timing_s/", "throughput/", "weight_sync/", "time", "eval/")
+    return {key: value for key, value in record.items() if not key.startswith(others)}
+
+
+def evaluation(record: dict[str, float]) -> dict[str, float]:
+    return {key: value for key, value in record.items() if key.startswith("eval/")}
 
 
 def test_a_run_leaves_one_line_of_metrics_a_step_and_a_model_that_loads(uninterrupted: Path) -> None:
@@ -123,6 +132,20 @@ def test_a_killed_run_goes_on_with_the_metrics_of_one_that_was_not(
     ledger = {key for record in expected for key in record if key.startswith("ledger/")}  # counts from the resume on
     for one, other in zip(found, expected, strict=True):
         assert {k: v for k, v in one.items() if k not in ledger} == {k: v for k, v in other.items() if k not in ledger}
+
+
+def test_training_is_evaluated_when_asked_on_weights_that_are_the_same_after_a_resume(
+    uninterrupted: Path, killed_and_resumed: Path
+) -> None:
+    expected, found = (
+        [evaluation(record) for record in records(folder)] for folder in (uninterrupted, killed_and_resumed)
+    )
+    assert [bool(metrics) for metrics in expected] == [False, False, True, False, False, True]
+    assert [bool(metrics) for metrics in found] == [False, True, False, True, False, True]
+    assert expected[-1] == found[-1]
+    assert {"eval/reward/mean", "eval/task/first/reward/mean", "eval/task/second/reward/mean"} <= expected[-1].keys()
+    assert expected[-1]["eval/groups/count"] == 2.0
+    assert expected[-1]["eval/staleness/max"] == 0.0
 
 
 def test_a_killed_run_samples_the_same_tokens_again(uninterrupted: Path, killed_and_resumed: Path) -> None:
