@@ -65,6 +65,7 @@ class PoolClient:
         self._heartbeat_every_s = heartbeat_every_s
         self._on_exec = on_exec
         self._heart: asyncio.Task[None] | None = None
+        self._late: set[asyncio.Task[None]] = set()
 
     def lease(self, spec: SandboxSpec, *, timeout_s: float) -> PoolLease:
         """A sandbox for the length of an `async with` block."""
@@ -74,7 +75,7 @@ class PoolClient:
         """A lease and its sandbox; neither, if the sandbox can't be had."""
         if self._heart is None:
             self._heart = asyncio.create_task(self._beat(), name=f"heartbeat of {self._holder}")
-        lease = await self._pool.acquire(self._holder, spec, timeout_s=timeout_s)
+        lease = await self._lease(spec, timeout_s)
         try:
             sandbox = await self._sandbox(lease, spec, timeout_s)
         except BaseException as error:
@@ -82,6 +83,24 @@ class PoolClient:
             await asyncio.shield(self._pool.release(lease.lease_id, fate))
             raise
         return lease, LeasedSandbox(sandbox, lease.fallback_from, self._on_exec)
+
+    async def _lease(self, spec: SandboxSpec, timeout_s: float) -> Lease:
+        asked = asyncio.ensure_future(self._pool.acquire(self._holder, spec, timeout_s=timeout_s))
+        try:
+            return await asyncio.shield(asked)
+        except asyncio.CancelledError:
+            # The pool's process does not hear of it: it would lend a sandbox that nobody uses and nobody gives back.
+            late = asyncio.create_task(self._give_back(asked), name=f"give a late lease of {self._holder} back")
+            self._late.add(late)
+            late.add_done_callback(self._late.discard)
+            raise
+
+    async def _give_back(self, asked: asyncio.Future[Lease]) -> None:
+        try:
+            lease = await asked
+            await self._pool.release(lease.lease_id, Fate.DIRTY)
+        except RayappError as error:
+            log.info("%s: a lease that nobody waits for any more: %s", self._holder, error)
 
     async def _sandbox(self, lease: Lease, spec: SandboxSpec, timeout_s: float) -> Sandbox:
         remote = self._remote.get(lease.provider)
@@ -101,6 +120,9 @@ class PoolClient:
         try:
             if lease.connection is None:
                 await sandbox.kill()
+        except SandboxError as error:
+            # What ran in it has its result, and that is worth keeping. The provider's own time limit ends the sandbox.
+            log.warning("%s: sandbox %s was not ended: %s", self._holder, sandbox.id, error)
         finally:
             await self._pool.release(lease.lease_id, fate)
 
@@ -118,6 +140,8 @@ class PoolClient:
         if self._heart is not None:
             self._heart.cancel()
             self._heart = None
+        for late in self._late:
+            late.cancel()
         providers = [provider for provider in (self._local, *self._remote.values()) if provider is not None]
         await asyncio.gather(*(provider.close() for provider in providers))
 

@@ -117,11 +117,12 @@ class _Services:
     @asynccontextmanager
     async def running(self, max_sandboxes: int) -> AsyncIterator[None]:
         limits = {"max_sandboxes": max_sandboxes, "creations_per_s": 1000.0, "creation_burst": 1000}
+        sessions = {"template": "code-interpreter", "max_sandboxes": max_sandboxes}
         async with self.e2b.running() as e2b, self.daytona.running() as daytona, self.mcp.running() as mcp:
             self.sections = {
                 "e2b": E2BConfig.model_validate({"api_url": e2b, "sandbox_url": e2b, **limits}),
                 "daytona": DaytonaConfig.model_validate({"api_url": f"{daytona}/api", **limits}),
-                "mcp": McpConfig.model_validate({"url": mcp, "template": "code-interpreter", **limits}),
+                "mcp": McpConfig.model_validate({"url": mcp, **sessions}),
             }
             yield
 

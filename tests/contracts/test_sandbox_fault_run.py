@@ -1,0 +1,41 @@
+"""The pool while the services behind it fail: a small run of benchmarks/sandbox_faults.py."""
+
+from __future__ import annotations
+
+import pytest
+
+from rayapp.sandbox.testing.fault_programs import PROGRAMS, Program
+from rayapp.sandbox.testing.fault_run import FaultRun, run_with_faults
+from rayapp.types import Reward
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+
+
+async def test_failing_services_cost_retries_and_never_a_verdict_a_sandbox_or_a_lease() -> None:
+    run = FaultRun(executions=300, share=0.05, deaths_per_s=1.0, concurrency=6, timeout_s=30.0, seed=1)
+
+    outcome = await run_with_faults(run)
+
+    assert outcome.wrong == []
+    assert sum(outcome.leaked.values()) == 0, outcome.leaked
+    assert (outcome.hung, outcome.leases_left, outcome.reclaimed, outcome.reported_left) == (0, 0, 0, 0)
+    assert outcome.executions == 300 == sum(outcome.verdicts.values()) + sum(outcome.invalid.values())
+    # The run shows something only if calls did fail, and executions felt it.
+    assert sum(outcome.injected.values()) >= 20
+    assert {name.partition(":")[0] for name in outcome.injected} == {"e2b", "daytona", "mcp"}
+    assert outcome.retried >= 1
+    # Two failures in a row at 5% a call, several calls an execution: a few in a hundred.
+    assert sum(outcome.invalid.values()) <= 30
+
+
+@pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.name)
+def test_a_program_does_not_agree_with_the_verdicts_of_others(program: Program) -> None:
+    rewards = [
+        Reward(value=value, status=status)
+        for value in (-1.0, 0.0, 0.5, 1.0)
+        for status in ("scored", "error", "timeout")
+    ]
+
+    agreeing = [(reward.value, reward.status) for reward in rewards if program.agrees(reward)]
+
+    assert agreeing == [(program.value, program.statuses[0])]
