@@ -13,7 +13,7 @@ from typing import Any
 
 from ray.util import metrics as ray_metrics
 
-from rayapp.tracking.operator_metrics import BY_NAME, METRICS, Metric, Sample, of_step, samples
+from rayapp.tracking.operator_metrics import BY_NAME, METRICS, Metric, of_step, samples
 
 Labels = tuple[tuple[str, str], ...]
 
@@ -28,14 +28,13 @@ class Reporter:
     def __init__(self, run_name: str) -> None:
         self._run_name = run_name
         self._made: dict[str, Any] = {}
-        self._counted: dict[tuple[str, Labels], float] = {}
         self._reported: dict[str, set[Labels]] = {}
 
     def report(self, scalars: Mapping[str, float]) -> None:
         """Set every metric that these scalars feed."""
         present: dict[str, set[Labels]] = {}
         for sample in samples(scalars, now=time.time()):
-            self._set(sample)
+            self._metric(sample.metric).set(sample.value, tags=self._tags(sample.labels))
             present.setdefault(sample.metric.name, set()).add(sample.labels)
         for metric in METRICS:
             if metric.is_zero_when_absent:
@@ -45,19 +44,6 @@ class Reporter:
         """One observation of a histogram."""
         metric = BY_NAME[name]
         self._metric(metric).observe(value, tags=self._tags(tuple(labels.items())))
-
-    def _set(self, sample: Sample) -> None:
-        tags = self._tags(sample.labels)
-        if sample.metric.kind != "counter":
-            self._metric(sample.metric).set(sample.value, tags=tags)
-            return
-        key = (sample.metric.name, sample.labels)
-        # The source started again from 0 when it is below what we counted.
-        before = self._counted.get(key, 0.0)
-        added = sample.value - before if sample.value >= before else sample.value
-        self._counted[key] = sample.value
-        if added > 0:  # Ray refuses to add nothing
-            self._metric(sample.metric).inc(added, tags=tags)
 
     def _clear_absent(self, metric: Metric, present: set[Labels]) -> None:
         """A cause of failures that is over must not be drawn on for ever."""
@@ -75,8 +61,8 @@ class Reporter:
             if metric.kind == "histogram":
                 made: Any = ray_metrics.Histogram(metric.name, boundaries=list(metric.buckets), **options)
             else:
-                maker = ray_metrics.Counter if metric.kind == "counter" else ray_metrics.Gauge
-                made = maker(metric.name, **options)
+                # Counters too: Ray's own can't start at 0, and Prometheus sees no increase in a series' first value.
+                made = ray_metrics.Gauge(metric.name, **options)
             self._made[metric.name] = made
         return self._made[metric.name]
 

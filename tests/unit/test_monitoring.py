@@ -1,6 +1,6 @@
 """What an operator watches: the table of metrics, and the dashboard, alerts and reports made from it.
 
-promtool (of the Debian package prometheus) parses every query and, for each alert, plays a fault that must fire it and a
+promtool (of the Debian package prometheus) parses every query. For each alert it plays a fault that must fire it, and a
 healthy run that must not.
 """
 
@@ -205,7 +205,7 @@ FAULTS: dict[str, dict[str, str]] = {
         'ray_rl_sandbox_failures_total{run="x",provider="e2b",cause="quota"}': "0+6x180",
         'ray_rl_sandbox_created_total{run="x",provider="e2b"}': "0+6x180",
     },
-    "SandboxesStray": {'ray_rl_sandbox_strays_total{run="x",provider="e2b"}': "0x100 1x80"},
+    "SandboxesStray": {'ray_rl_sandbox_strays_total{run="x",provider="e2b"}': "0x140 1x38"},
     "ServerOverloaded": {
         'ray_rl_server_kv_used_share{run="x",server="vllm-server-0"}': "0.99x180",
         'ray_rl_server_waiting{run="x",server="vllm-server-0"}': "7x180",
