@@ -14,7 +14,9 @@ from typing import Annotated
 
 import typer
 
+from rayapp.data.cli import app as data_app
 from rayapp.errors import RayappError, UserError
+from rayapp.job_cli import stop, submit
 from rayapp.k8s.cli import render_k8s
 from rayapp.mcp_server.cli import app as mcp_app
 from rayapp.sandbox.cli import app as sandbox_app
@@ -36,6 +38,7 @@ app.add_typer(config_app, name="config")
 app.add_typer(model_app, name="model")
 app.add_typer(sandbox_app, name="sandbox")
 app.add_typer(mcp_app, name="mcp")
+app.add_typer(data_app, name="data")
 app.command(
     name="render-k8s",
     epilog="Examples:\n\n"
@@ -43,6 +46,13 @@ app.command(
     "  rayapp render-k8s configs/coding_8gpu.yaml --out manifests --values configs/kuberay/examples/kueue.yaml "
     "--set queue.name=team-a",
 )(render_k8s)
+app.command(
+    epilog="Examples:\n\n"
+    "  rayapp submit configs/coding_cpu.yaml run.output_dir=$PWD/outputs model.path=$PWD/models/smollm2-135m\n\n"
+    "  RAY_AUTH_MODE=token RAY_AUTH_TOKEN=… rayapp submit configs/coding_8gpu.yaml run.output_dir=/var/outputs "
+    "--address http://127.0.0.1:8265"
+)(submit)
+app.command(epilog="Examples:\n\n  rayapp stop coding_cpu-20261121-080000\n\n  rayapp stop --all --timeout-s 240")(stop)
 
 ConfigFile = Annotated[Path, typer.Argument(metavar="CONFIG", help="YAML file, e.g. configs/coding_cpu.yaml")]
 OptionalConfigFile = Annotated[
