@@ -181,21 +181,26 @@ async def measure_mcp(tokenizer: Any, count: int) -> None:
     config = SandboxConfig(providers=(LocalConfig(max_sandboxes=2),))
     with tempfile.TemporaryDirectory() as folder:
         async with serving(config, api_key="key", lease_timeout_s=600.0) as url:
-            servers = {"mcpServers": {"own": {"url": url, "api_key": "key"}}}
-            Path(folder, "servers.json").write_text(json.dumps(servers))
-            entry = {
-                "class_name": "verl.tools.mcp_search_tool.MCPSearchTool",
-                "config": {"type": "mcp", "rate_limit": 10_000, "timeout": 600},
-                "mcp": {"mcp_servers_config_path": "servers.json", "tool_selected_list": ["run_code_once"]},
-            }
-            Path(folder, "tools.yaml").write_text(json.dumps({"tools": [entry]}))
-            tools = await open_tools(Path(folder, "tools.yaml"))
+            tools = await open_tools(write_tool_file(Path(folder), url))
             bench = Bench(tokenizer, tools, "run_code_once", script("run_code_once"))
             await bench.run(4)
             started = time.perf_counter()
             episodes = await bench.run(count)
             report_rate("mcp (server in this process)", episodes, time.perf_counter() - started)
             await tools.close()
+
+
+def write_tool_file(folder: Path, url: str) -> Path:
+    servers = {"mcpServers": {"own": {"url": url, "api_key": "key"}}}
+    (folder / "servers.json").write_text(json.dumps(servers))
+    entry = {
+        "class_name": "verl.tools.mcp_search_tool.MCPSearchTool",
+        "config": {"type": "mcp", "rate_limit": 10_000, "timeout": 600},
+        "mcp": {"mcp_servers_config_path": "servers.json", "tool_selected_list": ["run_code_once"]},
+    }
+    path = folder / "tools.yaml"
+    path.write_text(json.dumps({"tools": [entry]}))
+    return path
 
 
 async def measure_concurrent(tokenizer: Any, count: int) -> None:

@@ -85,15 +85,15 @@ def _listening(host: str, port: int) -> socket.socket:
 
 
 def _application(sessions: Sessions, limits: ServerLimits, pool: LeasePool, host: str) -> ASGIApp:
-    server = MCPServer("rayapp-sandboxes", instructions="Runs code in isolated sandboxes.")
+    server = MCPServer("rayapp-sandboxes", instructions="Runs code in isolated sandboxes.", log_level="WARNING")
     tools = SandboxTools(sessions, limits)
     for tool in (tools.run_code, tools.run_code_once, tools.run_command):
         server.add_tool(tool, structured_output=True)
 
-    @server.custom_route("/health", methods=["GET"])
     async def health(request: Request) -> JSONResponse:
         return JSONResponse({"status": "ok", "sessions": sessions.num_bound, **pool.stats()})
 
+    server.custom_route("/health", methods=["GET"])(health)
     # JSON and not an event stream: one answer a call, and clients cap the size of events.
     return server.streamable_http_app(streamable_http_path=PATH, json_response=True, host=host)
 

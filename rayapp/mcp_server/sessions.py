@@ -15,6 +15,8 @@ from rayapp.protocols import Sandbox, SandboxLease, SandboxSource
 from rayapp.types import SandboxSpec
 
 log = logging.getLogger(__name__)
+_MAX_REMEMBERED = 10_000
+"""Sessions known at once, ended ones included: clients that vanish never say that theirs is over."""
 
 
 @dataclass(slots=True)
@@ -58,6 +60,8 @@ class Sessions:
             SandboxGoneError: it has ended; the session gets no other, whose names would not be there.
             SandboxError: none can be had.
         """
+        if len(self._bound) > _MAX_REMEMBERED:
+            self._bound = {key: bound for key, bound in self._bound.items() if not bound.is_over}
         bound = self._bound.setdefault(session_id, _Bound())
         async with bound.lock:
             if bound.is_over:

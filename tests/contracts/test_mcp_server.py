@@ -163,7 +163,7 @@ async def test_our_own_mcp_provider_works_on_our_own_server(url: str) -> None:
 
 
 async def test_address_that_is_taken_is_a_clear_error(url: str) -> None:
-    port = int(url.split(":")[2].split("/")[0])
+    port = int(url.split(":")[2].split("/", maxsplit=1)[0])
 
     with pytest.raises(ConfigError, match="can't be listened on"):
         async with serving(SANDBOXES, api_key=KEY, port=port):

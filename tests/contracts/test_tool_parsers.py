@@ -71,5 +71,5 @@ def test_no_text_makes_a_parser_raise(text: str, vllm_parser: ToolCallParser) ->
 def test_unknown_parser_is_refused_with_those_there_are(chat_tokenizer: Any, vllm_parser: ToolCallParser) -> None:
     from rayapp.engines.vllm_tool_parser import load_parser
 
-    with pytest.raises(ConfigError, match="no tool parser 'hermse'; it has: .*hermes"):
+    with pytest.raises(ConfigError, match=r"no tool parser 'hermse'; it has: .*hermes"):
         load_parser("hermse", chat_tokenizer, TOOLS)

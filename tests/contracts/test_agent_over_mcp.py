@@ -1,0 +1,113 @@
+"""Whole episodes with tools of a real MCP server, which may die under them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rayapp.agent.chat import ChatFormat, load_template
+from rayapp.agent.episode import AgentLimits, AgentPrompt, Episode
+from rayapp.agent.loop import AgentLoop
+from rayapp.agent.outcome import to_trajectory
+from rayapp.agent.parsing import HermesParser
+from rayapp.engines.scripted import ScriptedEngine
+from rayapp.mcp_server.app import serving
+from rayapp.sandbox.config import LocalConfig, SandboxConfig
+from rayapp.tools.loading import open_tools
+from rayapp.tools.toolset import ToolSet
+from rayapp.types import Reward, RolloutStatus, SamplingParams
+
+SANDBOXES = SandboxConfig(providers=(LocalConfig(max_sandboxes=2),))
+MESSAGES = ({"role": "user", "content": "6 * 7?"},)
+KWARGS = {"calc_gsm8k_reward": {"create_kwargs": {"ground_truth": "42"}}}
+
+
+def call(name: str, **arguments: object) -> str:
+    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments}, ensure_ascii=False)}\n</tool_call>"
+
+
+TURNS = (
+    "I compute." + call("run_code_once", code="print('é漢', 6 * 7)"),
+    call("calc_gsm8k_reward", answer="41") + call("calc_gsm8k_reward", answer="42"),
+    "#### 42",
+)
+
+
+async def tool_set(folder: Path, url: str) -> ToolSet:
+    servers = {"mcpServers": {"own": {"url": url, "headers": {"E2B-API-KEY": "key"}}}}
+    (folder / "servers.json").write_text(json.dumps(servers))
+    mcp = {
+        "class_name": "verl.tools.mcp_search_tool.MCPSearchTool",
+        "config": {"type": "mcp", "timeout": 30, "reconnect_timeout": 0.5},
+        "mcp": {"mcp_servers_config_path": "servers.json", "tool_selected_list": ["run_code_once"]},
+    }
+    gsm8k = {"class_name": "verl.tools.gsm8k_tool.Gsm8kTool", "config": {"type": "native"}}
+    (folder / "tools.yaml").write_text(json.dumps({"tools": [mcp, gsm8k]}))
+    return await open_tools(folder / "tools.yaml")
+
+
+async def play(tokenizer: Any, tools: ToolSet, turns: Sequence[str], request_id: str = "t") -> Episode:
+    chat = ChatFormat(tokenizer, tools.schemas, template=load_template("chatml_hermes"))
+    limits = AgentLimits(max_response_tokens=4000)
+    loop = AgentLoop(chat=chat, parser=HermesParser(), tools=tools, limits=limits)
+    engine = ScriptedEngine(
+        lambda text: tokenizer.encode(text, add_special_tokens=False),
+        tokenizer.decode,
+        lambda request_id, prompt_ids: turns[int(request_id.rpartition("=")[2])],
+        end_id=tokenizer.eos_token_id,
+    )
+    prompt = AgentPrompt(messages=MESSAGES, token_ids=tuple(chat.prompt_ids(MESSAGES)), tools_kwargs=KWARGS)
+    return await loop.run(prompt, engine=engine, sampling=SamplingParams(max_tokens=900), request_id=request_id)
+
+
+async def test_episode_of_the_seeds_job_from_question_to_trajectory(chat_tokenizer: Any, tmp_path: Path) -> None:
+    async with serving(SANDBOXES, api_key="key") as url:
+        tools = await tool_set(tmp_path, url)
+        episode = await play(chat_tokenizer, tools, TURNS)
+        await tools.close()
+
+    trajectory = to_trajectory(episode, Reward(value=1.0, terms={"answer": 1.0}))
+    assert [record.output for record in episode.calls] == [
+        "é漢 42",
+        "Current parsed answer='41' reward=0.0",
+        "Current parsed answer='42' reward=1.0",
+    ]
+    # Wrong costs 0.05, right adds nothing.
+    assert trajectory.reward.terms["tool/step_reward"] == -0.05
+    assert trajectory.reward.terms["tool/reward/calc_gsm8k_reward"] == 1.0
+    assert (trajectory.num_turns, trajectory.status, trajectory.is_trainable) == (3, RolloutStatus.COMPLETED, True)
+
+
+async def test_server_that_dies_fails_the_trajectories_that_need_it_and_no_other(
+    chat_tokenizer: Any, tmp_path: Path
+) -> None:
+    async with serving(SANDBOXES, api_key="key") as url:
+        tools = await tool_set(tmp_path, url)
+        assert (await play(chat_tokenizer, tools, TURNS)).status is RolloutStatus.COMPLETED
+
+    needy, other = TURNS, (call("calc_gsm8k_reward", answer="42"), "#### 42")
+    episodes = await asyncio.gather(*(play(chat_tokenizer, tools, turns) for turns in (needy, other, needy)))
+    await tools.close()
+
+    statuses = [episode.status for episode in episodes]
+    assert statuses == [RolloutStatus.ERROR_TOOL, RolloutStatus.COMPLETED, RolloutStatus.ERROR_TOOL]
+    failed = to_trajectory(episodes[0], None)
+    assert (failed.reward.failure_kind, failed.is_trainable) == ("tool_unavailable", False)
+    assert "could not be reached for 0.5 s" in failed.reward.detail
+
+
+async def test_huge_and_odd_output_reaches_the_policy_cut(chat_tokenizer: Any, tmp_path: Path) -> None:
+    codes = ("print('漢' * 20_000)", "print(chr(0xd800))", "print('\\x00\\x1b[31m<|im_end|>')")
+    turns = ("".join(call("run_code_once", code=code) for code in codes), "done")
+    async with serving(SANDBOXES, api_key="key") as url:
+        tools = await tool_set(tmp_path, url)
+        episode = await play(chat_tokenizer, tools, turns)
+        await tools.close()
+
+    assert episode.status is RolloutStatus.TRUNCATED or episode.status is RolloutStatus.COMPLETED
+    assert [record.failure for record in episode.calls] == ["", "", ""]
+    assert len(episode.calls[0].output) == 1024 + len("...(truncated)...")
+    assert "UnicodeEncodeError" in episode.calls[1].output or "\ufffd" in episode.calls[1].output
