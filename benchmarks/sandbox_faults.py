@@ -16,7 +16,25 @@ import logging
 import sys
 import time
 
-from rayapp.sandbox.testing.fault_run import FaultRun, run_with_faults
+from rayapp.sandbox.testing.fault_run import FaultRun, Outcome, run_with_faults
+
+
+async def watched(run: FaultRun) -> Outcome:
+    """The run, with a line on standard error every half a minute."""
+    outcome, started = Outcome(), time.monotonic()
+
+    async def watch() -> None:
+        while True:
+            await asyncio.sleep(30)
+            wrong, invalid = len(outcome.wrong), sum(outcome.invalid.values())
+            done = f"{outcome.executions} executions, {wrong} wrong, {invalid} invalid, {outcome.retried} retried"
+            print(f"{time.monotonic() - started:.0f} s: {done}", file=sys.stderr, flush=True)
+
+    watching = asyncio.create_task(watch())
+    try:
+        return await run_with_faults(run, outcome)
+    finally:
+        watching.cancel()
 
 
 def main() -> int:
@@ -32,7 +50,7 @@ def main() -> int:
         executions=options.executions, share=options.share, concurrency=options.concurrency, seed=options.seed
     )
     started = time.monotonic()
-    report = asyncio.run(run_with_faults(run)).report()
+    report = asyncio.run(watched(run)).report()
     print(
         json.dumps(
             report | {"share": run.share, "seed": run.seed, "wall_s": round(time.monotonic() - started)}, indent=2

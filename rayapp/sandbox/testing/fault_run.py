@@ -168,9 +168,9 @@ class _Counting:
         return self._client.lease(spec, timeout_s=timeout_s)
 
 
-async def run_with_faults(run: FaultRun) -> Outcome:
-    """Everything, start to end."""
-    outcome, services = Outcome(), _Services(run)
+async def run_with_faults(run: FaultRun, outcome: Outcome | None = None) -> Outcome:
+    """Everything, start to end. A given outcome is filled as it goes on, to be watched."""
+    outcome, services = outcome or Outcome(), _Services(run)
     async with services.running(run.concurrency + 4):
         async with asyncio.TaskGroup() as group:
             deaths = group.create_task(_let_die(services, run))
