@@ -31,7 +31,10 @@ def save_learner(learner: PolicyLearner, folder: str, version: int) -> None:
     try:
         save(state, checkpoint_id=folder, process_group=learner.ranks.cpu_group)
     except (CheckpointException, OSError) as error:
-        raise CheckpointError(f"the checkpoint in {folder} can't be written: {_reason(error)}") from error
+        raise CheckpointError(
+            f"the checkpoint in {folder} can't be written: {_reason(error)}. The last whole checkpoint is intact; mend "
+            "this (on a full disk: free some space) and start the same command again to go on from it."
+        ) from error
 
 
 def load_learner(learner: PolicyLearner, folder: str) -> int:
