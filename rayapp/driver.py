@@ -11,19 +11,20 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 
 from rayapp.cluster import Cluster, open_cluster
 from rayapp.config import Config
 from rayapp.failures import FailureBudget
-from rayapp.interrupts import run_until_done
+from rayapp.interrupts import run_until_done, uninterrupted
 from rayapp.model_check import check_model
 from rayapp.phases import Phases
 from rayapp.rollout.order import GroupRequest
 from rayapp.rollout.prompts import render_prompts
 from rayapp.run_folder import RunFolder
-from rayapp.store import TrajectoryStore
+from rayapp.store import StoredGroup, TrajectoryStore
 from rayapp.tasks.loading import load_tasks
 from rayapp.tracking.metrics import summarize_step
 from rayapp.tracking.plots import write_reward_plot
@@ -38,7 +39,7 @@ def run_training(config: Config) -> None:
     Raises:
         UserError: the model, a task, the run folder or the cluster can't be used; nothing was started, or all of it
             has ended.
-        KeyboardInterrupt: Ctrl-C or SIGTERM; the actors have ended and the last checkpoint is whole.
+        KeyboardInterrupt: Ctrl-C or SIGTERM; the steps done are saved and the actors have ended.
     """
     check_inputs(config)
     with RunFolder.open(config) as folder:
@@ -116,29 +117,65 @@ async def train(config: Config, cluster: Cluster, folder: RunFolder, tracker: Ru
         num_groups=(config.train.num_steps - version) * config.train.groups_per_step,
         next_group_id=next_group_id,
     )
-    failures = FailureBudget(config.rollout.max_failed_ratio)
-    async with feeding(cluster, store):
+    run = Run(
+        cluster=cluster,
+        folder=folder,
+        tracker=tracker,
+        store=store,
+        failures=FailureBudget(config.rollout.max_failed_ratio),
+    )
+    async with saving_when_stopped(cluster, folder, store), feeding(cluster, store):
         for step in range(version + 1, config.train.num_steps + 1):
             phases = Phases(on_change=tracker.phase)
             with phases("rollout"):
                 groups = await store.take(config.train.groups_per_step)
-            summaries = tuple(group.summary for group in groups)
-            failures.record(summaries)
-            with phases("train"):
-                learner_metrics = await cluster.learners.train_step(step, summaries, [group.ref for group in groups])
-            with phases("weight_sync"):
-                sync_metrics = await cluster.sync_weights(step)
-            eval_metrics = await validate(cluster, step, phases)
-            staleness_version = store.version
-            await store.release(step)
-            with phases("record"):
-                await folder.write_trajectories(step, await cluster.fetch_groups(groups))
-            if is_due(step, config.checkpoint.every_steps, last=config.train.num_steps):
-                with phases("checkpoint"):
-                    await save_checkpoint(cluster, folder, step, store.next_untrained_id)
-            metrics = summarize_step(summaries, version=staleness_version) | learner_metrics | sync_metrics
-            metrics |= eval_metrics | phases.metrics(summaries) | ledger_metrics(store) | failures.metrics()
-            tracker.log(step, metrics)
+            # A stop waits for a step that has begun to train: half of one can't be saved.
+            await uninterrupted(train_step(run, step, groups, phases))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """What every step of a run works with."""
+
+    cluster: Cluster
+    folder: RunFolder
+    tracker: RunTracker
+    store: Store
+    failures: FailureBudget
+
+
+async def train_step(run: Run, step: int, groups: Sequence[StoredGroup[object]], phases: Phases) -> None:
+    """Train on the groups, give the servers the new weights, write the step down."""
+    cluster, folder, store, config = run.cluster, run.folder, run.store, run.cluster.config
+    summaries = tuple(group.summary for group in groups)
+    run.failures.record(summaries)
+    with phases("train"):
+        learner_metrics = await cluster.learners.train_step(step, summaries, [group.ref for group in groups])
+    with phases("weight_sync"):
+        sync_metrics = await cluster.sync_weights(step)
+    eval_metrics = await validate(cluster, step, phases)
+    staleness_version = store.version
+    await store.release(step)
+    with phases("record"):
+        await folder.write_trajectories(step, await cluster.fetch_groups(groups))
+    if is_due(step, config.checkpoint.every_steps, last=config.train.num_steps):
+        with phases("checkpoint"):
+            await save_checkpoint(cluster, folder, step, store.next_untrained_id)
+    metrics = summarize_step(summaries, version=staleness_version) | learner_metrics | sync_metrics
+    metrics |= eval_metrics | phases.metrics(summaries) | ledger_metrics(store) | run.failures.metrics()
+    run.tracker.log(step, metrics)
+
+
+@asynccontextmanager
+async def saving_when_stopped(cluster: Cluster, folder: RunFolder, store: Store) -> AsyncIterator[None]:
+    """A run that is stopped (Ctrl-C, SIGTERM, `ray job stop`) saves the steps since its last checkpoint, then stops."""
+    try:
+        yield
+    except asyncio.CancelledError:
+        last = folder.latest_checkpoint()
+        if store.version > (last.version if last is not None else 0):
+            await save_checkpoint(cluster, folder, store.version, store.next_untrained_id)
+        raise
 
 
 async def restore(cluster: Cluster, folder: RunFolder) -> tuple[int, int]:

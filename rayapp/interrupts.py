@@ -44,3 +44,17 @@ def run_until_done(coroutine: Coroutine[Any, Any, T]) -> T:
             raise
         except BaseExceptionGroup as group:
             raise first_error(group) from group
+
+
+async def uninterrupted(coroutine: Coroutine[Any, Any, T]) -> T:
+    """Run to the end what must not be left half done; a cancellation that comes meanwhile takes effect after it.
+
+    A second cancellation is a person who will not wait: it ends the coroutine too.
+    """
+    task = asyncio.ensure_future(coroutine)
+    try:
+        return await asyncio.shield(task)
+    except asyncio.CancelledError:
+        if not task.done():
+            await task
+        raise
