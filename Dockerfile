@@ -1,0 +1,32 @@
+# The image of a run: Ray head, workers, dataset Job. Build: docker build --build-arg DEVICE=gpu -t REGISTRY/rayapp:VERSION .
+# Everything is installed here; a pod that starts installs nothing. For an image that is the same every time, give the base
+# by digest: --build-arg PYTHON_IMAGE=python@sha256:...
+ARG PYTHON_IMAGE=python:3.12-slim-bookworm
+FROM ${PYTHON_IMAGE} AS build
+ARG DEVICE=gpu
+WORKDIR /opt/rayapp
+COPY runtime_env runtime_env
+COPY pyproject.toml README.md LICENSE ./
+RUN python -m venv .venv \
+    && .venv/bin/pip install --no-cache-dir --no-deps -r "runtime_env/requirements-${DEVICE}.lock"
+COPY rayapp rayapp
+COPY actors actors
+COPY configs configs
+RUN .venv/bin/pip install --no-cache-dir --no-deps --no-build-isolation -e .
+
+FROM ${PYTHON_IMAGE}
+# gcc: vLLM compiles kernels when it starts. wget: KubeRay's probes call it. procps: Ray's dashboard calls ps.
+# hadolint ignore=DL3008
+RUN apt-get update \
+    && apt-get install -y --no-install-recommends gcc libc6-dev procps wget \
+    && rm -rf /var/lib/apt/lists/*
+RUN useradd --uid 10001 --create-home rayapp
+COPY --from=build --chown=10001:10001 /opt/rayapp /opt/rayapp
+ENV PATH=/opt/rayapp/.venv/bin:$PATH \
+    PYTHONUNBUFFERED=1 \
+    RAY_USAGE_STATS_ENABLED=0 \
+    HF_HOME=/tmp/huggingface
+USER 10001
+WORKDIR /opt/rayapp
+ENTRYPOINT []
+CMD ["python", "-m", "rayapp", "--help"]
