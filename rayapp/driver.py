@@ -229,7 +229,7 @@ async def generate(cluster: Cluster, store: Store, request: GroupRequest) -> Non
 
 
 def ledger_metrics(store: Store) -> dict[str, float]:
-    """Groups by state.
+    """Groups by state, and how long the oldest that is ready has waited.
 
     Raises:
         AssertionError: a group was lost or counted twice.
@@ -237,4 +237,5 @@ def ledger_metrics(store: Store) -> dict[str, float]:
     ledger = store.ledger()
     assert ledger.balances(), f"the ledger does not balance: {ledger}"
     counts = {"admitted", "ready", "training", "trained", "dropped", "issued"}
-    return {f"ledger/{name}": float(getattr(ledger, name)) for name in sorted(counts)}
+    queue = {"queue/oldest_ready_s": store.oldest_ready_s()}
+    return queue | {f"ledger/{name}": float(getattr(ledger, name)) for name in sorted(counts)}

@@ -13,8 +13,9 @@ start on weights about to be replaced. So a group is never older than `max_stale
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 from rayapp.types import GroupSummary
@@ -29,6 +30,8 @@ class StoredGroup(Generic[RefT]):
     summary: GroupSummary
     ref: RefT
     """Reference to the `Group` in the object store; never resolved by the driver."""
+    ready_at_s: float = field(default_factory=time.monotonic)
+    """When it was finished, on the monotonic clock."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -160,6 +163,11 @@ class TrajectoryStore(Generic[RefT]):
     def next_untrained_id(self) -> int:
         """Where a resumed run starts handing out ids: groups in flight now are generated again, once."""
         return min((*self._admitted, *self._ready, *self._training), default=self._next_id)
+
+    def oldest_ready_s(self) -> float:
+        """Seconds that the oldest finished group has waited to be trained on; 0 when none waits."""
+        now = time.monotonic()
+        return max((now - group.ready_at_s for group in self._ready.values()), default=0.0)
 
     def ledger(self) -> Ledger:
         return Ledger(

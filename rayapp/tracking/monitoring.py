@@ -1,6 +1,7 @@
 """Writes what Prometheus and Grafana read: `python -m rayapp.tracking.monitoring`. A test says when it must run again.
 
-configs/monitoring/ is for a workstation; the Helm chart can only read files below itself, so it gets copies.
+configs/monitoring/ is for a workstation; the Helm chart can only read files below itself, so it gets copies. The table
+of alerts in docs/operate.md comes from here too.
 """
 
 from __future__ import annotations
@@ -10,10 +11,12 @@ from pathlib import Path
 
 import yaml
 
-from rayapp.tracking.alerts import rule_file
+from rayapp.tracking.alerts import ALERTS, rule_file
 from rayapp.tracking.dashboard import dashboard
 
 CONFIGS = Path(__file__).parents[2] / "configs"
+GUIDE = CONFIGS.parent / "docs" / "operate.md"
+BEGIN, END = "<!-- alerts: made by rayapp.tracking.monitoring -->\n", "<!-- end of alerts -->\n"
 NOTE = "# Made by `python -m rayapp.tracking.monitoring`; what is in it is decided in rayapp/tracking/.\n"
 
 
@@ -23,11 +26,20 @@ def files() -> dict[Path, str]:
     board = json.dumps(dashboard(), indent=1) + "\n"
     chart = CONFIGS / "kuberay" / "chart" / "files"
     return {
+        GUIDE: _with_table(GUIDE.read_text()),
         CONFIGS / "monitoring" / "alerts.yaml": alerts,
         CONFIGS / "monitoring" / "grafana-dashboard.json": board,
         chart / "alerts.yaml": alerts,
         chart / "grafana-dashboard.json": board,
     }
+
+
+def _with_table(guide: str) -> str:
+    """The guide with its table of alerts made anew."""
+    before, rest = guide.split(BEGIN)
+    rows = [f"| `{a.name}` | {a.severity} | {' '.join(a.runbook)} |" for a in ALERTS]
+    table = "\n".join(["| alert | severity | what to do |", "|---|---|---|", *rows])
+    return f"{before}{BEGIN}{table}\n{END}{rest.split(END)[1]}"
 
 
 def main() -> None:
