@@ -111,7 +111,7 @@ def evaluate(expression: str, numbers: Mapping[str, Fraction]) -> Fraction:
 
 def _draw_all(template: Template) -> Iterator[dict[str, Any]]:
     """Different problems of one kind, for ever the same ones."""
-    draw, seen = random.Random(f"{_SEED}:{template.name}"), set()
+    draw, seen = random.Random(f"{_SEED}:{template.name}"), set[tuple[tuple[str, int], ...]]()
     while len(seen) < sum(SPLITS.values()):
         numbers = {name: draw.randint(low, high) for name, (low, high) in template.numbers.items()}
         for name, expression in template.derived.items():
@@ -122,14 +122,13 @@ def _draw_all(template: Template) -> Iterator[dict[str, Any]]:
 
 
 def _write(template: Template, numbers: dict[str, int], who: str) -> dict[str, Any]:
-    known, lines = dict(numbers), []
+    known, lines, name = dict(numbers), [], ""
     for step in template.steps:
         sentence, expression, name = (part.strip() for part in step.split("|"))
         shown = re.sub(r"[a-z]\w*", lambda found: str(known[found.group()]), expression)
         known[name] = _whole(evaluate(expression, _fractions(known)))
         lines.append(f"{sentence.format(who=who, **numbers)} {shown} = <<{shown}={known[name]}>>{known[name]}.")
-        final = known[name]
-    answer = "\n".join([*lines, f"#### {final}"])
+    answer = "\n".join([*lines, f"#### {known[name]}"])
     question = template.question.format(who=who, **numbers)
     return {"question": question, "answer": answer, "template": template.name, "numbers": numbers}
 
