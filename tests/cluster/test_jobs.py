@@ -147,7 +147,7 @@ def test_rendered_rayjob_runs_as_its_sidecar_would_run_it(head: Head, tmp_path: 
         f"'{json.dumps(yaml.safe_load(spec['runtimeEnvYAML']))}' -- {entrypoint}",
     )  # fmt: skip
 
-    assert "error: model.path /var/models/Qwen2.5-Coder-3B-Instruct" in done.stdout + done.stderr
+    assert "error: model.path '/var/models/Qwen2.5-Coder-3B-Instruct'" in done.stdout + done.stderr
     assert done.returncode == 1
 
 
@@ -169,7 +169,7 @@ def test_job_that_can_not_start_fails_with_its_own_message(head: Head, tmp_path:
     )
 
     assert done.returncode == 1, done.stdout + done.stderr
-    assert "error: model.path /not/there" in done.stdout
+    assert "error: model.path '/not/there'" in done.stdout
     assert done.stderr.splitlines()[-1].endswith(": FAILED")
 
 
