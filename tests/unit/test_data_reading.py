@@ -114,7 +114,7 @@ def test_at_most_two_windows_are_held(two_files: list[str], tmp_path: Path) -> N
 
     held = data._loaded.cache_info()
     assert held.currsize == 2
-    # 20 rows in groups of 4, 4, 3 and 4, 4, 1: six groups; the groups of 3 and 1 may share a window. Each is read once an epoch.
+    # 20 rows in groups of 4, 4, 3 and 4, 4, 1: at most six windows an epoch, each read once; 45 rows are 2.25 epochs.
     assert held.misses <= 6 + 6 + 3
 
 

@@ -1,0 +1,150 @@
+"""Reward functions of the user, named by import path, sync or async, with a deadline. Called by `answers.py`.
+
+The function has verl's signature, so those written for verl work unchanged:
+
+    def compute_score(data_source, solution_str, ground_truth, extra_info=None) -> float | dict
+
+It is the user's own code and trusted: code that the model wrote belongs into a sandbox.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import importlib.util
+import inspect
+import math
+import threading
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rayapp.errors import ConfigError, RayappError
+
+
+class RewardFailedError(RayappError):
+    """A custom function raised, took too long, or returned nonsense: no verdict on the policy.
+
+    Args:
+        kind: reward_error, reward_timeout or reward_nonsense.
+    """
+
+    def __init__(self, message: str, kind: str) -> None:
+        super().__init__(message)
+        self.kind = kind
+
+    def __reduce__(self) -> tuple[type[RewardFailedError], tuple[str, str]]:
+        return type(self), (str(self), self.kind)
+
+
+@dataclass(slots=True, kw_only=True)
+class CustomReward:
+    """A function by name. Picklable: what it names is imported where it is first called.
+
+    Example: `CustomReward(path="my_rewards.py:compute_score")` or `CustomReward(path="package.module:function")`.
+    """
+
+    path: str
+    timeout_s: float = 30.0
+    _function: Callable[..., Any] | None = field(default=None, init=False, repr=False, compare=False)
+
+    def load(self) -> Callable[..., Any]:
+        """Import it; call this when the run starts.
+
+        Raises:
+            ConfigError: it can't be found, or is no function.
+        """
+        if self._function is None:
+            self._function = load_function(self.path)
+        return self._function
+
+    async def __call__(self, **arguments: Any) -> dict[str, float]:
+        """`{"score": …}` and any further terms.
+
+        Raises:
+            RewardFailedError: no usable answer in time.
+        """
+        function = self.load()
+        try:
+            async with asyncio.timeout(self.timeout_s):
+                if inspect.iscoroutinefunction(function):
+                    found = await function(**arguments)
+                else:
+                    found = await asyncio.wrap_future(_in_thread(function, arguments))
+        except TimeoutError as error:
+            raise RewardFailedError(f"{self.path} took over {self.timeout_s:g} s", "reward_timeout") from error
+        except Exception as error:  # boundary: the user's code raises what it likes
+            raise RewardFailedError(f"{self.path} raised {type(error).__name__}: {error}", "reward_error") from error
+        return _terms(found, self.path)
+
+    def __getstate__(self) -> tuple[str, float]:
+        return self.path, self.timeout_s
+
+    def __setstate__(self, state: tuple[str, float]) -> None:
+        self.path, self.timeout_s = state
+        self._function = None
+
+
+def load_function(path: str) -> Callable[..., Any]:
+    """The function that `module:name` or `file.py:name` names.
+
+    Raises:
+        ConfigError: it can't be imported, isn't there, or is no function.
+    """
+    place, _, name = path.rpartition(":")
+    if not place or not name:
+        raise ConfigError(f"reward function {path!r}: write package.module:function or file.py:function")
+    try:
+        module = _load_file(Path(place)) if place.endswith(".py") else importlib.import_module(place)
+    except Exception as error:  # boundary: the module is the user's and raises what it likes
+        raise ConfigError(f"reward function {path!r} can't be imported: {type(error).__name__}: {error}") from error
+    function = getattr(module, name, None)
+    if not callable(function):
+        raise ConfigError(f"reward function {path!r}: {place} has no function {name!r}")
+    return function  # type: ignore[no-any-return]
+
+
+def _load_file(path: Path) -> Any:
+    if not path.is_file():
+        raise FileNotFoundError(f"there is no file {path}")
+    spec = importlib.util.spec_from_file_location(f"rayapp_user_reward_{path.stem}", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def _in_thread(function: Callable[..., Any], arguments: Mapping[str, Any]) -> Future[Any]:
+    """Runs in a daemon thread of its own: one that never ends holds up neither other calls nor the process's exit."""
+    future: Future[Any] = Future()
+
+    def run() -> None:
+        try:
+            result = function(**arguments)
+        except BaseException as error:
+            _settle(future, error=error)
+        else:
+            _settle(future, result=result)
+
+    threading.Thread(target=run, name="custom-reward", daemon=True).start()
+    return future
+
+
+def _settle(future: Future[Any], *, result: object = None, error: BaseException | None = None) -> None:
+    # False when the caller's deadline passed first: then nobody waits for the answer.
+    if future.set_running_or_notify_cancel():
+        future.set_exception(error) if error is not None else future.set_result(result)
+
+
+def _terms(found: object, path: str) -> dict[str, float]:
+    raw = found if isinstance(found, Mapping) else {"score": found}
+    if "score" not in raw:
+        raise RewardFailedError(f"{path} returned a dict without score: {sorted(map(str, raw))}", "reward_nonsense")
+    # verl's functions may add texts such as the parsed answer: they are no terms.
+    terms = {str(name): float(value) for name, value in raw.items() if isinstance(value, int | float)}
+    if not math.isfinite(terms.get("score", math.nan)):
+        raise RewardFailedError(f"{path} returned {raw['score']!r}, which is no finite number", "reward_nonsense")
+    return terms
