@@ -210,7 +210,7 @@ async def _run_pool(
 
 def _all(services: _Services, config: SandboxConfig) -> Mapping[str, RemoteProvider]:
     """Provider objects of one process: the pool's and the worker's are not the same ones."""
-    return {name: services.provider(services.sections[name]) for name in (each.type for each in config.providers)}  # type: ignore[index]
+    return {name: services.provider(services.sections[name]) for name in (each.type for each in config.providers)}
 
 
 async def _execute_all(
