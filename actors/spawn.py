@@ -21,6 +21,8 @@ from typing import Any
 import ray
 import yaml
 
+from rayapp.errors import ConfigError
+
 RUNTIME_ENV_FOLDER = Path(__file__).parent.parent / "runtime_env"
 
 
@@ -62,6 +64,8 @@ def spawn(role: str, name: str, *args: object, num_gpus: float = 0) -> Any:
         role: a key of ROLES.
         name: its name in the dashboard, unique in the namespace.
         args: for the constructor.
+    Raises:
+        ConfigError: another run of this name goes on.
     """
     spec = ROLES[role]
     options: dict[str, Any] = {
@@ -76,7 +80,14 @@ def spawn(role: str, name: str, *args: object, num_gpus: float = 0) -> Any:
         options["lifetime"] = "detached"
     if spec.max_concurrency is not None:
         options["max_concurrency"] = spec.max_concurrency
-    return ray.remote(_load(spec.class_path)).options(**options).remote(*args)
+    try:
+        return ray.remote(_load(spec.class_path)).options(**options).remote(*args)
+    except ray.exceptions.ActorAlreadyExistsError:
+        namespace = ray.get_runtime_context().namespace
+        raise ConfigError(
+            f"an actor {name} runs in the namespace {namespace} of this Ray already: another run has the same run.name. "
+            "Stop that one (rayapp stop, ray job stop), or choose another run.name."
+        ) from None
 
 
 def role_env(role: str, *, num_gpus: float = 0) -> dict[str, str]:
