@@ -60,7 +60,7 @@ def open_files(paths: Sequence[Path]) -> list[RowGroup]:
     for path in paths:
         with _reading(path):
             groups += _open_one(path)
-    if not groups:
+    if not any(group.num_rows for group in groups):
         raise InputError(f"no rows in {', '.join(map(str, paths))}")
     return groups
 

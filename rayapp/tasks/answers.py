@@ -1,9 +1,9 @@
-"""What a completion for a row of data is worth: verl's rule for its data source, terms of its form, tool and custom terms.
+"""What a completion for a row of data is worth: verl's rule for its data source, and terms of form, tools and users.
 
     completion, row -> {correct, format, tool, custom terms} -> Reward(value = weighted sum, terms = all of them)
 
-Called by the agent loop after the last turn. Scores are verl's own functions, imported when first used. Never raises for
-what the completion says or what a custom function does.
+Called by the agent loop after the last turn. Scores are verl's own functions, imported when first used.
+Never raises for what the completion says or what a custom function does.
 """
 
 from __future__ import annotations
