@@ -85,7 +85,7 @@ def spawn(role: str, name: str, *args: object, num_gpus: float = 0) -> Any:
     except ray.exceptions.ActorAlreadyExistsError:
         namespace = ray.get_runtime_context().namespace
         raise ConfigError(
-            f"an actor {name} runs in the namespace {namespace} of this Ray already: another run has the same run.name. "
+            f"an actor {name} runs in namespace {namespace} of this Ray already: another run has the same run.name. "
             "Stop that one (rayapp stop, ray job stop), or choose another run.name."
         ) from None
 
