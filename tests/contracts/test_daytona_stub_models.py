@@ -7,8 +7,10 @@ the SDK and have no model there: the SDK itself, which reads them in the contrac
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import json
+import pkgutil
 import re
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
@@ -161,9 +163,9 @@ def unread(client: ModuleType, model: str, body: object) -> list[str]:
 def routes(client: ModuleType) -> tuple[Route, ...]:
     """The calls of a generated client, read from its source: each states its route and, above it, its answers."""
     found = []
-    for api in vars(client.api).values():
-        if inspect.ismodule(api):
-            found += _routes_of(inspect.getsource(api))
+    package = importlib.import_module(f"{client.__name__}.api")
+    for name in (module.name for module in pkgutil.iter_modules(package.__path__)):
+        found += _routes_of(inspect.getsource(importlib.import_module(f"{package.__name__}.{name}")))
     assert len(found) > 20, "the generated code has another form now: read it again"
     return tuple(found)
 

@@ -24,6 +24,7 @@ from rayapp.sandbox.local.seccomp import (
 )
 
 ALLOW, KILL, ERRNO = 0x7FFF0000, 0x80000000, 0x00050000
+FILLED_IN = rules.ClosingAlone()
 MACHINES = sorted(syscalls.NUMBERS)
 HEADERS = {
     "x86_64": Path("/usr/include/x86_64-linux-gnu/asm/unistd_64.h"),
@@ -143,3 +144,8 @@ def test_numbers_are_those_of_the_kernels_headers(machine: str) -> None:
     # Calls newer than the headers have the same number everywhere; nothing here could check them.
     known = {name: number for name, number in syscalls.NUMBERS[machine].items() if number <= 450}
     assert {name: int(found.get(name, -1)) for name in known} == known
+
+
+@given(st.integers(min_value=1, max_value=1 << 22))
+def test_the_filter_for_a_process_id_is_the_same_whether_made_or_filled_in(pid: int) -> None:
+    assert FILLED_IN(pid) == rules.closing(own_pid=pid)

@@ -38,6 +38,7 @@ class Landlocked:
         self.usage = Usage.of_this_process()
         kernel.prctl(kernel.PR_SET_DUMPABLE, 0)
         kernel.prctl(kernel.PR_SET_NO_NEW_PRIVS, 1)
+        self._closing = rules.ClosingAlone()
         seccomp.install(rules.standing())
 
     def fork(self) -> int:
@@ -58,7 +59,7 @@ class Landlocked:
             os.chdir(self._home)
         landlock.restrict_self(self._rulesets[place.home, place.home and place.writable])
         kernel.clear_capabilities()
-        seccomp.install(rules.closing(own_pid=os.getpid()))
+        seccomp.install(self._closing(os.getpid()))
 
     def limit(self, limits: Limits, *, running: int) -> None:
         # Processes are refused by seccomp, and threads are counted by `usage.py`: the kernel's own count is of the

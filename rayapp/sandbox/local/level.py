@@ -119,11 +119,23 @@ def adopt_orphans() -> None:
 
 def kill_descendants(kept: int) -> None:
     """Kill and reap until `kept` is the only child; the kernel hands us the children of those we killed."""
-    while children := {int(child) for child in Path("/proc/thread-self/children").read_text().split()} - {kept}:
+    while children := set(_children()) - {kept}:
         for child in children:
             os.kill(child, signal.SIGKILL)
         for child in children:
             os.waitpid(child, 0)
+
+
+def _children() -> list[int]:
+    """Process ids. Read in the plainest way: each page the zygote writes to is copied anew after every fork."""
+    descriptor = os.open("/proc/thread-self/children", os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        text = b""
+        while part := os.read(descriptor, 4096):
+            text += part
+    finally:
+        os.close(descriptor)
+    return [int(pid) for pid in text.split()]
 
 
 def make_folder(prefix: str) -> str:

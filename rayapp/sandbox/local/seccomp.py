@@ -20,6 +20,8 @@ _X32_BIT = 0x40000000
 _FARTHEST = 255
 """Instructions that a conditional jump can skip."""
 
+INSTRUCTION = struct.Struct("<HBBI")
+"""How the kernel reads one: its fields as in `Instruction`."""
 Instruction = tuple[int, int, int, int]
 """Code, jump if true, jump if false, constant."""
 Block = tuple[Instruction, ...]
@@ -143,7 +145,7 @@ def _search(segments: Sequence[tuple[int, Block]]) -> list[Instruction]:
 
 
 def _assemble(instructions: Iterable[Instruction]) -> bytes:
-    return b"".join(struct.pack("<HBBI", *instruction) for instruction in instructions)
+    return b"".join(INSTRUCTION.pack(*instruction) for instruction in instructions)
 
 
 class _Program(ctypes.Structure):
