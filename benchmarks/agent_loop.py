@@ -172,9 +172,7 @@ async def measure_sandbox(tokenizer: Any, count: int) -> None:
     async with python_tools(8) as tools:
         bench = Bench(tokenizer, tools, "python", script("python"))
         await bench.run(8)
-        started = time.perf_counter()
-        episodes = await bench.run(count)
-        report_rate("sandbox", episodes, time.perf_counter() - started)
+        await measure_rate("sandbox", bench, count)
 
 
 async def measure_mcp(tokenizer: Any, count: int) -> None:
@@ -184,9 +182,7 @@ async def measure_mcp(tokenizer: Any, count: int) -> None:
             tools = await open_tools(write_tool_file(Path(folder), url))
             bench = Bench(tokenizer, tools, "run_code_once", script("run_code_once"))
             await bench.run(4)
-            started = time.perf_counter()
-            episodes = await bench.run(count)
-            report_rate("mcp (server in this process)", episodes, time.perf_counter() - started)
+            await measure_rate("mcp (server in this process)", bench, count)
             await tools.close()
 
 
@@ -226,7 +222,10 @@ def stateless_twin(tools: ToolSet) -> PythonTool:
     return PythonTool(config, None, tool.context)
 
 
-def report_rate(part: str, episodes: Sequence[Episode], seconds: float) -> None:
+async def measure_rate(part: str, bench: Bench, count: int) -> None:
+    started, started_cpu = time.perf_counter(), time.process_time()
+    episodes = await bench.run(count)
+    seconds, cpu_s = time.perf_counter() - started, time.process_time() - started_cpu
     durations = [1000 * (record.duration_s - record.waited_s) for episode in episodes for record in episode.calls]
     report(
         part,
@@ -234,6 +233,7 @@ def report_rate(part: str, episodes: Sequence[Episode], seconds: float) -> None:
         trajectories_per_s=len(episodes) / seconds,
         tool_calls_per_s=len(durations) / seconds,
         tool_call_median_ms=statistics.median(durations),
+        cpu_ms_per_call=1000 * cpu_s / len(durations),
     )
 
 

@@ -111,6 +111,8 @@ class SandboxTools:
         try:
             yield
         except SandboxGoneError as error:
+            if not session_id:
+                raise MCPError(EXECUTION_FAILED, f"the sandbox died: {error}") from error
             await self._sessions.lose(session_id)
             raise ToolError(f"sandbox not found: {error}") from error
         except SandboxDeadlineError as error:

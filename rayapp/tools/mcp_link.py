@@ -12,7 +12,10 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
+import httpx2
+
 from rayapp.errors import ConfigError, ToolUnavailableError, first_error
+from rayapp.tools.http_patience import PatientTransport
 
 log = logging.getLogger(__name__)
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 5.0
@@ -173,14 +176,14 @@ class _Session:
             raise
 
     async def _hold(self, ready: asyncio.Future[None]) -> None:
-        import httpx2
         from mcp import Client
         from mcp.client.streamable_http import streamable_http_client
 
         limits = httpx2.Limits(max_connections=None, max_keepalive_connections=20)
         timeout = httpx2.Timeout(30.0, read=None, pool=None)
         hooks: Any = {"response": [self._note_status]}
-        http = httpx2.AsyncClient(headers=self._headers, timeout=timeout, limits=limits, event_hooks=hooks)
+        patient = PatientTransport(httpx2.AsyncHTTPTransport(limits=limits))
+        http = httpx2.AsyncClient(headers=self._headers, timeout=timeout, transport=patient, event_hooks=hooks)
         try:
             transport = streamable_http_client(self._url, http_client=http, max_sse_event_size=_MAX_EVENT_BYTES)
             # `legacy`: the servers in question keep sessions; the newer protocol's probe has none.
