@@ -29,6 +29,8 @@ from rayapp.tracking.trajectories import write_trajectories
 from rayapp.types import Group
 
 MANIFEST = "manifest.json"
+RAY_COPIES = "working_dir_files"
+"""Folder of a Ray node that holds what jobs uploaded."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,9 +62,15 @@ class RunFolder:
         """Lock the folder, check that this run may go on in it, and keep it for the length of the block.
 
         Raises:
-            RunFolderError: another process runs in it, run.resume forbids what is there, or the disk is full.
+            RunFolderError: another process runs in it, run.resume forbids what is there, the disk is full, or the
+                folder would be deleted with a Ray job.
         """
         path = config.run_folder
+        if not path.is_absolute() and RAY_COPIES in Path.cwd().parts:
+            raise RunFolderError(
+                f"run.output_dir is {str(config.run.output_dir)!r}, below {Path.cwd()}: Ray made this copy for the "
+                "job and deletes it after the job. Give an absolute path, e.g. run.output_dir=/var/outputs."
+            )
         with explain_full_disk(path):
             path.mkdir(parents=True, exist_ok=True)
             with _locked(path / "run.lock"):

@@ -13,7 +13,7 @@ import yaml
 from rayapp.cli import run
 from rayapp.config import Config
 from rayapp.driver import saving_when_stopped
-from rayapp.errors import ConfigError
+from rayapp.errors import ConfigError, RunFolderError
 from rayapp.interrupts import uninterrupted
 from rayapp.run_folder import RunFolder
 from rayapp.store import TrajectoryStore
@@ -69,6 +69,18 @@ def test_config_that_is_not_uploaded_is_refused(folder: Path, monkeypatch: pytes
 def test_address_that_is_no_dashboard_is_named(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["submit", "run.yaml", "--address", "ray://127.0.0.1:10001"]) == 2
     assert "must be that of the dashboard, e.g. http://127.0.0.1:8265" in capsys.readouterr().err
+
+
+def test_run_that_would_write_into_rays_copy_of_a_folder_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copy = tmp_path / "working_dir_files" / "_ray_pkg_1"
+    copy.mkdir(parents=True)
+    monkeypatch.chdir(copy)
+
+    with pytest.raises(RunFolderError, match="deletes it after the job"), RunFolder.open(Config()):
+        pass
+    assert not (copy / "outputs").exists()
 
 
 @pytest.mark.parametrize("arguments", [["stop"], ["stop", "a", "--all"]])
