@@ -8,6 +8,7 @@ Never raises for what the completion says or what a custom function does.
 
 from __future__ import annotations
 
+import importlib
 import re
 import time
 from collections.abc import Mapping
@@ -66,6 +67,11 @@ async def score_answer(answer: Answer, rewards: AnswerRewards) -> Reward:
     terms |= {"format": format_term(answer.completion_text), "tool": answer.tool_reward}
     value = terms["score"] + rewards.format_weight * terms["format"] + rewards.tool_weight * terms["tool"]
     return Reward(value=value, terms=terms, time_score_s=time.perf_counter() - started)
+
+
+def load_rules() -> None:
+    """Import verl's rules now. It takes seconds, and the first `score_answer` would take them from the event loop."""
+    importlib.import_module("verl.utils.reward_score.gsm8k")
 
 
 def format_term(completion_text: str) -> float:

@@ -13,6 +13,7 @@ from rayapp.tasks.answers import GSM8K, Answer, AnswerRewards, format_term, scor
 from rayapp.tasks.custom_rewards import CustomReward, load_function
 from rayapp.types import Reward
 
+STRICT = AnswerRewards()
 CUSTOM = """
 import asyncio, threading
 never = threading.Event()
@@ -44,9 +45,7 @@ def module(tmp_path: Path) -> Path:
     return path
 
 
-async def verdict(
-    text: str, rewards: AnswerRewards = AnswerRewards(), *, source: str = GSM8K, tool: float = 0
-) -> Reward:  # noqa: B008
+async def verdict(text: str, rewards: AnswerRewards = STRICT, *, source: str = GSM8K, tool: float = 0) -> Reward:
     answer = Answer(completion_text=text, data_source=source, ground_truth="12", extra_info={}, tool_reward=tool)
     return await score_answer(answer, rewards)
 
