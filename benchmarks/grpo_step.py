@@ -246,6 +246,8 @@ def main() -> None:
     config = load_config(options.config, [*SIZES, "run.name=benchmark", *options.overrides])
     # A Ray of its own: one that is already here may be busy with, or end with, somebody else's job.
     os.environ.setdefault("RAY_ADDRESS", "local")
+    # Two trainers in memory at once come near to what this machine has; neither grows, so Ray need not end one.
+    os.environ.setdefault("RAY_memory_monitor_refresh_ms", "0")
     started = time.perf_counter()
     report = asyncio.run(run(config, options.rounds))
     report["total_s"] = time.perf_counter() - started

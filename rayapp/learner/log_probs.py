@@ -135,7 +135,7 @@ def _to_probabilities(
             scaled = scaled / options.temperature
         probs = torch.softmax(scaled, dim=-1)
         # The largest probability is at least 1 / V: its log never underflows, as a small one's would.
-        index = logits[start:stop].argmax(dim=-1, keepdim=True)
+        index = scaled.argmax(dim=-1, keepdim=True)
         log_norm = (scaled.gather(-1, index) - probs.gather(-1, index).log_())[:, 0]
         first, last = _pairs_of(rows, start, stop)
         local = rows[first:last] - start
