@@ -13,13 +13,15 @@ from collections.abc import Mapping
 from typing import Any
 
 import httpx2
+from mcp import Client, MCPError
+from mcp.client.streamable_http import streamable_http_client
 
 from rayapp.errors import ConfigError, ToolUnavailableError, first_error
 from rayapp.tools.http_patience import PatientTransport
 
 log = logging.getLogger(__name__)
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 5.0
-_CONNECT_TIMEOUT_S = 10.0
+_CONNECT_TIMEOUT_S = 30.0
 _LOST = ("connection", "session", "terminated", "closed", "cancelled")
 _MAX_EVENT_BYTES = 16 << 20
 
@@ -176,9 +178,6 @@ class _Session:
             raise
 
     async def _hold(self, ready: asyncio.Future[None]) -> None:
-        from mcp import Client
-        from mcp.client.streamable_http import streamable_http_client
-
         limits = httpx2.Limits(max_connections=None, max_keepalive_connections=20)
         timeout = httpx2.Timeout(30.0, read=None, pool=None)
         hooks: Any = {"response": [self._note_status]}
@@ -217,8 +216,6 @@ class _Session:
                 return found
 
     async def call(self, tool: str, arguments: Mapping[str, Any], *, timeout_s: float) -> Any:
-        from mcp import MCPError
-
         client = self._client
         if client is None:
             raise ConnectionError("the session is over")
@@ -257,4 +254,6 @@ class _Session:
 
 def _describe(error: BaseException) -> str:
     cause = first_error(error)
+    if isinstance(cause, TimeoutError) and not str(cause):
+        return f"no answer within {_CONNECT_TIMEOUT_S:g} s"
     return f"{type(cause).__name__}: {cause}"[:400]
