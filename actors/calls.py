@@ -9,7 +9,14 @@ import asyncio
 from collections.abc import Awaitable
 from typing import TypeVar
 
-from ray.exceptions import ActorUnavailableError, ObjectStoreFullError, OutOfMemoryError, RayActorError, RayTaskError
+from ray.exceptions import (
+    ActorUnavailableError,
+    ObjectStoreFullError,
+    OutOfDiskError,
+    OutOfMemoryError,
+    RayActorError,
+    RayTaskError,
+)
 
 from rayapp.errors import DeadlineError, ProcessDiedError, RayappError
 
@@ -54,10 +61,11 @@ def _remote_error(error: RayTaskError, what: str) -> BaseException:
     cause = error.cause
     if isinstance(cause, RayappError | TimeoutError | asyncio.CancelledError):
         return cause
-    if isinstance(cause, ObjectStoreFullError):
+    # A store that is full goes on in files; only when their disk is full too does Ray give up, and names the disk.
+    if isinstance(cause, ObjectStoreFullError | OutOfDiskError):
         return RayappError(
             f"{what}: Ray's object store is full. Raise cluster.object_store_mib, or --object-store-memory of "
-            f"`ray start` if the Ray is yours. {_first_lines(cause)}"
+            f"`ray start` if the Ray is yours, or free space on the disk that Ray spills to. {_first_lines(cause)}"
         )
     if isinstance(cause, OutOfMemoryError):
         return _out_of_memory(cause, what)
