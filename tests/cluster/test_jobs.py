@@ -18,6 +18,7 @@ import urllib.request
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -190,6 +191,10 @@ class Training:
     job: str
     run: Path
 
+    def details(self) -> dict[str, Any]:
+        answer: dict[str, Any] = json.loads(get(f"{self.head.address}/api/jobs/{self.job}"))
+        return answer
+
     def ray_job(self, command: str) -> str:
         return self.head.run(str(RAY), "job", command, "--address", self.head.address, self.job).stdout
 
@@ -217,7 +222,7 @@ def training(tiny_model: Path, letter_tasks: list[str], tmp_path_factory: pytest
             submitted = head.rayapp("submit", str(file))
             assert submitted.returncode == 0, submitted.stderr
             training = Training(head, file, submitted.stdout.strip(), outputs / "jobs")
-            until(lambda: steps(training.run) >= 2 or "FAILED" in training.ray_job("status"), "no step in 15 minutes")
+            until(lambda: steps(training.run) >= 2 or training.details()["status"] == "FAILED", "no step in 15 minutes")
             assert steps(training.run) >= 2, training.ray_job("logs")
             yield training
     finally:
@@ -233,7 +238,7 @@ def test_second_job_of_the_same_run_is_refused(training: Training) -> None:
 
 
 def test_metadata_of_the_job_has_the_runs_name_and_config(training: Training) -> None:
-    details = json.loads(get(f"{training.head.address}/api/jobs/{training.job}"))
+    details = training.details()
 
     assert details["metadata"]["run_name"] == "jobs"
     assert yaml.safe_load(details["metadata"]["config"])["train"]["num_steps"] == 5000
