@@ -20,6 +20,8 @@ from rayapp.types import Group, Prompt, Reward, RolloutStatus, Trajectory
 
 SCHEMA_VERSION = "1"
 _KEY = b"rayapp.schema_version"
+# One trajectory of a big step can be read without its neighbours' tokens.
+ROWS_PER_ROW_GROUP = 512
 
 SCHEMA = pa.schema(
     [
@@ -31,6 +33,7 @@ SCHEMA = pa.schema(
         ("prefill", pa.string()),
         ("stop", pa.list_(pa.string())),
         ("num_prompt_tokens", pa.int32()),
+        ("num_response_tokens", pa.int32()),
         ("completion", pa.string()),
         ("token_ids", pa.list_(pa.int32())),
         ("response_mask", pa.list_(pa.bool_())),
@@ -56,7 +59,8 @@ def write_trajectories(path: Path, step: int, groups: Sequence[Group]) -> None:
     """Write the trajectories of one step, aside and then renamed."""
     rows = [_row(step, group, index) for group in groups for index in range(len(group.trajectories))]
     pending = path.with_name(f".{path.name}.pending")
-    pq.write_table(pa.Table.from_pylist(rows, schema=SCHEMA), pending, compression="zstd")
+    table = pa.Table.from_pylist(rows, schema=SCHEMA)
+    pq.write_table(table, pending, compression="zstd", row_group_size=ROWS_PER_ROW_GROUP)
     pending.replace(path)
 
 
@@ -72,6 +76,7 @@ def _row(step: int, group: Group, index: int) -> dict[str, Any]:
         "prefill": prompt.prefill,
         "stop": list(prompt.stop),
         "num_prompt_tokens": prompt.token_ids.size,
+        "num_response_tokens": trajectory.num_response_tokens,
         "completion": trajectory.completion_text,
         "token_ids": trajectory.token_ids,
         "response_mask": trajectory.response_mask,

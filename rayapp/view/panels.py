@@ -1,0 +1,104 @@
+"""Which curves the page and the report show, in which order, under which names. Data only."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Panel:
+    """One chart.
+
+    Example: `Panel(title="Reward", keys=("reward/mean",), section="Reward")`.
+    """
+
+    section: str
+    title: str
+    keys: tuple[str, ...]
+    """Metrics; one that ends in `*` stands for all that begin so."""
+    unit: str = ""
+    floor: float | None = None
+    ceiling: float | None = None
+    """Fixed ends of the axis, for shares."""
+
+
+def _share(section: str, title: str, *keys: str) -> Panel:
+    return Panel(section=section, title=title, keys=keys, unit="share", floor=0.0, ceiling=1.0)
+
+
+PANELS = (
+    Panel(section="Reward", title="Reward", keys=("reward/mean", "reward/min", "reward/max")),
+    _share("Reward", "Tests passed", "reward/pass_rate/mean", "reward/solved/mean"),
+    Panel(section="Reward", title="Reward by task", keys=("task/*/reward/mean",)),
+    Panel(section="Reward", title="Reward terms", keys=("reward/*/mean",)),
+    _share("Reward", "Verdicts", "reward_status/*"),
+    Panel(section="Reward", title="Evaluation", keys=("eval/reward/mean", "eval/reward/pass_rate/mean")),
+    _share("Rollout", "Groups without signal", "groups/zero_variance", "groups/all_invalid"),
+    Panel(
+        section="Rollout",
+        title="Completion length",
+        keys=("length/response/mean", "length/response/max"),
+        unit="tokens",
+        floor=0.0,
+    ),
+    _share("Rollout", "How trajectories ended", "status/*"),
+    _share("Rollout", "Failures", "rollout/invalid", "rollout/failed_ratio_10_steps", "failure/*"),
+    Panel(
+        section="Rollout", title="Staleness", keys=("staleness/mean", "staleness/max"), unit="optimizer steps", floor=0.0
+    ),
+    Panel(section="Learner", title="Entropy", keys=("learner/entropy",), unit="nats", floor=0.0),
+    Panel(section="Learner", title="KL", keys=("learner/ppo_kl", "learner/kl_to_reference", "rollout_corr/kl")),
+    Panel(section="Learner", title="Clip share", keys=("learner/pg_clipfrac", "learner/pg_clipfrac_lower"), floor=0.0),
+    Panel(section="Learner", title="Gradient norm", keys=("learner/grad_norm",), floor=0.0),
+    Panel(section="Learner", title="Loss", keys=("learner/loss",)),
+    Panel(
+        section="Learner",
+        title="Engine against learner",
+        keys=("rollout_probs_diff/mean", "rollout_probs_diff/max"),
+        unit="probability",
+        floor=0.0,
+    ),
+    Panel(
+        section="Time",
+        title="Seconds of a step",
+        keys=(
+            "timing_s/step",
+            "timing_s/generate",
+            "timing_s/score",
+            "timing_s/train",
+            "timing_s/weight_sync",
+            "timing_s/eval",
+            "timing_s/checkpoint",
+            "timing_s/other",
+        ),
+        unit="s",
+        floor=0.0,
+    ),
+    Panel(
+        section="Time",
+        title="Tokens per second",
+        keys=("throughput/response_tokens_per_s", "throughput/generated_tokens_per_s"),
+        unit="tokens/s",
+        floor=0.0,
+    ),
+    Panel(section="Time", title="Weights sent", keys=("weight_sync/export_s", "weight_sync/load_s"), unit="s", floor=0.0),
+)
+
+
+def keys_of_panel(panel: Panel, known: Sequence[str]) -> list[str]:
+    """The metrics of `known` that a panel shows, in the panel's order.
+
+    Example: `reward/*/mean` of [reward/solved/mean, reward/mean] is [reward/solved/mean].
+    """
+    shown: dict[str, None] = {}
+    for pattern in panel.keys:
+        head, star, tail = pattern.partition("*")
+        matching = [key for key in known if _matches(key, head, tail)] if star else [pattern] if pattern in known else []
+        shown |= dict.fromkeys(matching)
+    return list(shown)
+
+
+def _matches(key: str, head: str, tail: str) -> bool:
+    """Whether something that is not empty stands between head and tail."""
+    return key.startswith(head) and key.endswith(tail) and len(key) > len(head) + len(tail)
