@@ -16,6 +16,7 @@ from rayapp.sandbox.config import SandboxConfig
 
 LossAggMode = Literal["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-sum-norm", "seq-mean-token-mean"]
 Dtype = Literal["float32", "bfloat16"]
+CheckpointContent = Literal["model", "optimizer", "hf_model"]
 
 
 class FrozenModel(BaseModel):
@@ -158,6 +159,15 @@ class CheckpointSection(FrozenModel):
     every_steps: int = Field(10, ge=0)
     """0 saves only at the end."""
     keep_last: int = Field(2, ge=1)
+    """Newest checkpoints that stay."""
+    keep_best: int = Field(0, ge=0)
+    """Further ones that stay because `best_metric` was highest when they were saved."""
+    best_metric: str = "reward/mean"
+    """A metric of the step, e.g. eval/reward/mean; the highest is the best. Steps without it have no score."""
+    save_contents: tuple[CheckpointContent, ...] = Field(("model", "optimizer"), min_length=1)
+    """hf_model adds a Hugging Face folder to each checkpoint. Without model and optimizer a run can't be resumed."""
+    asynchronous: bool = True
+    """Training goes on while a checkpoint is written: the weights are copied to host memory first."""
 
 
 class EvalSection(FrozenModel):

@@ -3,45 +3,32 @@
     outputs/<run>/  run.lock  config.yaml  metrics.jsonl  rewards.png
                     trajectories/step=000001.parquet   checkpoints/step=000010/{learner/, manifest.json}   final/
 
-Everything is written aside and renamed. A checkpoint counts only with its manifest, which names every file with its
-size and is written last. The driver owns the folder through a lock on `run.lock`, which dies with its process.
+Everything is written aside and renamed; checkpoints are in `checkpoints.py`. The driver owns the folder through a lock on
+`run.lock`, which dies with its process.
 """
 
 from __future__ import annotations
 
 import asyncio
-import errno
 import fcntl
 import json
 import os
 import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
+from rayapp.checkpoints import Checkpoint, CheckpointFolder
 from rayapp.config import Config
 from rayapp.config_loading import to_yaml
+from rayapp.durable import explain_full_disk, write_text
 from rayapp.errors import RunFolderError
 from rayapp.run_compatibility import check_same_training
 from rayapp.tracking.trajectories import write_trajectories
 from rayapp.types import Group
 
-MANIFEST = "manifest.json"
 RAY_COPIES = "working_dir_files"
 """Folder of a Ray node that holds what jobs uploaded."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Checkpoint:
-    """A whole checkpoint."""
-
-    version: int
-    """Optimizer steps done."""
-    path: Path
-    next_group_id: int
-    """First group that the resumed run generates."""
 
 
 class RunFolder:
@@ -55,6 +42,7 @@ class RunFolder:
     def __init__(self, path: Path, config: Config) -> None:
         self.path = path
         self._config = config
+        self.checkpoints = CheckpointFolder(path / "checkpoints", config.checkpoint)
 
     @classmethod
     @contextmanager
@@ -91,56 +79,27 @@ class RunFolder:
                 f"{self.path} holds a run already, and run.resume is never. Choose another run.name, delete the folder, "
                 "or go on with run.resume=auto."
             )
+        if checkpoint is not None and not checkpoint.is_resumable:
+            raise RunFolderError(
+                f"{checkpoint.path} holds {', '.join(checkpoint.contents)} (checkpoint.save_contents): without model and "
+                "optimizer a run can't go on from it as if it had not stopped. Choose another run.name, with model.path "
+                "set to its hf_model folder if it has one."
+            )
         stored = self.path / "config.yaml"
         if checkpoint is not None and stored.exists():
             check_same_training(self._config, stored)
 
     def latest_checkpoint(self) -> Checkpoint | None:
         """The newest whole checkpoint; torn ones are passed over."""
-        found = [_read_checkpoint(path) for path in self._checkpoints.glob("step=*")]
-        return max((c for c in found if c is not None), key=lambda c: c.version, default=None)
-
-    @property
-    def _checkpoints(self) -> Path:
-        return self.path / "checkpoints"
+        return self.checkpoints.latest()
 
     def begin_checkpoint(self, version: int) -> Path:
-        """An empty folder to write checkpoint `version` into. What earlier attempts left behind is removed."""
-        for leftover in self._checkpoints.glob(".pending-*"):
-            shutil.rmtree(leftover)
-        pending = self._pending(version)
-        with explain_full_disk(pending):
-            pending.mkdir(parents=True)
-        return pending
+        """An empty folder to write checkpoint `version` into."""
+        return self.checkpoints.begin(version)
 
-    def commit_checkpoint(self, version: int, *, next_group_id: int) -> None:
-        """Make the pending folder the newest checkpoint, and drop those beyond checkpoint.keep_last."""
-        pending, target = self._pending(version), self._checkpoints / f"step={version:06d}"
-        with explain_full_disk(pending):
-            files = sorted(path for path in pending.rglob("*") if path.is_file())
-            for path in files:
-                _fsync(path)
-            manifest = {
-                "version": version,
-                "next_group_id": next_group_id,
-                "files": {str(path.relative_to(pending)): path.stat().st_size for path in files},
-            }
-            write_text(pending / MANIFEST, json.dumps(manifest, indent=1))
-            shutil.rmtree(target, ignore_errors=True)  # a torn one; a whole one is never written twice
-            pending.rename(target)
-            _fsync(self._checkpoints)
-        self._prune()
-
-    def _pending(self, version: int) -> Path:
-        return self._checkpoints / f".pending-{version:06d}"
-
-    def _prune(self) -> None:
-        folders = sorted(self._checkpoints.glob("step=*"))
-        for folder in folders[: -self._config.checkpoint.keep_last]:
-            (folder / MANIFEST).unlink(
-                missing_ok=True
-            )  # first, so that a kill in between leaves nothing that looks whole
-            shutil.rmtree(folder)
+    def commit_checkpoint(self, version: int, *, next_group_id: int, score: float | None = None) -> None:
+        """Make the pending folder the newest checkpoint; see `CheckpointFolder.commit`."""
+        self.checkpoints.commit(version, next_group_id=next_group_id, score=score)
 
     def truncate_after(self, version: int) -> None:
         """Forget metrics and trajectories of steps that the resumed run takes again."""
@@ -176,18 +135,6 @@ def _write_trajectories(path: Path, step: int, groups: Sequence[Group]) -> None:
         write_trajectories(path, step, groups)
 
 
-def _read_checkpoint(path: Path) -> Checkpoint | None:
-    """None unless every file that the manifest names is there in full."""
-    try:
-        manifest: dict[str, Any] = json.loads((path / MANIFEST).read_text())
-        whole = all((path / name).stat().st_size == size for name, size in manifest["files"].items())
-    except (OSError, ValueError, KeyError):
-        return None
-    if not whole:
-        return None
-    return Checkpoint(version=manifest["version"], path=path, next_group_id=manifest["next_group_id"])
-
-
 def _step_of(line: str) -> float:
     """Step of a line of metrics.jsonl; infinite for one that a crash cut short."""
     try:
@@ -212,33 +159,3 @@ def _locked(path: Path) -> Iterator[None]:
         file.write(str(os.getpid()))
         file.flush()
         yield
-
-
-@contextmanager
-def explain_full_disk(path: Path) -> Iterator[None]:
-    """Turn a full disk into one message that says what is safe."""
-    try:
-        yield
-    except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-            raise
-        raise RunFolderError(
-            f"no space left to write {path}: {error.strerror}. The last whole checkpoint is intact; free some space "
-            "and start the same command again to go on from it."
-        ) from error
-
-
-def write_text(path: Path, text: str) -> None:
-    """Replace a file's contents, all or nothing."""
-    pending = path.with_name(f".{path.name}.pending")
-    pending.write_text(text)
-    _fsync(pending)
-    pending.replace(path)
-
-
-def _fsync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -10,9 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from rayapp.checkpoints import MANIFEST
 from rayapp.config import Config
+from rayapp.durable import explain_full_disk, write_text
 from rayapp.errors import RunFolderError
-from rayapp.run_folder import MANIFEST, RunFolder, explain_full_disk, write_text
+from rayapp.run_folder import RunFolder
 
 
 def config(path: Path, **overrides: object) -> Config:
