@@ -42,6 +42,7 @@ SIZES = [
     "rollout.max_completion_tokens=128",
     "train.groups_per_step=2",
     "train.num_steps=1000",
+    "server.kv_cache_gib=1",
 ]
 PARTS = ("generate", "score", "old_log_probs", "forward_backward", "optimizer", "weight_sync", "idle")
 

@@ -79,7 +79,9 @@ def main():
         output_dir=WORK["output_dir"],
         use_cpu=WORK["device"] == "cpu",
         bf16=False,  # the parameters are bfloat16 already; autocast on top would only cost time
-        per_device_train_batch_size=len(WORK["prompts"]) * WORK["group_size"],
+        # All prompts are generated together; the gradient is taken a group at a time: at once it needs 13 GB for logits.
+        per_device_train_batch_size=WORK["group_size"],
+        gradient_accumulation_steps=len(WORK["prompts"]),
         num_generations=WORK["group_size"],
         max_completion_length=WORK["max_completion_tokens"],
         temperature=1.0,
