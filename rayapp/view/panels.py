@@ -45,7 +45,11 @@ PANELS = (
     _share("Rollout", "How trajectories ended", "status/*"),
     _share("Rollout", "Failures", "rollout/invalid", "rollout/failed_ratio_10_steps", "failure/*"),
     Panel(
-        section="Rollout", title="Staleness", keys=("staleness/mean", "staleness/max"), unit="optimizer steps", floor=0.0
+        section="Rollout",
+        title="Staleness",
+        keys=("staleness/mean", "staleness/max"),
+        unit="optimizer steps",
+        floor=0.0,
     ),
     Panel(section="Learner", title="Entropy", keys=("learner/entropy",), unit="nats", floor=0.0),
     Panel(section="Learner", title="KL", keys=("learner/ppo_kl", "learner/kl_to_reference", "rollout_corr/kl")),
@@ -82,7 +86,9 @@ PANELS = (
         unit="tokens/s",
         floor=0.0,
     ),
-    Panel(section="Time", title="Weights sent", keys=("weight_sync/export_s", "weight_sync/load_s"), unit="s", floor=0.0),
+    Panel(
+        section="Time", title="Weights sent", keys=("weight_sync/export_s", "weight_sync/load_s"), unit="s", floor=0.0
+    ),
 )
 
 
@@ -94,7 +100,9 @@ def keys_of_panel(panel: Panel, known: Sequence[str]) -> list[str]:
     shown: dict[str, None] = {}
     for pattern in panel.keys:
         head, star, tail = pattern.partition("*")
-        matching = [key for key in known if _matches(key, head, tail)] if star else [pattern] if pattern in known else []
+        matching = (
+            [key for key in known if _matches(key, head, tail)] if star else [pattern] if pattern in known else []
+        )
         shown |= dict.fromkeys(matching)
     return list(shown)
 
