@@ -10,11 +10,18 @@ from pathlib import Path
 import pytest
 import yaml
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
+from rayapp.config import Config
+from rayapp.run_folder import RunFolder
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 
 
 def train(tmp_path: Path, tiny_model: Path, tasks: list[str], *overrides: str, **env: str) -> tuple[int, str]:
     """Run `rayapp train`. Returns its exit code and all it printed."""
+    return run(train_command(tmp_path, tiny_model, tasks, *overrides), **env)
+
+
+def train_command(tmp_path: Path, tiny_model: Path, tasks: list[str], *overrides: str) -> list[str]:
     config = {
         "run": {"output_dir": str(tmp_path / "outputs")},
         "model": {"path": str(tiny_model)},
@@ -26,11 +33,15 @@ def train(tmp_path: Path, tiny_model: Path, tasks: list[str], *overrides: str, *
     }
     file = tmp_path / "config.yaml"
     file.write_text(yaml.safe_dump(config))
+    return [sys.executable, "-m", "rayapp", "train", str(file), *overrides]
+
+
+def run(command: list[str], **env: str) -> tuple[int, str]:
     done = subprocess.run(
-        [sys.executable, "-m", "rayapp", "train", str(file), *overrides],
+        command,
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=800,
         check=False,
         cwd=Path(__file__).parents[2],
         env=os.environ | env,
@@ -63,6 +74,72 @@ def test_no_task_at_all_is_refused(tmp_path: Path, tiny_model: Path) -> None:
     code, output = train(tmp_path, tiny_model, [])
     assert code == 2, output
     assert "tasks is empty" in output
+
+
+def test_a_mistyped_key_names_the_one_that_was_meant(tmp_path: Path, tiny_model: Path, letter_tasks: list[str]) -> None:
+    code, output = train(tmp_path, tiny_model, letter_tasks, "train.num_step=3")
+    assert code == 2, output
+    assert "unknown key train.num_step; did you mean train.num_steps?" in output
+
+
+def test_a_task_whose_reference_raises_is_found_before_any_actor_starts(tmp_path: Path, tiny_model: Path) -> None:
+    task = tmp_path / "divide.yaml"
+    task.write_text(
+        "prompt: Write divide(a).\n"
+        "func_name: divide\n"
+        "signature: 'def divide(a):'\n"
+        "tests: ['rng.randint(1, 9)']\n"
+        "reference: a / 0\n"
+    )
+    code, output = train(tmp_path, tiny_model, [str(task)])
+    assert code == 2, output
+    assert "task divide: the reference, `a / 0`, on test 1, raises ZeroDivisionError" in output
+
+
+def test_a_second_run_in_the_same_folder_is_refused_with_the_first_ones_process_id(
+    tmp_path: Path, tiny_model: Path, letter_tasks: list[str]
+) -> None:
+    first = Config.model_validate({"run": {"output_dir": str(tmp_path / "outputs")}})
+    with RunFolder.open(first):
+        code, output = train(tmp_path, tiny_model, letter_tasks)
+    assert code == 2, output
+    assert f"is in use by the run with process id {os.getpid()}" in output
+    assert "choose another run.name" in output
+
+
+# Mounts a disk of 6 MB for the run alone, and keeps what it left there.
+ON_A_SMALL_DISK = """
+mount -t tmpfs -o size=6m none "$1" || exit 99
+kept=$2; disk=$1; shift 2
+"$@"; code=$?
+cp -a "$disk/." "$kept"
+exit $code
+"""
+
+
+@pytest.mark.slow
+def test_a_full_disk_ends_the_run_with_the_last_checkpoint_whole_and_says_how_to_go_on(
+    tmp_path: Path, tiny_model: Path, letter_tasks: list[str]
+) -> None:
+    namespace = ["unshare", "--mount"] if os.geteuid() == 0 else ["unshare", "--user", "--map-root-user", "--mount"]
+    if subprocess.run([*namespace, "true"], capture_output=True, check=False).returncode:
+        pytest.skip("no mount namespace can be made here")
+    disk, kept = tmp_path / "outputs", tmp_path / "kept"
+    disk.mkdir()
+    kept.mkdir()
+    # The model has 0.3 million parameters: with AdamW's moments a checkpoint takes 3.7 MB, and two don't fit.
+    overrides = ("train.num_steps=5", "checkpoint.every_steps=1", "checkpoint.keep_last=1")
+    command = train_command(tmp_path, tiny_model, letter_tasks, *overrides)
+
+    code, output = run([*namespace, "sh", "-c", ON_A_SMALL_DISK, "sh", str(disk), str(kept), *command])
+
+    assert code == 1, output
+    assert "No space left on device" in output
+    assert "The last whole checkpoint is intact" in output
+    assert "start the same command again" in output
+    checkpoint = RunFolder(kept / "run", Config()).latest_checkpoint()
+    assert checkpoint is not None
+    assert checkpoint.version == 1
 
 
 @pytest.mark.slow
