@@ -8,10 +8,11 @@ nothing heavy, so that `rayapp --help` is instant.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from rayapp.config_agent import AgentSection, DataSection, RewardSection
 from rayapp.sandbox.config import SandboxConfig
 
 LossAggMode = Literal["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-sum-norm", "seq-mean-token-mean"]
@@ -174,7 +175,10 @@ class EvalSection(FrozenModel):
     every_steps: int = Field(0, ge=0)
     """Evaluate during training after every so many steps and after the last one, as metrics `eval/*`. Nothing of it is
     trained on, and it changes nothing that is. 0 never evaluates."""
+    before_training: bool = False
+    """Evaluate the model a run starts from too, as step 0."""
     samples_per_task: int = Field(16, ge=1)
+    """Completions per task or data row: pass@k is given for k = 1, 2, 4, … up to this."""
     temperature: float = Field(1.0, ge=0.0)
     """0 is greedy."""
 
@@ -209,7 +213,11 @@ class Config(FrozenModel):
     run: RunSection = RunSection()
     model: ModelSection = ModelSection()
     tasks: tuple[str, ...] = ("sort_numbers", "max_subarray_sum")
-    """Names of shipped tasks, or paths of .yaml or .py files. Prompts go round them in a seeded order."""
+    """Names of shipped tasks, or paths of .yaml or .py files. Prompts go round them in a seeded order. Not together with
+    data files: with those, none is the default."""
+    data: DataSection = DataSection()
+    agent: AgentSection = AgentSection()
+    reward: RewardSection = RewardSection()
     algorithm: AlgorithmSection = AlgorithmSection()
     rollout: RolloutSection = RolloutSection()
     train: TrainSection = TrainSection()
@@ -222,6 +230,11 @@ class Config(FrozenModel):
     tracking: TrackingSection = TrackingSection()
 
     @property
+    def uses_data(self) -> bool:
+        """True for a run on data files, False for one on tasks."""
+        return bool(self.data.train_files or self.data.eval_files)
+
+    @property
     def max_model_tokens(self) -> int:
         """Longest sequence the engine must hold."""
         return self.rollout.max_prompt_tokens + self.rollout.max_completion_tokens
@@ -230,12 +243,34 @@ class Config(FrozenModel):
     def run_folder(self) -> Path:
         return self.run.output_dir / self.run.name
 
+    @model_validator(mode="before")
+    @classmethod
+    def _data_in_place_of_tasks(cls, values: Any) -> Any:
+        """Data files without a word about tasks mean: no tasks."""
+        if isinstance(values, dict) and "tasks" not in values and isinstance(values.get("data"), dict):
+            if values["data"].get("train_files") or values["data"].get("eval_files"):
+                return values | {"tasks": []}
+        return values
+
     @model_validator(mode="after")
     def _values_agree(self) -> Self:
+        self._tasks_or_data()
         self._gpus_suffice()
         self._minibatches_divide()
         self._sequence_fits_microbatch()
         return self
+
+    def _tasks_or_data(self) -> None:
+        if self.uses_data and self.tasks:
+            raise ValueError(
+                f"tasks ({', '.join(self.tasks)}) and data.train_files or data.eval_files are both set: a run has one "
+                "or the other. Leave one out."
+            )
+        if self.agent.tool_file and not self.uses_data:
+            raise ValueError(
+                f"agent.tool_file is {self.agent.tool_file!r}, but tools are for data rows and this run has none: set "
+                "data.train_files (docs/data.md), or leave agent.tool_file empty."
+            )
 
     def _gpus_suffice(self) -> None:
         have = self.cluster.num_gpus
