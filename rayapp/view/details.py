@@ -20,9 +20,25 @@ MAX_TEXT_CHARS = 60_000
 MAX_TOKENS = 40_000
 MAX_TRAJECTORIES = 256
 _GROUP_COLUMNS = (
-    "index task prompt prefill completion reward reward_terms reward_status reward_detail valid failure_kind status "
-    "num_prompt_tokens num_turns min_policy_version max_policy_version time_generate_s time_score_s"
-).split()
+    "index",
+    "task",
+    "prompt",
+    "prefill",
+    "completion",
+    "reward",
+    "reward_terms",
+    "reward_status",
+    "reward_detail",
+    "valid",
+    "failure_kind",
+    "status",
+    "num_prompt_tokens",
+    "num_turns",
+    "min_policy_version",
+    "max_policy_version",
+    "time_generate_s",
+    "time_score_s",
+)
 _TOKEN_COLUMNS = ("token_ids", "response_mask", "rollout_log_probs")
 LEARNER_LOG_PROBS = "learner_log_probs"
 """Optional column: with it tokens can be coloured by what the engine and the learner disagree on."""
@@ -93,7 +109,7 @@ def cut(text: str, max_chars: int = MAX_TEXT_CHARS) -> str:
 
 
 def _cut_row(row: dict[str, Any]) -> dict[str, Any]:
-    terms = {name: value for name, value in row["reward_terms"] or []}
+    terms = dict(row["reward_terms"] or [])
     texts = {name: cut(row[name] or "") for name in ("prompt", "prefill", "completion", "reward_detail")}
     return row | texts | {"reward_terms": terms}
 

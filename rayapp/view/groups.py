@@ -12,9 +12,24 @@ from rayapp.view.index import GroupIndex
 
 MAX_ROWS = 200
 SORTABLE = (
-    "step group_id task num_trajectories reward_mean reward_std reward_min reward_max pass_rate solved "
-    "response_tokens_mean response_tokens_max num_turns_max tool_failed time_generate_s time_score_s num_valid"
-).split()
+    "step",
+    "group_id",
+    "task",
+    "num_trajectories",
+    "reward_mean",
+    "reward_std",
+    "reward_min",
+    "reward_max",
+    "pass_rate",
+    "solved",
+    "response_tokens_mean",
+    "response_tokens_max",
+    "num_turns_max",
+    "tool_failed",
+    "time_generate_s",
+    "time_score_s",
+    "num_valid",
+)
 _SPECIAL_TOKEN = re.compile(r"<\|[^|<>]{1,40}\|>")
 
 

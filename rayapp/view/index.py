@@ -27,9 +27,23 @@ MAX_ROWS_PER_REFRESH = 200_000
 _VERSION_KEY = b"rayapp.schema_version"
 _PREVIEW_CHARS = 400
 _COLUMNS = (
-    "step group_id task prompt reward reward_terms reward_status valid failure_kind status num_prompt_tokens num_turns "
-    "min_policy_version max_policy_version time_generate_s time_score_s"
-).split()
+    "step",
+    "group_id",
+    "task",
+    "prompt",
+    "reward",
+    "reward_terms",
+    "reward_status",
+    "valid",
+    "failure_kind",
+    "status",
+    "num_prompt_tokens",
+    "num_turns",
+    "min_policy_version",
+    "max_policy_version",
+    "time_generate_s",
+    "time_score_s",
+)
 
 _CREATE = """
 create table groups (

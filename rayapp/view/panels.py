@@ -86,9 +86,7 @@ PANELS = (
         unit="tokens/s",
         floor=0.0,
     ),
-    Panel(
-        section="Time", title="Weights sent", keys=("weight_sync/export_s", "weight_sync/load_s"), unit="s", floor=0.0
-    ),
+    Panel(section="Time", title="Weights", keys=("weight_sync/export_s", "weight_sync/load_s"), unit="s", floor=0.0),
 )
 
 
