@@ -1,0 +1,80 @@
+// One group: the prompt, and its completions side by side.
+
+import {askRun} from "./api.js";
+import {chart} from "./chart.js";
+import {chip, h, number, rewardBadge, seconds, statusChip, visible} from "./dom.js";
+import {go, link} from "./route.js";
+
+const SORTS = {index: "as sampled", best: "best first", worst: "worst first", long: "longest first"};
+
+export async function groupPage({run, query}) {
+  const group = await askRun(run, "group", {step: query.step, group: query.group});
+  const sort = query.sort in SORTS ? query.sort : "index";
+  return h("div", {}, heading(group, query, sort), facts(group), promptBlock(group), sameprompt(group, query),
+    h("h2", {}, `${group.trajectories.length} completions`),
+    h("div", {class: "completions"}, ordered(group.trajectories, sort).map((one) => completion(one, group, query))));
+}
+
+function heading(group, query, sort) {
+  const back = link("groups", {run: query.run});
+  const near = (by) => link("group", {run: query.run, step: group.step, group: group.group_id + by, sort: query.sort});
+  const onChange = (event) => go("group", {...query, sort: event.target.value}, {replace: true});
+  return h("div", {class: "title"}, h("h1", {}, visible(group.task)),
+    h("span", {class: "quiet"}, h("a", {href: link("groups", {run: query.run, step_min: group.step, step_max: group.step})}, `step ${group.step}`), ` · group ${group.group_id}`),
+    h("div", {class: "right"}, h("a", {href: back, "data-up": true}, "All groups"), h("a", {href: near(-1), rel: "prev", hidden: group.group_id <= 0}, "← Previous"), h("a", {href: near(1), rel: "next"}, "Next →"),
+      h("select", {"aria-label": "Order of completions", "data-key": "sort", on: {change: onChange}}, Object.entries(SORTS).map(([value, text]) => h("option", {value, selected: value === sort}, text)))));
+}
+
+function facts(group) {
+  const valid = group.trajectories.filter((one) => one.valid);
+  const rewards = valid.map((one) => one.reward);
+  const mean = rewards.reduce((a, b) => a + b, 0) / (rewards.length || 1);
+  const solved = valid.filter((one) => one.reward_terms.solved === 1).length;
+  return h("dl", {class: "facts"}, [
+    ["Mean reward", rewardBadge(mean, valid.length > 0)], ["Lowest to highest", rewards.length ? `${number(Math.min(...rewards))} to ${number(Math.max(...rewards))}` : "–"],
+    ["Solved", `${solved} of ${group.trajectories.length}`], ["Prompt", `${number(group.num_prompt_tokens)} tokens`],
+    ["Signal", new Set(rewards).size > 1 ? "rewards differ" : "none: rewards are equal"],
+  ].map(([name, value]) => h("div", {}, h("dt", {}, name), h("dd", {}, value))));
+}
+
+function promptBlock(group) {
+  return h("details", {class: "prompt card"}, h("summary", {}, "Prompt"), h("pre", {}, visible(group.prompt)));
+}
+
+function sameprompt(group, query) {
+  const others = group.same_prompt;
+  if (others.length < 2) return null;
+  const series = [{name: "mean reward of this prompt", steps: others.map((one) => one.step), values: others.map((one) => one.reward_mean ?? 0)}];
+  const at = others.findIndex((one) => one.step === group.step && one.group_id === group.group_id);
+  const target = others[at > 0 ? 0 : others.length - 1];
+  const onStep = (step) => {
+    const found = others.reduce((best, one) => Math.abs(one.step - step) < Math.abs(best.step - step) ? one : best);
+    location.hash = link("group", {run: query.run, step: found.step, group: found.group_id});
+  };
+  const diff = link("diff", {run: query.run, step: target.step, group: target.group_id, index: 0, other_step: group.step, other_group: group.group_id, other_index: 0});
+  return h("details", {class: "over-steps", open: query.same === "1" ? true : null}, h("summary", {}, `The same prompt in ${others.length} groups`),
+    h("div", {class: "charts"}, chart(series, {title: "Reward of this prompt over the run", unit: "", smooth: 1, onStep})),
+    h("p", {}, h("a", {href: diff, "data-diff": true}, `Compare with step ${target.step}`), " · ", h("a", {href: link("groups", {run: query.run, prompt_id: group.prompt_id})}, "all of them in the table")));
+}
+
+function ordered(trajectories, sort) {
+  const by = {index: (a, b) => a.index - b.index, best: (a, b) => b.reward - a.reward, worst: (a, b) => a.reward - b.reward, long: (a, b) => (b.num_response_tokens ?? b.completion.length) - (a.num_response_tokens ?? a.completion.length)};
+  return [...trajectories].sort((a, b) => by[sort](a, b) || a.index - b.index);
+}
+
+function completion(one, group, query) {
+  const href = link("trajectory", {run: query.run, step: group.step, group: group.group_id, index: one.index});
+  return h("article", {class: "completion card"},
+    h("header", {}, h("a", {href, "data-stop": true, "data-key": `completion-${one.index}`}, `#${one.index}`), rewardBadge(one.reward, one.valid), statusChip(one.reward_status),
+      one.status !== "completed" ? statusChip(one.status) : null, one.num_turns > 1 ? chip(`${one.num_turns} turns`) : null, advantage(one, group)),
+    one.reward_detail ? h("p", {class: "detail"}, visible(one.reward_detail)) : null,
+    h("pre", {}, h("span", {class: "quiet"}, visible(group.prefill)), visible(one.completion)),
+    h("footer", {class: "quiet"}, [one.num_response_tokens ? `${number(one.num_response_tokens)} tokens` : null, `sampled in ${seconds(one.time_generate_s)}`, `scored in ${seconds(one.time_score_s)}`].filter(Boolean).join(" · ")));
+}
+
+function advantage(one, group) {
+  if (one.advantage === null) return h("span", {class: "right quiet"}, "in no loss");
+  const text = Math.abs(one.advantage) < 5e-3 ? "0" : `${one.advantage > 0 ? "+" : "−"}${Math.abs(one.advantage).toFixed(2)}`;
+  return h("span", {class: "right quiet number", title: group.advantage_label}, `A ${text}`);
+}
+
