@@ -7,6 +7,7 @@ nothing that has many values: no prompt, no sandbox, no group.
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -16,6 +17,7 @@ from ray.util import metrics as ray_metrics
 from rayapp.tracking.operator_metrics import BY_NAME, METRICS, Metric, of_step, samples
 
 Labels = tuple[tuple[str, str], ...]
+REPEAT_EVERY_S = 5.0
 
 
 class Reporter:
@@ -29,16 +31,29 @@ class Reporter:
         self._run_name = run_name
         self._made: dict[str, Any] = {}
         self._reported: dict[str, set[Labels]] = {}
+        self._last: dict[tuple[str, Labels], float] = {}
+        self._lock = threading.Lock()
 
     def report(self, scalars: Mapping[str, float]) -> None:
         """Set every metric that these scalars feed."""
         present: dict[str, set[Labels]] = {}
-        for sample in samples(scalars, now=time.time()):
-            self._metric(sample.metric).set(sample.value, tags=self._tags(sample.labels))
-            present.setdefault(sample.metric.name, set()).add(sample.labels)
-        for metric in METRICS:
-            if metric.is_zero_when_absent:
-                self._clear_absent(metric, present.get(metric.name, set()))
+        with self._lock:
+            for sample in samples(scalars, now=time.time()):
+                self._set(sample.metric, sample.labels, sample.value)
+                present.setdefault(sample.metric.name, set()).add(sample.labels)
+            for metric in METRICS:
+                if metric.is_zero_when_absent:
+                    self._clear_absent(metric, present.get(metric.name, set()))
+
+    def repeat(self) -> None:
+        """Report the last values again: Ray forgets a gauge that was not set for a while."""
+        with self._lock:
+            for (name, labels), value in self._last.items():
+                self._set(BY_NAME[name], labels, value)
+
+    def _set(self, metric: Metric, labels: Labels, value: float) -> None:
+        self._last[metric.name, labels] = value
+        self._metric(metric).set(value, tags=self._tags(labels))
 
     def observe(self, name: str, value: float, **labels: str) -> None:
         """One observation of a histogram."""
@@ -49,7 +64,7 @@ class Reporter:
         """A cause of failures that is over must not be drawn on for ever."""
         before = self._reported.setdefault(metric.name, set())
         for labels in before - present:
-            self._metric(metric).set(0.0, tags=self._tags(labels))
+            self._set(metric, labels, 0.0)
         before |= present
 
     def _tags(self, labels: Labels) -> dict[str, str]:
@@ -80,8 +95,19 @@ class MetricsTracker:
         # A run that never saved is as old as its start: so that the alert on old checkpoints sees it.
         self._reporter.report({"run/num_steps": float(num_steps), "timing_s/checkpoint": 0.0, "timing_s/step": 0.0})
 
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._repeat_for_ever, name="repeat metrics", daemon=True)
+        self._thread.start()
+
+    def _repeat_for_ever(self) -> None:
+        # A step may take an hour; how long ago the last one was is then what matters most.
+        while not self._closed.wait(REPEAT_EVERY_S):
+            self._reporter.repeat()
+
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         self._reporter.report(of_step(step, metrics))
 
     def close(self) -> None:
-        """Series end with this process."""
+        """Series end with this process. Idempotent."""
+        self._closed.set()
+        self._thread.join()
