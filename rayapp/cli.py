@@ -136,6 +136,25 @@ def doctor(config: OptionalConfigFile = None, overrides: Overrides = None) -> No
     raise typer.Exit(EXIT_FAILED if doctor_command(loaded) else 0)
 
 
+@app.command(
+    epilog="Examples:\n\n"
+    "  rayapp view outputs/coding_cpu\n\n"
+    "  rayapp view outputs/seed0 outputs/seed1 --port 8090\n\n"
+    "  rayapp view s3://bucket/runs/coding_8gpu --host 0.0.0.0     (asks for the token in the address it prints)"
+)
+def view(
+    runs: Annotated[list[str], typer.Argument(metavar="RUN", help="Run folders, or s3://bucket/prefix of one")],
+    host: Annotated[str, typer.Option(help="Address to listen on; any but loopback asks for a token")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes any free port")] = 8088,
+    tokenizer: Annotated[Path | None, typer.Option(help="Model folder or tokenizer.json; default: the run's own")] = None,
+    token: Annotated[bool, typer.Option("--token", help="Ask for a token on loopback too")] = False,
+) -> None:
+    """Show runs in a browser: curves, groups, completions, tokens. Read only; it never touches a run that goes on."""
+    from rayapp.view.command import view_command
+
+    view_command(runs, host=host, port=port, tokenizer=tokenizer, token=token)
+
+
 @config_app.command(
     name="show",
     epilog="Examples:\n\n"
