@@ -16,16 +16,17 @@ async def test_failing_services_cost_retries_and_never_a_verdict_a_sandbox_or_a_
 
     outcome = await run_with_faults(run)
 
-    assert outcome.wrong == []
-    assert sum(outcome.leaked.values()) == 0, outcome.leaked
-    assert (outcome.hung, outcome.leases_left, outcome.reclaimed, outcome.reported_left) == (0, 0, 0, 0)
+    report = outcome.report()
+    assert outcome.wrong == [], report
+    assert sum(outcome.leaked.values()) == 0, report
+    assert (outcome.hung, outcome.leases_left, outcome.reclaimed, outcome.reported_left) == (0, 0, 0, 0), report
     assert outcome.executions == 300 == sum(outcome.verdicts.values()) + sum(outcome.invalid.values())
     # The run shows something only if calls did fail, and executions felt it.
     assert sum(outcome.injected.values()) >= 20
     assert {name.partition(":")[0] for name in outcome.injected} == {"e2b", "daytona", "mcp"}
-    assert outcome.retried >= 1
+    assert outcome.retried >= 1, report
     # Two failures in a row at 5% a call, several calls an execution: a few in a hundred.
-    assert sum(outcome.invalid.values()) <= 30
+    assert sum(outcome.invalid.values()) <= 30, report
 
 
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.name)
