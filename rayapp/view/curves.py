@@ -27,6 +27,7 @@ class Metrics:
         self._source = source
         self._records: list[dict[str, Any]] = []
         self._num_bytes = 0
+        self._last_line = b""
         self._stamp: tuple[int, int] | None = None
         self._lock = threading.Lock()
 
@@ -35,26 +36,23 @@ class Metrics:
         with self._lock:
             stamp = self._source.stamp("metrics.jsonl")
             if stamp != self._stamp:
-                self._read_on(stamp)
+                self._read_on()
                 self._stamp = stamp
             return self._records
 
-    def _read_on(self, stamp: tuple[int, int] | None) -> None:
-        grown = stamp is not None and stamp[0] > self._num_bytes and self._same_start()
-        if not grown:
-            self._records, self._num_bytes = [], 0
-        new = self._source.read_bytes("metrics.jsonl", offset=self._num_bytes) or b""
+    def _read_on(self) -> None:
+        """Add the lines since the last look, or read all again when the line before them is not where it was."""
+        start = self._num_bytes - len(self._last_line)
+        new = self._source.read_bytes("metrics.jsonl", offset=start) or b""
+        if not new.startswith(self._last_line):
+            self._records, start = [], 0
+            new = self._source.read_bytes("metrics.jsonl") or b""
+        elif self._last_line:
+            new, start = new[len(self._last_line) :], self._num_bytes
         whole = new[: new.rfind(b"\n") + 1]  # a line that is being written has no end yet
-        self._num_bytes += len(whole)
+        self._num_bytes = start + len(whole)
+        self._last_line = next(reversed(whole.splitlines(keepends=True)), self._last_line if start else b"")
         self._records = [*self._records, *_parsed(whole)]
-
-    def _same_start(self) -> bool:
-        """Whether what was read is still what the file begins with; a resumed run may cut it and grow past it again."""
-        if not self._records:
-            return True
-        first_new = self._source.read_bytes("metrics.jsonl", offset=self._num_bytes) or b""
-        following = _parsed(first_new[: first_new.find(b"\n") + 1])
-        return not following or following[0]["step"] > self._records[-1]["step"]
 
 
 def _parsed(lines: bytes) -> list[dict[str, Any]]:
@@ -78,19 +76,25 @@ def keys_of(records: Sequence[dict[str, Any]]) -> list[str]:
     return sorted(key for key in found if key not in ("step", "time"))
 
 
-def curve(records: Sequence[dict[str, Any]], key: str, max_points: int = MAX_POINTS) -> dict[str, list[float]]:
+def curve(
+    records: Sequence[dict[str, Any]], key: str, *, max_points: int = MAX_POINTS, absent: float | None = None
+) -> dict[str, list[float]]:
     """{"steps": [...], "values": [...]} of a metric; with more steps than points, means of equal stretches of steps.
+
+    Args:
+        absent: value of a step that lacks the metric; None leaves the step out.
 
     Example: steps 1..4, values [0, 1, 2, 3], 2 points -> steps [1.5, 3.5], values [0.5, 2.5].
     """
-    found = [(float(record["step"]), float(record[key])) for record in records if _is_number(record.get(key))]
+    values = ((record["step"], record.get(key, absent)) for record in records)
+    found = [(float(step), float(value)) for step, value in values if _is_number(value)]
     size = max(1, math.ceil(len(found) / max_points))
     stretches = [found[start : start + size] for start in range(0, len(found), size)]
     means = [(_mean([s for s, _ in stretch]), _mean([v for _, v in stretch])) for stretch in stretches]
     return {"steps": [step for step, _ in means], "values": [value for _, value in means]}
 
 
-def _is_number(value: object) -> bool:
+def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and math.isfinite(value)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from itertools import pairwise
 from typing import Any
 
 from rayapp.errors import InputError
@@ -133,9 +134,18 @@ def same_prompt(index: GroupIndex, prompt_id: str, limit: int = 500) -> list[dic
 
 
 def preview(prompt: str, max_chars: int = 160) -> str:
-    """The end of a prompt on one line, without the template's own tokens."""
-    words = " ".join(_SPECIAL_TOKEN.sub(" ", prompt).split())
-    return words if len(words) <= max_chars else "…" + words[-max_chars:]
+    """What the user asked last, on one line; of a prompt without roles, its end.
+
+    Example: "<|im_start|>user\nSort it<|im_end|>\n<|im_start|>assistant\n" -> "Sort it".
+    """
+    parts = [part.strip() for part in _SPECIAL_TOKEN.split(prompt)]
+    asked = [part for part in parts if part.startswith("user")]
+    following = [after for before, after in pairwise(parts) if before == "user"]
+    text = (asked[-1].removeprefix("user") or " ".join(following[-1:])) if asked else " ".join(parts)
+    words = " ".join(text.split())
+    if len(words) <= max_chars:
+        return words
+    return f"{words[:max_chars]}…" if asked else f"…{words[-max_chars:]}"
 
 
 _CONDITIONS = {

@@ -25,7 +25,8 @@ from rayapp.view.source import RunSource, StepFile
 MAX_FILES_PER_REFRESH = 64
 MAX_ROWS_PER_REFRESH = 200_000
 _VERSION_KEY = b"rayapp.schema_version"
-_PREVIEW_CHARS = 400
+_PREVIEW_CHARS = 800
+"""End of a prompt that is kept: what the user asked is near it."""
 _COLUMNS = (
     "step",
     "group_id",

@@ -21,17 +21,27 @@ class Panel:
     floor: float | None = None
     ceiling: float | None = None
     """Fixed ends of the axis, for shares."""
+    omits: tuple[str, ...] = ()
+    """Metrics that its patterns match but another panel shows."""
+    absent_is_zero: bool = False
+    """A step that lacks one of the metrics had none of it: statuses are logged only where they occur."""
 
 
 def _share(section: str, title: str, *keys: str) -> Panel:
-    return Panel(section=section, title=title, keys=keys, unit="share", floor=0.0, ceiling=1.0)
+    counts = any("*" in key for key in keys)
+    return Panel(section=section, title=title, keys=keys, unit="share", floor=0.0, ceiling=1.0, absent_is_zero=counts)
 
 
 PANELS = (
     Panel(section="Reward", title="Reward", keys=("reward/mean", "reward/min", "reward/max")),
     _share("Reward", "Tests passed", "reward/pass_rate/mean", "reward/solved/mean"),
     Panel(section="Reward", title="Reward by task", keys=("task/*/reward/mean",)),
-    Panel(section="Reward", title="Reward terms", keys=("reward/*/mean",)),
+    Panel(
+        section="Reward",
+        title="Reward terms",
+        keys=("reward/*/mean",),
+        omits=("reward/pass_rate/mean", "reward/solved/mean"),
+    ),
     _share("Reward", "Verdicts", "reward_status/*"),
     Panel(section="Reward", title="Evaluation", keys=("eval/reward/mean", "eval/reward/pass_rate/mean")),
     _share("Rollout", "Groups without signal", "groups/zero_variance", "groups/all_invalid"),
@@ -102,7 +112,7 @@ def keys_of_panel(panel: Panel, known: Sequence[str]) -> list[str]:
             [key for key in known if _matches(key, head, tail)] if star else [pattern] if pattern in known else []
         )
         shown |= dict.fromkeys(matching)
-    return list(shown)
+    return [key for key in shown if key not in panel.omits]
 
 
 def _matches(key: str, head: str, tail: str) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from rayapp.view.details import read_group, read_trajectory
 from rayapp.view.diff import diff_lines
 from rayapp.view.groups import GroupFilter, Page, facets, find_groups, same_prompt
 from rayapp.view.index import GroupIndex
-from rayapp.view.panels import PANELS, keys_of_panel
+from rayapp.view.panels import PANELS, Panel, keys_of_panel
 from rayapp.view.source import RunSource
 from rayapp.view.tokens import load_tokenizer
 
@@ -89,9 +89,7 @@ class ViewedRun:
         known = keys_of(records)
         shown = [(panel, keys_of_panel(panel, known)) for panel in PANELS]
         return [
-            asdict(panel) | {"keys": keys, "curves": {key: curve(records, key) for key in keys}}
-            for panel, keys in shown
-            if keys
+            asdict(panel) | {"keys": keys, "curves": curves_of(records, panel, keys)} for panel, keys in shown if keys
         ]
 
     def metric_keys(self) -> list[str]:
@@ -179,6 +177,12 @@ class ViewedRun:
     def _advantages(self, rows: list[dict[str, Any]]) -> Any:
         algorithm = _section(self.config(), "algorithm")
         return group_advantages([row["reward"] for row in rows], [row["valid"] for row in rows], algorithm)
+
+
+def curves_of(records: list[dict[str, Any]], panel: Panel, keys: Sequence[str]) -> dict[str, dict[str, list[float]]]:
+    """The curves of a panel by their metric."""
+    absent = 0.0 if panel.absent_is_zero else None
+    return {key: curve(records, key, absent=absent) for key in keys}
 
 
 def run_state(records: list[dict[str, Any]], num_steps: int | None, *, now: float) -> str:
