@@ -13,11 +13,12 @@ import time
 from dataclasses import replace
 
 from rayapp.agent.cutting import cut
-from rayapp.agent.episode import AgentLimits, CallRecord
+from rayapp.agent.episode import AgentLimits
 from rayapp.agent.parsing import RawCall
 from rayapp.errors import SandboxError, ToolUnavailableError
 from rayapp.tools.base import Tool, ToolFailedError
 from rayapp.tools.toolset import ToolSet, ToolStates
+from rayapp.types import CallRecord
 
 log = logging.getLogger(__name__)
 

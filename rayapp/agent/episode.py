@@ -11,7 +11,7 @@ from enum import StrEnum
 from typing import Any
 
 from rayapp.agent.cutting import CutSide
-from rayapp.types import BoolArray, FinishReason, FloatArray, Int32Array, RolloutStatus
+from rayapp.types import BoolArray, CallRecord, FloatArray, Int32Array, RolloutStatus, TurnRecord
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,43 +39,6 @@ class EpisodeEnd(StrEnum):
     MAX_TOKENS = "max_tokens"
     FAILED = "failed"
     """For reasons that are not the policy's; see `Episode.failure`."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CallRecord:
-    """One tool call, run or refused."""
-
-    name: str
-    """As the policy wrote it; empty when it could not be read."""
-    arguments: str
-    """JSON text as the policy wrote it."""
-    output: str
-    """What the policy read as the result."""
-    failure: str = ""
-    """malformed, unknown_tool, bad_arguments, too_many_calls, timeout, crash, or the tool's own kind; empty: it ran."""
-    reward: float | None = None
-    started_at_s: float = 0.0
-    """Unix time."""
-    duration_s: float = 0.0
-    waited_s: float = 0.0
-    """Part of duration_s before the tool could start (rate limit, free sandbox)."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TurnRecord:
-    """One turn of the policy and the calls in it. Tokens are those of the episode from `start` to `end`."""
-
-    start: int
-    """Index of the first sampled token in `Episode.token_ids`."""
-    end: int
-    text: str
-    finish_reason: FinishReason
-    policy_version: int
-    started_at_s: float
-    """Unix time."""
-    queued_s: float
-    generate_s: float
-    calls: tuple[CallRecord, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

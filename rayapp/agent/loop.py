@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 
 from rayapp.agent.calls import run_call, too_many
 from rayapp.agent.chat import ChatFormat
-from rayapp.agent.episode import AgentLimits, AgentPrompt, CallRecord, Episode, EpisodeEnd, TurnRecord
+from rayapp.agent.episode import AgentLimits, AgentPrompt, Episode, EpisodeEnd
 from rayapp.agent.parsing import RawCall, ToolCallParser
 from rayapp.agent.transcript import Transcript
 from rayapp.errors import (
@@ -31,7 +31,7 @@ from rayapp.errors import (
 from rayapp.protocols import RolloutEngine
 from rayapp.tools.base import ToolFailedError
 from rayapp.tools.toolset import ToolSet, ToolStates
-from rayapp.types import Completion, RolloutStatus, SamplingParams
+from rayapp.types import CallRecord, Completion, RolloutStatus, SamplingParams, TurnRecord
 
 _STATUS = {
     EpisodeEnd.ANSWERED: RolloutStatus.COMPLETED,

@@ -43,6 +43,7 @@ def to_trajectory(episode: Episode, reward: Reward | None, *, asked_version: int
         min_policy_version=min(versions),
         max_policy_version=max(versions),
         num_turns=len(episode.turns),
+        turns=episode.turns,
         time_generate_s=sum(turn.queued_s + turn.generate_s for turn in episode.turns),
     )
 

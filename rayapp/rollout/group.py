@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Coroutine, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
-from rayapp.errors import EngineError, StaleVersionError, first_error
+from rayapp.errors import EngineDeadError, EngineError, StaleVersionError, first_error
 from rayapp.protocols import RolloutEngine, SandboxSource, Task
 from rayapp.rollout.order import GroupRequest, sampling_seed, scoring_seed
 from rayapp.types import (
@@ -46,7 +48,8 @@ async def run_group(
         seed: the run's seed.
         deadline_s: trajectories not finished by then are recorded as failed.
     Raises:
-        StaleVersionError: the server no longer holds the version asked for; nothing of the group is kept.
+        StaleVersionError, EngineDeadError, WeightSyncError: the server can't serve the version asked for; nothing of
+            the group is kept.
         SandboxConfigError: no sandbox can ever be had with this configuration.
     """
     started = time.monotonic()
@@ -62,19 +65,21 @@ async def run_group(
                     prompt, completion.text, sandboxes, seed=scoring_seed(request.group_id, seed=seed)
                 )
         except TimeoutError:
-            return _failed(prompt, request, "deadline", f"not finished after rollout.group_deadline_s = {deadline_s:g}")
-        except StaleVersionError:
+            return late_trajectory(prompt, request, deadline_s)
+        except (StaleVersionError, EngineDeadError):
+            # Not this trajectory's trouble but its server's: the whole group is sampled again on one that works.
             raise
         except EngineError as error:
-            return _failed(prompt, request, "engine", str(error))
+            return failed_trajectory(prompt, request, "engine", str(error))
         return _trajectory(prompt, completion, reward)
 
-    trajectories = await _gather([one(index) for index in range(group_size)])
+    trajectories = await gather_trajectories([one(index) for index in range(group_size)])
     group = Group(group_id=request.group_id, prompt=prompt, trajectories=tuple(trajectories))
     return group, summarize_group(group, time_total_s=time.monotonic() - started)
 
 
-async def _gather(coroutines: list) -> list[Trajectory]:  # type: ignore[type-arg]
+async def gather_trajectories(coroutines: Sequence[Coroutine[Any, Any, Trajectory]]) -> list[Trajectory]:
+    """All of them, side by side; the first error ends the others and comes out as itself."""
     try:
         async with asyncio.TaskGroup() as tasks:
             running = [tasks.create_task(coroutine) for coroutine in coroutines]
@@ -101,7 +106,13 @@ def _trajectory(prompt: Prompt, completion: Completion, reward: Reward) -> Traje
     )
 
 
-def _failed(prompt: Prompt, request: GroupRequest, kind: str, detail: str) -> Trajectory:
+def late_trajectory(prompt: Prompt, request: GroupRequest, deadline_s: float) -> Trajectory:
+    """A trajectory that its group's deadline ended."""
+    detail = f"not finished after rollout.group_deadline_s = {deadline_s:g}"
+    return failed_trajectory(prompt, request, "deadline", detail)
+
+
+def failed_trajectory(prompt: Prompt, request: GroupRequest, kind: str, detail: str) -> Trajectory:
     """A trajectory with no response: it keeps its place in the group and carries no signal."""
     return Trajectory(
         token_ids=prompt.token_ids,

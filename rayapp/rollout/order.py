@@ -12,6 +12,8 @@ from typing import Literal
 
 import numpy as np
 
+from rayapp.config import Config
+
 MAX_SEED = 2**31 - 1
 ANY_VERSION = -1
 """Policy version of a request that any weights may serve, as in evaluation."""
@@ -56,6 +58,20 @@ def scoring_seed(group_id: int, *, seed: int) -> int:
 def evaluation_seed(seed: int) -> int:
     """Run seed under which evaluation samples and draws tests: apart from everything that training sees."""
     return _mix(seed, MAX_SEED)
+
+
+def is_first_turn(request_id: str) -> bool:
+    """True for a completion that stands alone and for turn 0 of an episode, whose ids end in `/turn=N`."""
+    turn = request_id.rpartition("/turn=")[2]
+    return "/turn=" not in request_id or int(turn) == 0
+
+
+def evaluation_waves(config: Config, num_prompts: int) -> list[tuple[int, ...]]:
+    """The prompts of an evaluation in parts that run at once: each as many trajectories as a training step at most,
+    which is what servers, tools and sandboxes are laid out for."""
+    at_once = config.train.groups_per_step * config.rollout.group_size
+    size = max(1, at_once // config.eval.samples_per_task)
+    return [tuple(range(start, min(start + size, num_prompts))) for start in range(0, num_prompts, size)]
 
 
 def _mix(*words: int) -> int:

@@ -17,6 +17,7 @@ def summarize_step(summaries: Sequence[GroupSummary], *, version: int) -> dict[s
         version: policy version that is about to be trained; staleness counts from it.
     """
     metrics = _rewards(summaries) | _groups(summaries) | _lengths(summaries) | _statuses(summaries)
+    metrics |= _tools(summaries)
     for task in sorted({summary.task for summary in summaries}):
         own = [summary for summary in summaries if summary.task == task]
         metrics |= {f"task/{task}/{name}": value for name, value in _rewards(own).items()}
@@ -27,7 +28,7 @@ def summarize_step(summaries: Sequence[GroupSummary], *, version: int) -> dict[s
 def _rewards(summaries: Sequence[GroupSummary]) -> dict[str, float]:
     valid = np.concatenate([summary.valid for summary in summaries])
     metrics = _spread("reward", np.concatenate([summary.rewards for summary in summaries])[valid])
-    for name in sorted({name for summary in summaries for name in summary.reward_terms}):
+    for name in sorted({name for summary in summaries for name in summary.reward_terms if not _is_count(name)}):
         values = np.concatenate([_term(summary, name) for summary in summaries])[valid]
         known = values[~np.isnan(values)]
         if known.size:
@@ -37,6 +38,25 @@ def _rewards(summaries: Sequence[GroupSummary]) -> dict[str, float]:
 
 def _term(summary: GroupSummary, name: str) -> FloatArray:
     return summary.reward_terms.get(name, np.full(summary.rewards.size, np.nan, np.float32))
+
+
+def _is_count(name: str) -> bool:
+    """True for what the agent loop records beside a reward's own terms: no rewards, and counted by `_tools`."""
+    return name in ("num_turns", "tool/calls", "tool/time_s", "tool/wait_s") or name.startswith("tool/failed")
+
+
+def _tools(summaries: Sequence[GroupSummary]) -> dict[str, float]:
+    """Turns and tool calls of the agent loop, of all trajectories, whether they are trained on or not."""
+    names = {name for summary in summaries for name in summary.reward_terms if _is_count(name)}
+    found = {name: np.concatenate([_term(summary, name) for summary in summaries]) for name in names}
+    turns = found.pop("num_turns", np.zeros(0, np.float32))
+    if not (~np.isnan(turns)).any():
+        return {}
+    totals = {name: float(np.nansum(values)) for name, values in found.items()}
+    calls = totals.get("tool/calls", 0.0)
+    for name in ("tool/time_s", "tool/wait_s"):
+        totals[name] = totals.get(name, 0.0) / calls if calls else 0.0
+    return totals | {"turns/mean": float(np.nanmean(turns)), "turns/max": float(np.nanmax(turns))}
 
 
 def _spread(name: str, values: FloatArray) -> dict[str, float]:

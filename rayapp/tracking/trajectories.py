@@ -7,6 +7,7 @@ The schema is in docs/run-folder.md; its version is in the file's metadata under
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import asdict
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -16,13 +17,38 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from rayapp.errors import InputError
-from rayapp.types import Group, Prompt, Reward, RolloutStatus, Trajectory
+from rayapp.types import CallRecord, Group, Prompt, Reward, RolloutStatus, Trajectory, TurnRecord
 
 SCHEMA_VERSION = "1"
 _KEY = b"rayapp.schema_version"
 # One trajectory of a big step can be read without its neighbours' tokens.
 ROWS_PER_ROW_GROUP = 512
 
+_CALL = pa.struct(
+    [
+        ("name", pa.string()),
+        ("arguments", pa.string()),
+        ("output", pa.string()),
+        ("failure", pa.string()),
+        ("reward", pa.float64()),
+        ("started_at_s", pa.float64()),
+        ("duration_s", pa.float64()),
+        ("waited_s", pa.float64()),
+    ]
+)
+_TURN = pa.struct(
+    [
+        ("start", pa.int32()),
+        ("end", pa.int32()),
+        ("text", pa.string()),
+        ("finish_reason", pa.string()),
+        ("policy_version", pa.int32()),
+        ("started_at_s", pa.float64()),
+        ("queued_s", pa.float64()),
+        ("generate_s", pa.float64()),
+        ("calls", pa.list_(_CALL)),
+    ]
+)
 SCHEMA = pa.schema(
     [
         ("step", pa.int32()),
@@ -50,6 +76,7 @@ SCHEMA = pa.schema(
         ("max_policy_version", pa.int32()),
         ("time_generate_s", pa.float64()),
         ("time_score_s", pa.float64()),
+        ("turns", pa.list_(_TURN)),
     ],
     metadata={_KEY: SCHEMA_VERSION.encode()},
 )
@@ -93,6 +120,7 @@ def _row(step: int, group: Group, index: int) -> dict[str, Any]:
         "max_policy_version": trajectory.max_policy_version,
         "time_generate_s": trajectory.time_generate_s,
         "time_score_s": reward.time_score_s,
+        "turns": [asdict(turn) for turn in trajectory.turns],
     }
 
 
@@ -145,4 +173,10 @@ def _trajectory(row: dict[str, Any]) -> Trajectory:
         max_policy_version=row["max_policy_version"],
         num_turns=row["num_turns"],
         time_generate_s=row["time_generate_s"],
+        # Files written before there were tools have no such column.
+        turns=tuple(_turn(turn) for turn in row.get("turns") or ()),
     )
+
+
+def _turn(record: dict[str, Any]) -> TurnRecord:
+    return TurnRecord(**record | {"calls": tuple(CallRecord(**call) for call in record["calls"])})

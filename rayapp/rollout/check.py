@@ -1,0 +1,117 @@
+"""What can be found out about a run's inputs before any actor starts. Called by the driver.
+
+Tools that live behind a service are not asked here: the rollout workers do that when they start, from where they are.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+
+from rayapp.agent.chat import load_template
+from rayapp.config import Config
+from rayapp.data.reading import ReadOptions, open_data
+from rayapp.errors import ConfigError, InputError
+from rayapp.model_check import check_model
+from rayapp.rollout.order import evaluation_waves
+from rayapp.rollout.prompts import render_prompts
+from rayapp.rollout.sources import answer_rewards
+from rayapp.sandbox.config import LocalConfig, SandboxConfig
+from rayapp.tasks.loading import load_tasks
+from rayapp.tools.config import ToolEntry, parse, read_tool_file
+from rayapp.tools.python import PythonToolConfig
+
+_PYTHON_TOOL = "rayapp.tools.python.PythonTool"
+
+
+def check_inputs(config: Config, *, training: bool) -> None:
+    """The model, and tasks or data with their tools and rewards.
+
+    Args:
+        training: False for evaluation alone.
+    Raises:
+        UserError: one of them can't be used.
+    """
+    check_model(config)
+    if not config.uses_data:
+        render_prompts(config, load_tasks(config.tasks))
+        return
+    _check_files_named(config, training=training)
+    _check_tools(config)
+    custom = answer_rewards(config).custom
+    if custom is not None:
+        custom.load()
+    asyncio.run(_check_files(config))
+
+
+def _check_files_named(config: Config, *, training: bool) -> None:
+    if training and not config.data.train_files:
+        raise InputError("data.train_files is empty: name the parquet files to train on (docs/data.md)")
+    needs_eval = not training or config.eval.every_steps > 0 or config.eval.before_training
+    if needs_eval and not config.data.eval_files:
+        why = "eval.every_steps or eval.before_training is set" if training else "this is an evaluation"
+        raise InputError(f"data.eval_files is empty, and {why}: name the parquet files to evaluate on (docs/data.md)")
+
+
+async def _check_files(config: Config) -> None:
+    """Every file's schema, and one row of each; lengths are measured by the workers, which have the tools' schemas."""
+    for files in (config.data.train_files, config.data.eval_files):
+        for file in files:
+            data = await open_data((file,), ReadOptions(shuffle=False), cache=config.data.cache_dir)
+            data.row(0)
+
+
+def _check_tools(config: Config) -> None:
+    if config.agent.chat_template:
+        load_template(config.agent.chat_template)
+    if not config.agent.tool_file:
+        return
+    for entry in read_tool_file(config.agent.tool_file):
+        if entry.class_name == _PYTHON_TOOL:
+            _check_sandboxes_suffice(config, entry)
+
+
+def _check_sandboxes_suffice(config: Config, entry: ToolEntry) -> None:
+    """The Python tool that keeps names holds a sandbox per trajectory, from the first call to the end."""
+    where = f"tool file {config.agent.tool_file}: {entry.class_name}: config"
+    if not parse(entry.config, PythonToolConfig, where=where).stateful:
+        return
+    need, arithmetic = trajectories_at_once(config)
+    have = num_sandboxes(config.sandbox)
+    if have < need:
+        raise ConfigError(
+            f"sandboxes: the tool {entry.class_name} holds one for each trajectory, and {arithmetic} = {need} run at "
+            f"once, but sandbox.providers and sandbox.max_leases allow {have}. Raise sandbox.max_leases to {need}, "
+            "lower train.groups_per_step or rollout.group_size, or set `stateful: false` in the tool's config."
+        )
+
+
+def trajectories_at_once(config: Config) -> tuple[int, str]:
+    """How many trajectories run side by side at most, and the sum that gives it."""
+    train, rollout = config.train, config.rollout
+    ahead = train.max_staleness + 1
+    training = train.groups_per_step * rollout.group_size * ahead
+    text = f"train.groups_per_step {train.groups_per_step} x rollout.group_size {rollout.group_size}"
+    text += f" x (train.max_staleness {train.max_staleness} + 1)" if train.max_staleness else ""
+    if not config.data.eval_files:
+        return training, text
+    # Waves are never longer than this many prompts.
+    longest = evaluation_waves(config, train.groups_per_step * rollout.group_size)[0]
+    evaluating = len(longest) * config.eval.samples_per_task
+    if train.max_staleness and config.eval.every_steps:
+        return training + evaluating, f"{text} + {evaluating} of an evaluation"
+    if evaluating > training:
+        return evaluating, f"eval.samples_per_task {evaluating}"
+    return training, text
+
+
+def num_sandboxes(sandbox: SandboxConfig) -> int:
+    """Sandboxes that the pool lends at once."""
+    cores = len(os.sched_getaffinity(0))
+    limits = [
+        (section.max_sandboxes or sandbox.max_leases or cores)
+        if isinstance(section, LocalConfig)
+        else section.max_sandboxes
+        for section in sandbox.providers
+    ]
+    return min(sandbox.max_leases or sum(limits), sum(limits))
