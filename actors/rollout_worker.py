@@ -12,12 +12,11 @@ from collections.abc import Sequence
 from actors.handles import SandboxPoolHandle, VllmServerHandle
 from actors.metrics import Reporter
 from rayapp.config import Config
-from rayapp.rollout.group import run_group
-from rayapp.rollout.order import ANY_VERSION, GroupRequest, evaluation_seed, prompt_index
-from rayapp.rollout.prompts import render_prompts
+from rayapp.errors import RayappError
+from rayapp.rollout.order import ANY_VERSION, GroupRequest, evaluation_seed, is_first_turn
+from rayapp.rollout.sources import Groups, open_groups
 from rayapp.sandbox.client import PoolClient
 from rayapp.sandbox.providers import local_provider, remote_providers
-from rayapp.tasks.loading import load_tasks
 from rayapp.types import Completion, Group, GroupSummary, SamplingParams
 
 
@@ -35,7 +34,8 @@ class ServerEngine:
             prompt_ids,
             sampling,
             min_policy_version=self._version,
-            cohort_size=self._cohort_size,
+            # A cohort is what starts together: later turns come when their tools are done, and wait for nobody.
+            cohort_size=self._cohort_size if is_first_turn(request_id) else 1,
         )
 
 
@@ -55,8 +55,7 @@ class RolloutWorker:
         self._config = config
         self._index = index
         self._servers = servers
-        self._tasks = load_tasks(config.tasks)
-        self._prompts = render_prompts(config, self._tasks)
+        self._groups: Groups | None = None
         self._reporter = Reporter(config.run.name)
         self._sandboxes = PoolClient(
             pool,
@@ -71,48 +70,54 @@ class RolloutWorker:
         return f"rollout-worker-{self._index}"
 
     async def ready(self) -> dict[str, float]:
-        """Facts for the log, once tasks, prompts and sandboxes are usable."""
-        return {"num_prompts": float(len(self._prompts))}
+        """Facts for the log, once tasks or data, tools and sandboxes are usable."""
+        if self._groups is None:
+            self._groups = await open_groups(self._config, self._sandboxes)
+        return {"num_eval_prompts": float(self._groups.num_eval_prompts)}
 
     async def run_group(self, request: GroupRequest) -> tuple[Group, GroupSummary]:
         """One group of training; Ray stores the two results as two objects."""
         config = self._config
         return await self._sample(
             request,
-            index=prompt_index(request.group_id, num_prompts=len(self._prompts), seed=config.run.seed),
             num_samples=config.rollout.group_size,
             temperature=config.rollout.temperature,
             seed=config.run.seed,
         )
 
-    async def evaluate(self, index: int) -> tuple[Group, GroupSummary]:
-        """Samples of the `index`-th prompt for evaluation: seeds apart from training's, whatever the weights are."""
+    async def evaluate(self, index: int, cohort: tuple[int, ...]) -> tuple[Group, GroupSummary]:
+        """Samples of the `index`-th prompt for evaluation: seeds apart from training's, whatever the weights are.
+
+        Args:
+            cohort: the prompts that start together with this one; empty where others are on the servers too.
+        """
         config = self._config
-        # All prompts start together where nothing else runs, so that the same weights give the same numbers.
-        cohort = tuple(range(len(self._prompts))) if config.train.max_staleness == 0 else ()
         return await self._sample(
             GroupRequest(group_id=index, policy_version=ANY_VERSION, cohort=cohort, purpose="eval"),
-            index=index,
             num_samples=config.eval.samples_per_task,
             temperature=config.eval.temperature,
             seed=evaluation_seed(config.run.seed),
         )
 
+    async def num_eval_prompts(self) -> int:
+        """Prompts of one evaluation."""
+        return self._ready_groups().num_eval_prompts
+
     async def _sample(
-        self, request: GroupRequest, *, index: int, num_samples: int, temperature: float, seed: int
+        self, request: GroupRequest, *, num_samples: int, temperature: float, seed: int
     ) -> tuple[Group, GroupSummary]:
-        rollout = self._config.rollout
-        return await run_group(
+        return await self._ready_groups().run(
             request,
-            task=self._tasks[index],
-            prompt=self._prompts[index],
             engine=self._engine(request, num_samples),
-            sandboxes=self._sandboxes,
-            sampling=SamplingParams(max_tokens=rollout.max_completion_tokens, temperature=temperature),
+            sampling=SamplingParams(max_tokens=self._config.rollout.max_completion_tokens, temperature=temperature),
             group_size=num_samples,
             seed=seed,
-            deadline_s=rollout.group_deadline_s,
         )
+
+    def _ready_groups(self) -> Groups:
+        if self._groups is None:
+            raise RayappError(f"{self!r} is asked for a group before it is ready")
+        return self._groups
 
     def _engine(self, request: GroupRequest, num_samples: int) -> ServerEngine:
         position = request.group_id % len(self._servers)
@@ -123,5 +128,10 @@ class RolloutWorker:
         self._reporter.observe("rl_sandbox_exec_seconds", seconds, provider=provider)
 
     async def close(self) -> None:
-        """Give every sandbox back."""
-        await self._sandboxes.close()
+        """End what tools hold, and give every sandbox back."""
+        groups, self._groups = self._groups, None
+        try:
+            if groups is not None:
+                await groups.close()
+        finally:
+            await self._sandboxes.close()
