@@ -100,8 +100,13 @@ class LearnerHandle(Handle):
         """Streams references to `WeightBucket`; owned by the caller. Ranks other than 0 yield nothing."""
         return self.actor.export_weights.options(num_returns="streaming").remote(bucket_bytes)
 
-    async def save_checkpoint(self, folder: str, version: int) -> None:
-        await self.call("save_checkpoint", self.actor.save_checkpoint.remote(folder, version), self.step_timeout_s)
+    async def begin_checkpoint(self, folder: str, version: int) -> None:
+        await self.call("begin_checkpoint", self.actor.begin_checkpoint.remote(folder, version), self.step_timeout_s)
+
+    async def checkpoint_done(self) -> bool:
+        """Answered between two steps."""
+        done: bool = await self.call("checkpoint_done", self.actor.checkpoint_done.remote(), self.step_timeout_s)
+        return done
 
     async def load_checkpoint(self, folder: str) -> int:
         version: int = await self.call(
@@ -182,14 +187,10 @@ class RolloutWorkerHandle(Handle):
         summary: GroupSummary = await self.call("run_group", summary_ref, self.group_deadline_s + 60.0)
         return summary, group_ref
 
-    async def num_eval_prompts(self, timeout_s: float = 30.0) -> int:
-        num_prompts: int = await self.call("num_eval_prompts", self.actor.num_eval_prompts.remote(), timeout_s)
-        return num_prompts
-
-    async def evaluate(self, index: int, cohort: tuple[int, ...]) -> GroupSummary:
+    async def evaluate(self, index: int) -> GroupSummary:
         """Samples of one prompt, for their numbers only."""
         method = self.actor.evaluate.options(num_returns=2, name=f"evaluate prompt={index}")
-        _, summary_ref = method.remote(index, cohort)
+        _, summary_ref = method.remote(index)
         summary: GroupSummary = await self.call("evaluate", summary_ref, self.group_deadline_s + 60.0)
         return summary
 

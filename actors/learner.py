@@ -10,7 +10,7 @@ from typing import Any
 
 from rayapp.config import Config
 from rayapp.learner.build import build_learner
-from rayapp.learner.checkpoint import load_learner, save_learner
+from rayapp.learner.checkpoint import SaveInProgress, begin_save, load_learner
 from rayapp.learner.distributed import end_ranks, start_ranks
 from rayapp.learner.export import export_buckets, export_hf
 from rayapp.learner.scoring import log_probs_of
@@ -32,6 +32,7 @@ class Learner:
         self._config = config
         ranks = start_ranks(config, rank, world_size, master_address, master_port)
         self._learner = build_learner(config, ranks)
+        self._saving: SaveInProgress | None = None
 
     def __repr__(self) -> str:
         return f"learner-{self._learner.ranks.rank}"
@@ -62,9 +63,23 @@ class Learner:
         """Weights in bfloat16 under their Hugging Face names. All ranks gather; only rank 0 yields."""
         yield from export_buckets(self._learner.model, bucket_bytes, rank=self._learner.ranks.rank)
 
-    def save_checkpoint(self, folder: str, version: int) -> None:
-        """Write weights, optimizer, schedule, RNG and version into the folder."""
-        save_learner(self._learner, folder, version)
+    def begin_checkpoint(self, folder: str, version: int) -> None:
+        """Copy the state aside and start to write it; `checkpoint_done` comes next. Collective."""
+        assert self._saving is None, "a checkpoint is still being written"
+        self._saving = begin_save(self._learner, folder, version)
+
+    def checkpoint_done(self) -> bool:
+        """Whether this rank's part of the checkpoint that began is written. Asked again until it is.
+
+        Raises:
+            CheckpointError: it can't be written whole.
+        """
+        assert self._saving is not None, "no checkpoint has begun"
+        if not self._saving.is_done():
+            return False
+        saving, self._saving = self._saving, None
+        saving.wait()
+        return True
 
     def load_checkpoint(self, folder: str) -> int:
         """Read them back, whatever the number of ranks that wrote them; returns the version."""

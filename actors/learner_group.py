@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,8 @@ class LearnerGroup:
     """Handles by rank. Empty when a run only evaluates."""
 
     handles: tuple[LearnerHandle, ...]
+    _written: set[str] = field(default_factory=set, init=False, repr=False, compare=False)
+    """Ranks that are done with the checkpoint that is being written."""
 
     async def train_step(self, step: int, summaries: tuple[GroupSummary, ...], refs: Sequence[Any]) -> dict[str, float]:
         """One optimizer step on these groups, dealt out so that every rank has about as many tokens.
@@ -41,8 +43,21 @@ class LearnerGroup:
             async for _ in stream:
                 raise AssertionError("only rank 0 yields weights")
 
-    async def save_checkpoint(self, folder: Path, version: int) -> None:
-        await self._all(handle.save_checkpoint(str(folder), version) for handle in self.handles)
+    async def begin_checkpoint(self, folder: Path, version: int) -> None:
+        """Every rank copies its state aside and starts to write it."""
+        self._written.clear()
+        await self._all(handle.begin_checkpoint(str(folder), version) for handle in self.handles)
+
+    async def checkpoint_done(self) -> bool:
+        """Whether every rank has written its part.
+
+        Raises:
+            CheckpointError: one can't.
+        """
+        left = [handle for handle in self.handles if handle.name not in self._written]
+        done = await self._all(handle.checkpoint_done() for handle in left)
+        self._written.update(handle.name for handle, is_done in zip(left, done, strict=True) if is_done)
+        return len(self._written) == len(self.handles)
 
     async def load_checkpoint(self, folder: Path) -> int:
         """Version that the checkpoint holds."""

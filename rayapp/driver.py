@@ -17,18 +17,20 @@ from dataclasses import dataclass
 
 from rayapp.cluster import Cluster, open_cluster
 from rayapp.config import Config
+from rayapp.errors import TrainingAbortedError
 from rayapp.failures import FailureBudget
 from rayapp.interrupts import run_until_done, uninterrupted
+from rayapp.model_check import check_model
 from rayapp.phases import Phases
-from rayapp.rollout.check import check_inputs
-from rayapp.rollout.order import GroupRequest, evaluation_waves
+from rayapp.rollout.order import GroupRequest
+from rayapp.rollout.prompts import render_prompts
 from rayapp.run_folder import RunFolder
+from rayapp.saving import CheckpointSaver, saving
 from rayapp.store import StoredGroup, TrajectoryStore
+from rayapp.tasks.loading import load_tasks
 from rayapp.tracking.metrics import summarize_step
-from rayapp.tracking.passes import summarize_passes
 from rayapp.tracking.plots import write_reward_plot
 from rayapp.tracking.trackers import RunTracker, make_trackers
-from rayapp.types import GroupSummary
 
 Store = TrajectoryStore[object]
 
@@ -41,7 +43,7 @@ def run_training(config: Config) -> None:
             has ended.
         KeyboardInterrupt: Ctrl-C or SIGTERM; the steps done are saved and the actors have ended.
     """
-    check_inputs(config, training=True)
+    check_inputs(config)
     with RunFolder.open(config) as folder:
         run_until_done(_run(config, folder))
 
@@ -64,7 +66,7 @@ def run_evaluation(config: Config) -> dict[str, float]:
     Returns:
         The metrics of a training step, over all samples; nothing is written.
     """
-    check_inputs(config, training=False)
+    check_inputs(config)
     return run_until_done(_evaluate_model(config))
 
 
@@ -74,17 +76,10 @@ async def _evaluate_model(config: Config) -> dict[str, float]:
 
 
 async def evaluate(cluster: Cluster, version: int = 0) -> dict[str, float]:
-    """Every task, or every row of the evaluation files, on the weights that the servers hold now, which are `version`.
-
-    Nothing of it is trained on.
-    """
-    num_prompts = await cluster.rollout_worker(0).num_eval_prompts()
-    summaries: list[GroupSummary] = []
-    for wave in evaluation_waves(cluster.config, num_prompts):
-        # All of a wave starts together where nothing else runs, so that the same weights give the same numbers.
-        cohort = wave if cluster.is_synchronous else ()
-        summaries += await asyncio.gather(*(cluster.rollout_worker(index).evaluate(index, cohort) for index in wave))
-    return summarize_step(summaries, version=version) | summarize_passes(summaries)
+    """Every task on the weights that the servers hold now, which are `version`. Nothing of it is trained on."""
+    tasks = range(len(cluster.config.tasks))
+    summaries = await asyncio.gather(*(cluster.rollout_worker(index).evaluate(index) for index in tasks))
+    return summarize_step(summaries, version=version)
 
 
 async def validate(cluster: Cluster, step: int, phases: Phases) -> dict[str, float]:
@@ -101,6 +96,12 @@ async def validate(cluster: Cluster, step: int, phases: Phases) -> dict[str, flo
     return {f"eval/{name}": value for name, value in metrics.items()}
 
 
+def check_inputs(config: Config) -> None:
+    """Find what can't be used before any actor starts."""
+    check_model(config)
+    render_prompts(config, load_tasks(config.tasks))
+
+
 async def export_final(cluster: Cluster, folder: RunFolder) -> None:
     """`final/`: a Hugging Face folder of the last weights."""
     with folder.pending_final() as pending:
@@ -111,9 +112,6 @@ async def train(config: Config, cluster: Cluster, folder: RunFolder, tracker: Ru
     """Train from the last whole checkpoint, or from the model, to `config.train.num_steps`."""
     version, next_group_id = await restore(cluster, folder)
     await cluster.sync_weights(version)
-    if version == 0 and config.eval.before_training:
-        tracker.phase("eval")
-        tracker.log(0, {f"eval/{name}": value for name, value in (await evaluate(cluster)).items()})
     store: Store = TrajectoryStore(
         groups_per_step=config.train.groups_per_step,
         max_staleness=config.train.max_staleness,
@@ -121,20 +119,23 @@ async def train(config: Config, cluster: Cluster, folder: RunFolder, tracker: Ru
         num_groups=(config.train.num_steps - version) * config.train.groups_per_step,
         next_group_id=next_group_id,
     )
+    saver = CheckpointSaver(cluster.learners, folder, asynchronous=config.checkpoint.asynchronous)
     run = Run(
         cluster=cluster,
         folder=folder,
         tracker=tracker,
         store=store,
+        saver=saver,
         failures=FailureBudget(config.rollout.max_failed_ratio),
     )
-    async with saving_when_stopped(cluster, folder, store), feeding(cluster, store):
+    async with saving(saver), saving_when_stopped(saver, folder, store), feeding(cluster, store):
         for step in range(version + 1, config.train.num_steps + 1):
             phases = Phases(on_change=tracker.phase)
             with phases("rollout"):
                 groups = await store.take(config.train.groups_per_step)
             # A stop waits for a step that has begun to train: half of one can't be saved.
             await uninterrupted(train_step(run, step, groups, phases))
+        await saver.finish()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,6 +146,7 @@ class Run:
     folder: RunFolder
     tracker: RunTracker
     store: Store
+    saver: CheckpointSaver
     failures: FailureBudget
 
 
@@ -162,23 +164,38 @@ async def train_step(run: Run, step: int, groups: Sequence[StoredGroup[object]],
     await store.release(step)
     with phases("record"):
         await folder.write_trajectories(step, await cluster.fetch_groups(groups))
-    if is_due(step, config.checkpoint.every_steps, last=config.train.num_steps):
-        with phases("checkpoint"):
-            await save_checkpoint(cluster, folder, step, store.next_untrained_id)
     metrics = summarize_step(summaries, version=staleness_version) | learner_metrics | sync_metrics
-    metrics |= eval_metrics | phases.metrics(summaries) | ledger_metrics(store) | run.failures.metrics()
+    score = (metrics | eval_metrics).get(config.checkpoint.best_metric)
+    with phases("checkpoint"):
+        checkpoint_metrics = await save_if_due(run, step, score)
+    metrics |= checkpoint_metrics | eval_metrics | phases.metrics(summaries)
+    metrics |= ledger_metrics(store) | run.failures.metrics()
     run.tracker.log(step, metrics)
 
 
+async def save_if_due(run: Run, step: int, score: float | None) -> dict[str, float]:
+    """Hear of the save that is under way, and begin the one of this step. Returns metrics of one that ended."""
+    config = run.cluster.config
+    metrics = await run.saver.check()
+    if is_due(step, config.checkpoint.every_steps, last=config.train.num_steps):
+        await run.saver.begin(step, next_group_id=run.store.next_untrained_id, score=score)
+    return metrics
+
+
 @asynccontextmanager
-async def saving_when_stopped(cluster: Cluster, folder: RunFolder, store: Store) -> AsyncIterator[None]:
+async def saving_when_stopped(saver: CheckpointSaver, folder: RunFolder, store: Store) -> AsyncIterator[None]:
     """A run that is stopped (Ctrl-C, SIGTERM, `ray job stop`) saves the steps since its last checkpoint, then stops."""
     try:
         yield
     except asyncio.CancelledError:
+        await saver.finish()
         last = folder.latest_checkpoint()
         if store.version > (last.version if last is not None else 0):
-            await save_checkpoint(cluster, folder, store.version, store.next_untrained_id)
+            await saver.begin(store.version, next_group_id=store.next_untrained_id)
+            await saver.finish()
+        raise
+    except TrainingAbortedError:
+        await saver.finish()
         raise
 
 
@@ -191,13 +208,6 @@ async def restore(cluster: Cluster, folder: RunFolder) -> tuple[int, int]:
     version = await cluster.learners.load_checkpoint(checkpoint.path / "learner")
     folder.truncate_after(version)
     return version, checkpoint.next_group_id
-
-
-async def save_checkpoint(cluster: Cluster, folder: RunFolder, version: int, next_group_id: int) -> None:
-    """Write aside, then rename: a crash at any point leaves the previous checkpoint as the last whole one."""
-    pending = folder.begin_checkpoint(version)
-    await cluster.learners.save_checkpoint(pending / "learner", version)
-    await asyncio.to_thread(folder.commit_checkpoint, version, next_group_id=next_group_id)
 
 
 def is_due(step: int, every_steps: int, *, last: int) -> bool:

@@ -3,8 +3,8 @@
     outputs/<run>/  run.lock  config.yaml  metrics.jsonl  rewards.png
                     trajectories/step=000001.parquet   checkpoints/step=000010/{learner/, manifest.json}   final/
 
-Everything is written aside and renamed; checkpoints are in `checkpoints.py`. The driver owns the folder through a lock on
-`run.lock`, which dies with its process.
+Everything is written aside and renamed; checkpoints are in `checkpoints.py`. The driver owns the folder through a lock
+on `run.lock`, which dies with its process.
 """
 
 from __future__ import annotations
@@ -81,9 +81,9 @@ class RunFolder:
             )
         if checkpoint is not None and not checkpoint.is_resumable:
             raise RunFolderError(
-                f"{checkpoint.path} holds {', '.join(checkpoint.contents)} (checkpoint.save_contents): without model and "
-                "optimizer a run can't go on from it as if it had not stopped. Choose another run.name, with model.path "
-                "set to its hf_model folder if it has one."
+                f"{checkpoint.path} holds {', '.join(checkpoint.contents)} (checkpoint.save_contents): without model "
+                "and optimizer a run can't go on from it as if it had not stopped. Choose another run.name, with "
+                "model.path set to its hf_model folder if it has one."
             )
         stored = self.path / "config.yaml"
         if checkpoint is not None and stored.exists():

@@ -2,39 +2,86 @@
 
 The driver writes into a folder aside and renames it when every rank is done, so what is read here was whole. Holds
 float32 weights, AdamW's moments, the optimizer step (the schedule's only state), the policy version and torch's RNG.
+Writing happens in threads, on copies in host memory: training goes on meanwhile.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.checkpoint.state_dict_saver import async_save
 
 from rayapp.errors import CheckpointError
+from rayapp.learner.export import stage_hf
 from rayapp.learner.policy import named_weights
 from rayapp.learner.step import PolicyLearner
 
 
-def save_learner(learner: PolicyLearner, folder: str, version: int) -> None:
-    """Write the learner's state. Collective.
+class SaveInProgress:
+    """One rank's part of a checkpoint that threads are writing. Training may go on: they write copies.
 
-    Raises:
-        CheckpointError: it can't be written whole, e.g. because the disk is full.
+    Args:
+        folder: for messages.
+        writing: one per thread.
     """
-    state = _state(learner)
-    state["counters"] = torch.tensor([version, learner.optimizer_steps, learner.skipped_steps])
-    state["rng"] = torch.get_rng_state()
-    try:
-        save(state, checkpoint_id=folder, process_group=learner.ranks.cpu_group)
-    except (CheckpointException, OSError) as error:
-        raise CheckpointError(
-            f"the checkpoint in {folder} can't be written: {_reason(error)}. The last whole checkpoint is intact; mend "
-            "this (on a full disk: free some space) and start the same command again to go on from it."
-        ) from error
+
+    def __init__(self, folder: str, writing: Sequence[Future[Any]]) -> None:
+        self._folder, self._writing = folder, tuple(writing)
+
+    def is_done(self) -> bool:
+        return all(future.done() for future in self._writing)
+
+    def wait(self) -> None:
+        """Until all of it is written.
+
+        Raises:
+            CheckpointError: it can't be written whole, e.g. because the disk is full.
+        """
+        wait(self._writing)
+        errors = [error for future in self._writing if (error := future.exception()) is not None]
+        if errors:
+            raise CheckpointError(
+                f"the checkpoint in {self._folder} can't be written: {_reason(errors[0])}. The last whole checkpoint "
+                "is intact; mend this (on a full disk: free some space) and start the same command again to go on from "
+                "it."
+            ) from errors[0]
+
+
+def begin_save(learner: PolicyLearner, folder: str, version: int) -> SaveInProgress:
+    """Copy what `checkpoint.save_contents` names to the host, then write it in the background. Collective.
+
+    Args:
+        folder: for the learner's state; the Hugging Face folder is `hf_model` beside it.
+    """
+    contents = learner.config.checkpoint.save_contents
+    writing: list[Future[Any]] = []
+    state = {name: value for name, value in _state(learner).items() if name.split(".")[0] in contents}
+    if state:
+        state["counters"] = torch.tensor([version, learner.optimizer_steps, learner.skipped_steps])
+        state["rng"] = torch.get_rng_state()
+        writing.append(_async_save(state, folder, learner.ranks.save_group))
+    staged = None
+    if "hf_model" in contents:
+        staged = stage_hf(learner.config, learner.model, rank=learner.ranks.rank)
+    if staged is not None:
+        writer = ThreadPoolExecutor(1, thread_name_prefix="hf_model")
+        writing.append(writer.submit(staged.write, Path(folder).with_name("hf_model")))
+        writer.shutdown(wait=False)
+    return SaveInProgress(folder, writing)
+
+
+def _async_save(state: dict[str, Any], folder: str, group: Any) -> Future[Any]:
+    """torch's; the copies are made when it returns."""
+    future = async_save(state, checkpoint_id=folder, process_group=group)
+    assert isinstance(future, Future), f"async_save gave a {type(future).__name__}"
+    return future
 
 
 def load_learner(learner: PolicyLearner, folder: str) -> int:

@@ -32,6 +32,8 @@ class Ranks:
     mesh: DeviceMesh
     cpu_group: dist.ProcessGroup
     """gloo, for Python objects."""
+    save_group: dist.ProcessGroup
+    """gloo, for the threads that write checkpoints: in a group of the training's their calls would meet its own."""
 
     def gather(self, value: T) -> list[T]:
         """Every rank's value, in order of ranks, on every rank."""
@@ -65,9 +67,10 @@ def start_ranks(config: Config, rank: int, world_size: int, master_address: str,
         store = TCPStore(master_address, master_port, world_size, is_master=rank == 0, timeout=timeout)
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
     mesh = init_device_mesh(device.type, (world_size,))
-    cpu_group = dist.new_group(backend="gloo", timeout=timeout)
+    cpu_group, save_group = (dist.new_group(backend="gloo", timeout=timeout) for _ in range(2))
     assert cpu_group is not None
-    return Ranks(rank=rank, world_size=world_size, device=device, mesh=mesh, cpu_group=cpu_group)
+    assert save_group is not None
+    return Ranks(rank=rank, world_size=world_size, device=device, mesh=mesh, cpu_group=cpu_group, save_group=save_group)
 
 
 def end_ranks() -> None:

@@ -5,7 +5,9 @@ Gathering sharded weights is collective: every rank calls these, and only rank 0
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,30 +31,61 @@ def export_buckets(model: PolicyModel, bucket_bytes: int, *, rank: int) -> Itera
         pass
 
 
-def export_hf(config: Config, model: PolicyModel, folder: str, *, rank: int) -> None:
-    """Write a folder that transformers and vLLM load: safetensors, config, generation config, tokenizer."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HfFolder:
+    """Weights gathered on rank 0, ready to be written by any thread while training goes on."""
+
+    weights: dict[str, Tensor]
+    """In bfloat16 on the host, under their Hugging Face names."""
+    causal_lm: Any
+    """A transformers model of its own config over the learner's parameters: only its config and names are read."""
+    tokenizer_path: str
+    trust_remote_code: bool
+
+    def write(self, folder: Path) -> None:
+        """Write what transformers and vLLM load: safetensors, config, generation config, tokenizer."""
+        from transformers import AutoTokenizer
+
+        self.causal_lm.save_pretrained(folder, state_dict=self.weights)
+        # It wrote down the dtype of the learner's own parameters; the weights in the folder are narrower.
+        self.causal_lm.config.dtype = EXPORT_DTYPE
+        self.causal_lm.config.save_pretrained(folder)
+        tokenizer = AutoTokenizer.from_pretrained(self.tokenizer_path, trust_remote_code=self.trust_remote_code)
+        tokenizer.save_pretrained(folder)
+
+
+def stage_hf(config: Config, model: PolicyModel, *, rank: int) -> HfFolder | None:
+    """Gather the weights. Collective; None on ranks other than 0."""
     weights = {name: _whole(parameter) for name, parameter in named_weights(model)}
     if rank != 0:
-        return
-    from transformers import AutoTokenizer
+        return None
+    causal_lm: Any = copy.copy(model.causal_lm)
+    # A config of its own: the learner's names an attention that only this process knows, and must keep naming it.
+    causal_lm.config = copy.deepcopy(causal_lm.config)
+    causal_lm.config._attn_implementation = "sdpa"  # noqa: SLF001 - transformers offers no public name for it
+    return HfFolder(
+        weights=weights,
+        causal_lm=causal_lm,
+        tokenizer_path=config.model.path,
+        trust_remote_code=config.model.trust_remote_code,
+    )
 
-    causal_lm: Any = model.causal_lm
-    attention = causal_lm.config._attn_implementation  # noqa: SLF001 - transformers offers no public name for it
-    try:
-        # Ours is known to this process only: what reads the folder chooses its own.
-        causal_lm.config._attn_implementation = "sdpa"  # noqa: SLF001
-        causal_lm.save_pretrained(folder, state_dict=weights)
-        # It wrote down the dtype of the learner's own parameters; the weights in the folder are narrower.
-        causal_lm.config.dtype = EXPORT_DTYPE
-        causal_lm.config.save_pretrained(folder)
-    finally:
-        causal_lm.config._attn_implementation = attention  # noqa: SLF001
-    tokenizer = AutoTokenizer.from_pretrained(config.model.path, trust_remote_code=config.model.trust_remote_code)
-    tokenizer.save_pretrained(Path(folder))
+
+def export_hf(config: Config, model: PolicyModel, folder: str, *, rank: int) -> None:
+    """Write a Hugging Face folder. Collective; only rank 0 writes."""
+    staged = stage_hf(config, model, rank=rank)
+    if staged is not None:
+        staged.write(Path(folder))
 
 
 def _whole(parameter: torch.nn.Parameter) -> Tensor:
     """The full tensor in bfloat16 on the host. Cast before gathering: half the bytes travel."""
     narrow: Any = parameter.detach().to(EXPORT_DTYPE)
     full: Tensor = narrow.full_tensor() if hasattr(narrow, "full_tensor") else narrow
-    return full.cpu()
+    # A copy even on CPU: what is being written must not change with the next step.
+    return full.to("cpu", copy=True) if full.data_ptr() == _local(parameter).data_ptr() else full.cpu()
+
+
+def _local(parameter: torch.nn.Parameter) -> Tensor:
+    to_local = getattr(parameter, "to_local", None)
+    return parameter if to_local is None else to_local()

@@ -43,7 +43,10 @@ for step in range(first, 3):
     assignment = assign_by_tokens([int(s.num_tokens.sum()) for s in summaries], world)
     metrics = learner.train_step(step, summaries, assignment, *(groups[i] for i in assignment[rank]))
     if step == 1 and sys.argv[8] == "save":
-        learner.save_checkpoint(checkpoint, 1)
+        learner.begin_checkpoint(checkpoint, 1)  # written while the second step is trained
+if sys.argv[8] == "save":
+    while not learner.checkpoint_done():
+        time.sleep(0.01)
 buckets = list(learner.export_weights(1 << 20))
 if rank == 0:
     tensors = {name: t.float().numpy() for b in buckets for name, t in unpack(b.entries, torch.from_numpy(b.data))}

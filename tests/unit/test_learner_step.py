@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import resource
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -76,6 +78,13 @@ def weights(learner: Learner) -> dict[str, np.ndarray]:
     """Float32 weights by name."""
     parameters = learner._learner.model.named_parameters()
     return {name: parameter.full_tensor().detach().numpy().copy() for name, parameter in parameters}  # type: ignore[attr-defined]
+
+
+def save(learner: Learner, folder: str, version: int) -> None:
+    """A checkpoint, waited for."""
+    learner.begin_checkpoint(folder, version)
+    while not learner.checkpoint_done():
+        time.sleep(0.01)
 
 
 def two_groups(first: int = 0) -> list[Group]:
@@ -213,7 +222,7 @@ def test_a_resumed_learner_goes_on_to_the_last_digit(tiny_model: Path, tmp_path:
     with learner_of(tiny_model, changes) as learner:
         for number in (1, 2):
             step(learner, number, two_groups(number))
-        learner.save_checkpoint(str(tmp_path / "checkpoint"), 2)
+        save(learner, str(tmp_path / "checkpoint"), 2)
         expected = step(learner, 3, two_groups(3)), weights(learner)
     with learner_of(tiny_model, changes) as learner:
         assert learner.load_checkpoint(str(tmp_path / "checkpoint")) == 2
@@ -225,11 +234,56 @@ def test_a_resumed_learner_goes_on_to_the_last_digit(tiny_model: Path, tmp_path:
     assert all((found[1][name] == expected[1][name]).all() for name in expected[1])
 
 
+def test_a_checkpoint_holds_the_step_it_began_after_whatever_is_trained_while_it_is_written(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    changes = {
+        "learner": {"optimizer": {"lr": 1e-3}},
+        "checkpoint": {"save_contents": ["model", "optimizer", "hf_model"]},
+    }
+    folder = tmp_path / "checkpoint" / "learner"
+    with learner_of(tiny_model, changes) as learner:
+        step(learner, 1, two_groups(1))
+        before = weights(learner)
+        learner.begin_checkpoint(str(folder), 1)
+        expected = step(learner, 2, two_groups(2)), weights(learner)  # changes weights and moments in place
+        while not learner.checkpoint_done():
+            time.sleep(0.01)
+        assert any((before[name] != expected[1][name]).any() for name in before)
+    with learner_of(tiny_model, changes) as learner:
+        assert learner.load_checkpoint(str(folder)) == 1
+        assert all((weights(learner)[name] == before[name]).all() for name in before)
+        found = step(learner, 2, two_groups(2)), weights(learner)
+    assert found[0]["learner/grad_norm"] == expected[0]["learner/grad_norm"]
+    assert all((found[1][name] == expected[1][name]).all() for name in expected[1])
+    # ... and the Hugging Face folder is of the same step, in bfloat16
+    from safetensors.torch import load_file
+
+    exported = load_file(folder.with_name("hf_model") / "model.safetensors")
+    for name, tensor in exported.items():
+        narrow = torch.from_numpy(before[f"causal_lm.{name}"]).bfloat16()
+        assert torch.equal(tensor, narrow), name
+
+
+def test_a_disk_that_is_full_is_named_when_the_save_is_asked_about(tiny_model: Path, tmp_path: Path) -> None:
+    with learner_of(tiny_model) as learner:
+        limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+        # A limit on file sizes stands in for a disk without room: the same write fails at the same place.
+        resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
+        try:
+            with pytest.raises(CheckpointError, match=r"can't be written: .*\. The last whole checkpoint is intact"):
+                save(learner, str(tmp_path / "c"), 1)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        save(learner, str(tmp_path / "later"), 1)  # with room again, the next one is written
+        assert learner.load_checkpoint(str(tmp_path / "later")) == 1
+
+
 def test_a_torn_checkpoint_and_a_folder_without_one_say_so(tiny_model: Path, tmp_path: Path) -> None:
     with learner_of(tiny_model) as learner:
         with pytest.raises(CheckpointError, match="can't be read into this model"):
             learner.load_checkpoint(str(tmp_path / "nothing"))
-        learner.save_checkpoint(str(tmp_path / "torn"), 1)
+        save(learner, str(tmp_path / "torn"), 1)
         data = next((tmp_path / "torn").glob("*.distcp"))
         data.write_bytes(data.read_bytes()[: data.stat().st_size // 2])
         with pytest.raises(CheckpointError, match="can't be read into this model"):

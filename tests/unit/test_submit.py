@@ -16,6 +16,7 @@ from rayapp.driver import saving_when_stopped
 from rayapp.errors import ConfigError, RunFolderError
 from rayapp.interrupts import uninterrupted
 from rayapp.run_folder import RunFolder
+from rayapp.saving import CheckpointSaver, saving
 from rayapp.store import TrajectoryStore
 from rayapp.submit import plan
 
@@ -135,13 +136,12 @@ async def test_error_of_the_work_comes_out_as_itself() -> None:
 class Learners:
     """Writes a file where a checkpoint's tensors would be."""
 
-    async def save_checkpoint(self, folder: Path, version: int) -> None:
+    async def begin_checkpoint(self, folder: Path, version: int) -> None:
         folder.mkdir()
         (folder / "weights").write_text(str(version))
 
-
-class FakeCluster:
-    learners = Learners()
+    async def checkpoint_done(self) -> bool:
+        return True
 
 
 async def stopped(folder: RunFolder, version: int) -> None:
@@ -149,7 +149,8 @@ async def stopped(folder: RunFolder, version: int) -> None:
     store: TrajectoryStore[object] = TrajectoryStore(groups_per_step=2, max_staleness=0, version=version, num_groups=10)
 
     async def train() -> None:
-        async with saving_when_stopped(FakeCluster(), folder, store):  # type: ignore[arg-type]
+        saver = CheckpointSaver(Learners(), folder, asynchronous=True)
+        async with saving(saver), saving_when_stopped(saver, folder, store):
             await asyncio.Event().wait()
 
     task = asyncio.create_task(train())

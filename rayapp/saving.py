@@ -1,0 +1,93 @@
+"""Checkpoints of a run from the driver's side: begun after a step, committed while later steps are trained.
+
+The learners copy their state to host memory and write it in threads; one task of the driver's asks them whether they
+are done and then commits the folder. At most one checkpoint is being written. Used by the driver only.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Protocol
+
+from rayapp.run_folder import RunFolder
+
+log = logging.getLogger(__name__)
+POLL_S = 0.2
+
+
+class SavingLearners(Protocol):
+    """The part of the learners that saves."""
+
+    async def begin_checkpoint(self, folder: Path, version: int) -> None: ...
+
+    async def checkpoint_done(self) -> bool:
+        """Raises CheckpointError when it can't be written."""
+        ...
+
+
+class CheckpointSaver:
+    """See the module. Its owner closes it with `saving`."""
+
+    def __init__(self, learners: SavingLearners, folder: RunFolder, *, asynchronous: bool) -> None:
+        self._learners, self._folder, self._asynchronous = learners, folder, asynchronous
+        self._writing: asyncio.Task[None] | None = None
+        self._seconds = 0.0
+
+    async def begin(self, version: int, *, next_group_id: int, score: float | None = None) -> None:
+        """Start to save; returns when training may go on.
+
+        Raises:
+            CheckpointError, RunFolderError: this checkpoint, or the one before it, can't be written.
+        """
+        await self.finish()
+        pending = self._folder.begin_checkpoint(version)
+        started = time.monotonic()
+        await self._learners.begin_checkpoint(pending / "learner", version)
+        self._writing = asyncio.create_task(
+            self._write(version, next_group_id, score, started), name=f"checkpoint={version}"
+        )
+        if not self._asynchronous:
+            await self.finish()
+
+    async def _write(self, version: int, next_group_id: int, score: float | None, started: float) -> None:
+        while not await self._learners.checkpoint_done():  # noqa: ASYNC110 - an actor can't set an event of ours
+            await asyncio.sleep(POLL_S)
+        await asyncio.to_thread(self._folder.commit_checkpoint, version, next_group_id=next_group_id, score=score)
+        self._seconds = time.monotonic() - started
+
+    async def finish(self) -> None:
+        """Wait until nothing is being written. Raises as `begin` does."""
+        if self._writing is not None:
+            await self._writing
+            self._writing = None
+
+    async def check(self) -> dict[str, float]:
+        """After each step: hear of a save that failed. Returns metrics of one that ended since."""
+        if self._writing is None or not self._writing.done():
+            return {}
+        await self.finish()
+        return {"timing_s/checkpoint_write": self._seconds}
+
+    async def close(self) -> None:
+        """Give up what is being written; its folder never counts. Idempotent."""
+        if self._writing is None:
+            return
+        writing, self._writing = self._writing, None
+        writing.cancel()
+        await asyncio.wait([writing])
+        if not writing.cancelled() and (error := writing.exception()) is not None:
+            log.warning("%s was given up: %s", writing.get_name(), error)
+
+
+@asynccontextmanager
+async def saving(saver: CheckpointSaver) -> AsyncIterator[None]:
+    """Close the saver behind the block."""
+    try:
+        yield
+    finally:
+        await saver.close()
