@@ -187,10 +187,14 @@ class RolloutWorkerHandle(Handle):
         summary: GroupSummary = await self.call("run_group", summary_ref, self.group_deadline_s + 60.0)
         return summary, group_ref
 
-    async def evaluate(self, index: int) -> GroupSummary:
+    async def num_eval_prompts(self, timeout_s: float = 30.0) -> int:
+        num_prompts: int = await self.call("num_eval_prompts", self.actor.num_eval_prompts.remote(), timeout_s)
+        return num_prompts
+
+    async def evaluate(self, index: int, cohort: tuple[int, ...]) -> GroupSummary:
         """Samples of one prompt, for their numbers only."""
         method = self.actor.evaluate.options(num_returns=2, name=f"evaluate prompt={index}")
-        _, summary_ref = method.remote(index)
+        _, summary_ref = method.remote(index, cohort)
         summary: GroupSummary = await self.call("evaluate", summary_ref, self.group_deadline_s + 60.0)
         return summary
 

@@ -20,17 +20,17 @@ from rayapp.config import Config
 from rayapp.errors import TrainingAbortedError
 from rayapp.failures import FailureBudget
 from rayapp.interrupts import run_until_done, uninterrupted
-from rayapp.model_check import check_model
 from rayapp.phases import Phases
-from rayapp.rollout.order import GroupRequest
-from rayapp.rollout.prompts import render_prompts
+from rayapp.rollout.check import check_inputs
+from rayapp.rollout.order import GroupRequest, evaluation_waves
 from rayapp.run_folder import RunFolder
 from rayapp.saving import CheckpointSaver, saving
 from rayapp.store import StoredGroup, TrajectoryStore
-from rayapp.tasks.loading import load_tasks
 from rayapp.tracking.metrics import summarize_step
+from rayapp.tracking.passes import summarize_passes
 from rayapp.tracking.plots import write_reward_plot
 from rayapp.tracking.trackers import RunTracker, make_trackers
+from rayapp.types import GroupSummary
 
 Store = TrajectoryStore[object]
 
@@ -43,7 +43,7 @@ def run_training(config: Config) -> None:
             has ended.
         KeyboardInterrupt: Ctrl-C or SIGTERM; the steps done are saved and the actors have ended.
     """
-    check_inputs(config)
+    check_inputs(config, training=True)
     with RunFolder.open(config) as folder:
         run_until_done(_run(config, folder))
 
@@ -66,7 +66,7 @@ def run_evaluation(config: Config) -> dict[str, float]:
     Returns:
         The metrics of a training step, over all samples; nothing is written.
     """
-    check_inputs(config)
+    check_inputs(config, training=False)
     return run_until_done(_evaluate_model(config))
 
 
@@ -76,10 +76,17 @@ async def _evaluate_model(config: Config) -> dict[str, float]:
 
 
 async def evaluate(cluster: Cluster, version: int = 0) -> dict[str, float]:
-    """Every task on the weights that the servers hold now, which are `version`. Nothing of it is trained on."""
-    tasks = range(len(cluster.config.tasks))
-    summaries = await asyncio.gather(*(cluster.rollout_worker(index).evaluate(index) for index in tasks))
-    return summarize_step(summaries, version=version)
+    """Every task, or every row of the evaluation files, on the weights that the servers hold now, which are `version`.
+
+    Nothing of it is trained on.
+    """
+    num_prompts = await cluster.rollout_worker(0).num_eval_prompts()
+    summaries: list[GroupSummary] = []
+    for wave in evaluation_waves(cluster.config, num_prompts):
+        # All of a wave starts together where nothing else runs, so that the same weights give the same numbers.
+        cohort = wave if cluster.is_synchronous else ()
+        summaries += await asyncio.gather(*(cluster.rollout_worker(index).evaluate(index, cohort) for index in wave))
+    return summarize_step(summaries, version=version) | summarize_passes(summaries)
 
 
 async def validate(cluster: Cluster, step: int, phases: Phases) -> dict[str, float]:
@@ -96,12 +103,6 @@ async def validate(cluster: Cluster, step: int, phases: Phases) -> dict[str, flo
     return {f"eval/{name}": value for name, value in metrics.items()}
 
 
-def check_inputs(config: Config) -> None:
-    """Find what can't be used before any actor starts."""
-    check_model(config)
-    render_prompts(config, load_tasks(config.tasks))
-
-
 async def export_final(cluster: Cluster, folder: RunFolder) -> None:
     """`final/`: a Hugging Face folder of the last weights."""
     with folder.pending_final() as pending:
@@ -112,6 +113,9 @@ async def train(config: Config, cluster: Cluster, folder: RunFolder, tracker: Ru
     """Train from the last whole checkpoint, or from the model, to `config.train.num_steps`."""
     version, next_group_id = await restore(cluster, folder)
     await cluster.sync_weights(version)
+    if version == 0 and config.eval.before_training:
+        tracker.phase("eval")
+        tracker.log(0, {f"eval/{name}": value for name, value in (await evaluate(cluster)).items()})
     store: Store = TrajectoryStore(
         groups_per_step=config.train.groups_per_step,
         max_staleness=config.train.max_staleness,
