@@ -175,7 +175,8 @@ async def test_a_trajectory_shows_its_turns_and_colours_sampled_tokens(opened: O
     assert "p 0.202" in readout
     by_log_prob = await tokens.nth(1).evaluate("one => getComputedStyle(one).backgroundColor")
     await opened.page.select_option(".colour-bar select", "advantage")
-    await opened.page.wait_for_url("**colour=advantage*")
+    await opened.page.locator(".scale", has_text="made likelier").wait_for()
+    assert "colour=advantage" in opened.page.url
     by_advantage = await tokens.nth(1).evaluate("one => getComputedStyle(one).backgroundColor")
     assert by_log_prob != by_advantage
     assert opened.errors == []

@@ -52,7 +52,8 @@ export function chart(series, options) {
   figure.addEventListener("keydown", (event) => {
     const moves = {ArrowLeft: -1, ArrowRight: 1, Home: -Infinity, End: Infinity};
     if (event.key in moves) {
-      const at = cursor === null ? steps.length - 1 : nearest(steps, cursor) + moves[event.key];
+      const from = cursor === null ? steps.length : nearest(steps, cursor);
+      const at = from + moves[event.key];
       tell(steps[Math.max(0, Math.min(steps.length - 1, at))]);
       event.preventDefault();
     } else if (event.key === "Escape") tell(null);
