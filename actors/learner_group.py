@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from actors.handles import LearnerHandle
-from rayapp.types import GroupSummary
+from rayapp.types import Group, GroupSummary
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +32,14 @@ class LearnerGroup:
             for rank, handle in enumerate(self.handles)
         )
         return dict(results[0])
+
+    async def train_on(
+        self, step: int, summaries: tuple[GroupSummary, ...], groups: Sequence[Group]
+    ) -> dict[str, float]:
+        """`train_step` on groups that are here and not in the object store yet."""
+        import ray
+
+        return await self.train_step(step, summaries, [ray.put(group) for group in groups])
 
     async def export_weights(self, bucket_bytes: int) -> AsyncIterator[Any]:
         """References to rank 0's `WeightBucket`s, each as soon as it is in the object store."""

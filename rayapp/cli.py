@@ -65,13 +65,26 @@ Overrides = Annotated[list[str] | None, typer.Argument(metavar="KEY.SUB=VALUE", 
     epilog="Examples:\n\n"
     "  rayapp train configs/coding_cpu.yaml\n\n"
     "  rayapp train configs/coding_cpu.yaml run.name=seed1 run.seed=1 train.num_steps=50\n\n"
-    "  RAY_ADDRESS=auto rayapp train configs/coding_cpu.yaml     (on a Ray that runs already)"
+    "  RAY_ADDRESS=auto rayapp train configs/coding_cpu.yaml     (on a Ray that runs already)\n\n"
+    "  rayapp train configs/coding_cpu.yaml --replay outputs/coding_cpu     (only the learner, see docs/learner.md)"
 )
-def train(config: ConfigFile, overrides: Overrides = None) -> None:
+def train(
+    config: ConfigFile,
+    overrides: Overrides = None,
+    replay: Annotated[
+        Path | None,
+        typer.Option(metavar="RUN", help="Train on the recorded trajectories of this run folder: no server, no sandbox"),
+    ] = None,
+) -> None:
     """Train as CONFIG says. Called again it goes on from the last checkpoint of the run (run.resume)."""
     from rayapp.config_loading import load_config
 
     loaded = load_config(config, overrides or ())
+    if replay is not None:
+        from rayapp.replay import run_replay
+
+        run_replay(loaded, replay)
+        return
     from rayapp.driver import run_training
 
     run_training(loaded)

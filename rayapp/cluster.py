@@ -246,3 +246,40 @@ def _uses_gpus(config: Config) -> bool:
             "server.num_servers, server.tensor_parallel_size or learner.num_learners, or add GPUs."
         )
     return True
+
+
+@asynccontextmanager
+async def open_learners(config: Config, *, report: Report = lambda text: None) -> AsyncIterator[LearnerGroup]:
+    """Only the learners of a run, as a replay needs them; ended behind the block.
+
+    Raises:
+        ConfigError: Ray can't be reached, or has fewer GPUs than learners.
+    """
+    timeout_s = config.cluster.start_timeout_s
+    with ray_session(config):
+        started = _Started()
+        try:
+            on_gpu = _learners_use_gpus(config)
+            address, port = free_address()
+            world_size = config.learner.num_learners
+            handles = []
+            for rank in range(world_size):
+                name = f"learner-{rank}"
+                actor = spawn("learner", name, config, rank, world_size, address, port, num_gpus=int(on_gpu))
+                handles.append(started.add(LearnerHandle(actor, name, config.learner.step_timeout_s)))
+            await asyncio.gather(*(_report_ready(h.name, h.ready(timeout_s), report) for h in handles))
+            yield LearnerGroup(tuple(handles))
+        finally:
+            await asyncio.shield(started.close())
+
+
+def _learners_use_gpus(config: Config) -> bool:
+    """As `_uses_gpus`, for a run without servers."""
+    import ray
+
+    have, need = int(ray.cluster_resources().get("GPU", 0)), config.learner.num_learners
+    if config.cluster.device == "cpu" or (config.cluster.device == "auto" and have == 0):
+        return False
+    if need > have:
+        raise ConfigError(f"GPUs: {need} learners, but the Ray cluster has {have}. Lower learner.num_learners.")
+    return True

@@ -161,3 +161,17 @@ def test_nothing_of_a_killed_run_is_left_running(killed_and_resumed: Path) -> No
     left = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True).stdout
     assert f"run.name={killed_and_resumed.name}" not in left
     assert not list(Path("/dev/shm").glob("rayapp-weights-*"))
+
+
+def test_a_replay_of_the_run_gives_its_metrics_to_the_last_bit_without_server_or_sandbox(
+    config_file: Path, uninterrupted: Path
+) -> None:
+    output = finish(train(config_file, "uninterrupted", "--replay", str(uninterrupted)))
+    assert "metrics are the recorded ones to the last bit" in output
+    assert "vllm-server" not in output
+    assert "sandbox-pool" not in output
+    replayed = records(run_folder(config_file, "uninterrupted-replay"))
+    assert [record["replay/differ"] for record in replayed] == [0.0] * NUM_STEPS
+    for found, expected in zip(replayed, records(uninterrupted), strict=True):
+        for name in ("learner/loss", "learner/grad_norm", "learner/entropy", "reward/mean", "rollout_probs_diff/max"):
+            assert found[name] == expected[name]
