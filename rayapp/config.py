@@ -202,7 +202,14 @@ class ClusterSection(FrozenModel):
 
 
 class TrackingSection(FrozenModel):
-    trackers: tuple[Literal["console", "jsonl"], ...] = ("console", "jsonl")
+    trackers: tuple[Literal["console", "jsonl", "tensorboard", "mlflow", "wandb"], ...] = ("console", "jsonl")
+    """Where each step's metrics go. One that fails is told once and counted in `tracking/failed`; training goes on."""
+    project: str = Field("rayapp", min_length=1)
+    """MLflow experiment and W&B project."""
+    mlflow_uri: str = ""
+    """MLflow tracking server. Empty: MLFLOW_TRACKING_URI, else `mlflow.db` in the run folder."""
+    wandb_mode: Literal["offline", "online"] = "offline"
+    """offline keeps files in the run folder for `wandb sync`; online needs WANDB_API_KEY."""
     trajectories: bool = True
     """Write trajectories/step=NNNNNN.parquet."""
 
