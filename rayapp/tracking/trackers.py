@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 
 from rich.console import Console
 
 from rayapp.config import Config
+from rayapp.errors import ConfigError
 from rayapp.protocols import Tracker
 from rayapp.run_folder import RunFolder
+from rayapp.tracking.background import BackgroundTracker
 from rayapp.tracking.console import LineConsole, LiveConsole
 from rayapp.tracking.jsonl import JsonlTracker
 
@@ -84,13 +89,70 @@ def make_trackers(config: Config, folder: RunFolder) -> Iterator[RunTracker]:
 
 
 def _make(config: Config, path: Path) -> RunTracker:
+    chosen = config.tracking.trackers
+    _check_packages(chosen)
     trackers: dict[str, Tracker] = {}
     console: LineConsole | LiveConsole | None = None
-    if "jsonl" in config.tracking.trackers:
+    if "jsonl" in chosen:
         trackers["jsonl"] = JsonlTracker(path / "metrics.jsonl")
-    if "console" in config.tracking.trackers:
+    if "console" in chosen:
         console = trackers["console"] = _console(config)
+    for name, make in _SERVICES.items():
+        if name in chosen:
+            trackers[name] = BackgroundTracker(name, partial(make, config, path))
     return RunTracker(trackers, console)
+
+
+def _check_packages(chosen: Sequence[str]) -> None:
+    """Raises ConfigError: a tracker was asked for by name, so its absence is told before anything starts."""
+    missing = [name for name in chosen if name in _SERVICES and find_spec(name) is None]
+    if missing:
+        raise ConfigError(
+            f"tracking.trackers names {', '.join(missing)}, but the package is not installed here: "
+            f"pip install {' '.join(missing)}, or leave it out"
+        )
+
+
+def _tensorboard(config: Config, path: Path, first_step: int) -> Tracker:
+    from rayapp.tracking.tensorboard_tracker import TensorboardTracker
+
+    return TensorboardTracker(path / "tensorboard", first_step)
+
+
+def _mlflow(config: Config, path: Path, first_step: int) -> Tracker:
+    from rayapp.tracking.mlflow_tracker import MlflowTracker
+
+    section = config.tracking
+    return MlflowTracker(path, uri=section.mlflow_uri, experiment=section.project, parameters=flattened(config))
+
+
+def _wandb(config: Config, path: Path, first_step: int) -> Tracker:
+    from rayapp.tracking.wandb_tracker import WandbTracker
+
+    section = config.tracking
+    return WandbTracker(path, project=section.project, mode=section.wandb_mode, parameters=flattened(config))
+
+
+_SERVICES: dict[str, Callable[[Config, Path, int], Tracker]] = {
+    "tensorboard": _tensorboard,
+    "mlflow": _mlflow,
+    "wandb": _wandb,
+}
+
+
+def flattened(config: Config) -> dict[str, str]:
+    """The configuration as `section.key` -> JSON text.
+
+    Example: {"run.name": '"seed0"', "train.num_steps": "40"}.
+    """
+    flat: dict[str, str] = {}
+    pending: list[tuple[str, object]] = list(config.model_dump(mode="json").items())
+    for key, value in pending:
+        if isinstance(value, dict) and value:
+            pending += [(f"{key}.{inner}", item) for inner, item in value.items()]
+        else:
+            flat[key] = json.dumps(value)
+    return flat
 
 
 def _console(config: Config) -> LineConsole | LiveConsole:

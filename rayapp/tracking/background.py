@@ -1,0 +1,89 @@
+"""A tracker that talks to a service, in a thread of its own: a server that hangs must not make training wait.
+
+    driver --log--> queue (bounded) --> thread --> the tracker (made there, on its first record)
+
+What failed in the thread is raised at the next call, where RunTracker counts it. Records wait in memory while a service
+is slow; when `MAX_WAITING` of them do, further ones are refused, which counts as a failure as well.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Mapping
+
+from rayapp.protocols import Tracker
+
+MAX_WAITING = 1000
+CLOSE_TIMEOUT_S = 30.0
+
+Record = tuple[int, dict[str, float]]
+
+
+class BackgroundTracker:
+    """Runs a tracker in a daemon thread.
+
+    Args:
+        name: for the thread and for messages.
+        make: makes the tracker for the run's first step; may take long or fail, and is tried again at the next record.
+    """
+
+    def __init__(self, name: str, make: Callable[[int], Tracker], *, close_timeout_s: float = CLOSE_TIMEOUT_S) -> None:
+        self._name = name
+        self._make = make
+        self._close_timeout_s = close_timeout_s
+        self._records: queue.Queue[Record | None] = queue.Queue(MAX_WAITING)
+        self._errors: queue.SimpleQueue[Exception] = queue.SimpleQueue()
+        # A daemon: a service that never answers must not keep the process from ending.
+        self._thread = threading.Thread(target=self._work, name=f"tracker-{name}", daemon=True)
+        self._thread.start()
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Hand a record over.
+
+        Raises:
+            Exception: what an earlier record failed with, or queue.Full; this record is handed over all the same if it
+                can be.
+        """
+        try:
+            self._records.put_nowait((step, dict(metrics)))
+        except queue.Full:
+            raise queue.Full(f"{MAX_WAITING} steps wait for {self._name}, which is too slow or hangs") from None
+        self._raise_first()
+
+    def close(self) -> None:
+        """Write what is waiting, for at most the deadline.
+
+        Raises:
+            TimeoutError: not all of it was written.
+            Exception: what a record failed with.
+        """
+        try:
+            self._records.put(None, timeout=self._close_timeout_s)
+        except queue.Full:
+            self._raise_late()
+        self._thread.join(self._close_timeout_s)
+        if self._thread.is_alive():
+            self._raise_late()
+        self._raise_first()
+
+    def _raise_late(self) -> None:
+        raise TimeoutError(f"{self._name} did not take {self._records.qsize()} steps in {self._close_timeout_s:g} s")
+
+    def _raise_first(self) -> None:
+        if not self._errors.empty():
+            raise self._errors.get()
+
+    def _work(self) -> None:
+        tracker: Tracker | None = None
+        while (record := self._records.get()) is not None:
+            try:
+                tracker = tracker or self._make(record[0])
+                tracker.log(*record)
+            except Exception as error:  # boundary: the driver's next call raises it
+                self._errors.put(error)
+        try:
+            if tracker is not None:
+                tracker.close()
+        except Exception as error:  # boundary: as above
+            self._errors.put(error)
