@@ -49,3 +49,5 @@ class WandbTracker:
 
     def close(self) -> None:
         self._run.finish()
+        # W&B's own process writes the file, and may still be at it: this waits until it has ended.
+        wandb.teardown()
