@@ -18,7 +18,7 @@ from ray.exceptions import (
     RayTaskError,
 )
 
-from rayapp.errors import DeadlineError, ProcessDiedError, RayappError
+from rayapp.errors import DeadlineError, ProcessDiedError, ProcessUnavailableError, RayappError
 
 T = TypeVar("T")
 
@@ -53,8 +53,9 @@ async def _as_coroutine(ref: Awaitable[T]) -> T:
 
 
 def _died(error: RayActorError, what: str) -> ProcessDiedError:
-    state = "can't be reached" if isinstance(error, ActorUnavailableError) else "its process is gone"
-    return ProcessDiedError(f"{what}: {state}. {_first_lines(error)}")
+    if isinstance(error, ActorUnavailableError):
+        return ProcessUnavailableError(f"{what}: can't be reached. {_first_lines(error)}")
+    return ProcessDiedError(f"{what}: its process is gone. {_first_lines(error)}")
 
 
 def _remote_error(error: RayTaskError, what: str) -> BaseException:

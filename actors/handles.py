@@ -30,6 +30,11 @@ class Handle:
     async def call(self, method: str, ref: Any, timeout_s: float) -> Any:
         return await answer(ref, timeout_s=timeout_s, what=f"{self.name}.{method}")
 
+    async def incarnation(self, timeout_s: float) -> str:
+        """Which start of the process answers. Not for learners: they answer only between steps."""
+        incarnation: str = await self.call("incarnation", self.actor.incarnation.remote(), timeout_s)
+        return incarnation
+
 
 @dataclass(frozen=True, slots=True)
 class VllmServerHandle(Handle):
@@ -41,6 +46,11 @@ class VllmServerHandle(Handle):
     async def ready(self, timeout_s: float) -> Facts:
         facts: Facts = await self.call("start", self.actor.start.remote(), timeout_s)
         return facts
+
+    async def ping(self, timeout_s: float) -> str:
+        """`incarnation`, if the engine answers too."""
+        incarnation: str = await self.call("ping", self.actor.ping.remote(), timeout_s)
+        return incarnation
 
     async def generate(
         self,

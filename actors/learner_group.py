@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Coroutine, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ray.exceptions import RayActorError
+
 from actors.handles import LearnerHandle
+from rayapp.errors import DeadlineError, LearnersLostError, ProcessDiedError
 from rayapp.types import Group, GroupSummary
+
+DEATH_NOTICE_S = 10.0
+"""From a rank's death to the others' and Ray's word of it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,14 +48,21 @@ class LearnerGroup:
         return await self.train_step(step, summaries, [ray.put(group) for group in groups])
 
     async def export_weights(self, bucket_bytes: int) -> AsyncIterator[Any]:
-        """References to rank 0's `WeightBucket`s, each as soon as it is in the object store."""
+        """References to rank 0's `WeightBucket`s, each as soon as it is in the object store.
+
+        Raises:
+            LearnersLostError: a learner is gone.
+        """
         streams = [handle.export_weights(bucket_bytes) for handle in self.handles]
-        async for ref in streams[0]:
-            yield ref
-        for stream in streams[1:]:
-            # Gathering is collective: the other ranks yield nothing, but an error there must be heard.
-            async for _ in stream:
-                raise AssertionError("only rank 0 yields weights")
+        try:
+            async for ref in streams[0]:
+                yield ref
+            for stream in streams[1:]:
+                # Gathering is collective: the other ranks yield nothing, but an error there must be heard.
+                async for _ in stream:
+                    raise AssertionError("only rank 0 yields weights")
+        except RayActorError as error:
+            raise LearnersLostError(f"a learner died while it gave its weights. {error}") from None
 
     async def begin_checkpoint(self, folder: Path, version: int) -> None:
         """Every rank copies its state aside and starts to write it."""
@@ -76,10 +89,27 @@ class LearnerGroup:
         """Write a Hugging Face folder."""
         await self._all(handle.export_hf(str(folder)) for handle in self.handles)
 
-    async def _all(self, calls: Any) -> list[Any]:
-        async with asyncio.TaskGroup() as tasks:
-            running = [tasks.create_task(call) for call in calls]
-        return [task.result() for task in running]
+    async def _all(self, calls: Iterable[Coroutine[Any, Any, Any]]) -> list[Any]:
+        """Every rank's answer.
+
+        Raises:
+            LearnersLostError: a rank died or hangs.
+        """
+        running = [asyncio.ensure_future(call) for call in calls]
+        try:
+            await asyncio.wait(running, return_when=asyncio.FIRST_EXCEPTION)
+            # A rank that dies breaks the others' collective, and their errors may be here before Ray's report of it.
+            await asyncio.wait(running, timeout=DEATH_NOTICE_S)
+            errors = [error for task in running if task.done() and (error := task.exception())]
+            lost = [error for error in errors if isinstance(error, ProcessDiedError | DeadlineError)]
+            if lost:
+                raise LearnersLostError(str(lost[0]))
+            if errors:
+                raise errors[0]
+            return [task.result() for task in running]
+        finally:
+            for task in running:
+                task.cancel()
 
 
 def assign_by_tokens(num_tokens: Sequence[int], num_ranks: int) -> tuple[tuple[int, ...], ...]:

@@ -10,10 +10,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from actors.handles import SandboxPoolHandle, VllmServerHandle
+from actors.incarnation import INCARNATION
 from actors.metrics import Reporter
 from rayapp.config import Config
 from rayapp.errors import RayappError
 from rayapp.rollout.order import ANY_VERSION, GroupRequest, evaluation_seed, is_first_turn
+from rayapp.rollout.shaping import shape_group
 from rayapp.rollout.sources import Groups, open_groups
 from rayapp.sandbox.client import PoolClient
 from rayapp.sandbox.providers import local_provider, remote_providers
@@ -75,15 +77,20 @@ class RolloutWorker:
             self._groups = await open_groups(self._config, self._sandboxes)
         return {"num_eval_prompts": float(self._groups.num_eval_prompts)}
 
+    async def incarnation(self) -> str:
+        """See `actors.incarnation`."""
+        return INCARNATION
+
     async def run_group(self, request: GroupRequest) -> tuple[Group, GroupSummary]:
         """One group of training; Ray stores the two results as two objects."""
         config = self._config
-        return await self._sample(
+        group, summary = await self._sample(
             request,
             num_samples=config.rollout.group_size,
             temperature=config.rollout.temperature,
             seed=config.run.seed,
         )
+        return shape_group(group, summary, config)
 
     async def evaluate(self, index: int, cohort: tuple[int, ...]) -> tuple[Group, GroupSummary]:
         """Samples of the `index`-th prompt for evaluation: seeds apart from training's, whatever the weights are.

@@ -10,6 +10,7 @@ import asyncio
 import logging
 
 from actors.handles import SandboxReaperHandle
+from actors.incarnation import INCARNATION
 from actors.metrics import Reporter
 from rayapp.errors import RayappError
 from rayapp.sandbox.config import SandboxConfig
@@ -59,6 +60,10 @@ class SandboxPool:
             if self._config.min_ready:
                 self._pool.prefetch(SandboxSpec(), self._config.min_ready)
         return self._pool.stats()
+
+    async def incarnation(self) -> str:
+        """See `actors.incarnation`."""
+        return INCARNATION
 
     async def _tend_for_ever(self) -> None:
         reporter = Reporter(self._run_name)

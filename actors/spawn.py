@@ -1,9 +1,9 @@
 """The one table of Ray actors, and the only place that calls `ray.remote`.
 
-role             class           name in the dashboard    restarts
-sandbox pool     SandboxPool     sandbox-pool             0
-rollout worker   RolloutWorker   rollout-worker-N         0: the driver issues the group again, and counts it
-vLLM server      VllmServer      vllm-server-N            0: a new one must be synced before it serves
+role             class           name in the dashboard    restarts by Ray
+sandbox pool     SandboxPool     sandbox-pool             any: the driver counts them, and makes each ready again
+rollout worker   RolloutWorker   rollout-worker-N         any: the same; its groups are issued again
+vLLM server      VllmServer      vllm-server-N            any: the same; it must be synced before it serves
 learner          Learner         learner-N                0: its process group is gone with it
 sandbox reaper   SandboxReaper   sandbox-reaper-RUN       3: detached, and nobody else would start it again
 
@@ -13,7 +13,9 @@ Classes stay plain, so that tests construct them without Ray. What a role's proc
 
 from __future__ import annotations
 
+import asyncio
 import socket
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -40,12 +42,19 @@ class Role:
     is_detached: bool = False
     """True if it outlives the driver. It has to end itself."""
     max_restarts: int = 0
+    """By Ray, of a process that died. -1: as often as it takes; the driver counts, and ends the run."""
 
 
 ROLES: dict[str, Role] = {
-    "sandbox-pool": Role(class_path="actors.sandbox_pool:SandboxPool", num_cpus=0.01, max_concurrency=10_000),
-    "rollout-worker": Role(class_path="actors.rollout_worker:RolloutWorker", num_cpus=0.1, max_concurrency=1_000),
-    "vllm-server": Role(class_path="actors.vllm_server:VllmServer", num_cpus=0.1, max_concurrency=10_000),
+    "sandbox-pool": Role(
+        class_path="actors.sandbox_pool:SandboxPool", num_cpus=0.01, max_concurrency=10_000, max_restarts=-1
+    ),
+    "rollout-worker": Role(
+        class_path="actors.rollout_worker:RolloutWorker", num_cpus=0.1, max_concurrency=1_000, max_restarts=-1
+    ),
+    "vllm-server": Role(
+        class_path="actors.vllm_server:VllmServer", num_cpus=0.1, max_concurrency=10_000, max_restarts=-1
+    ),
     "learner": Role(class_path="actors.learner:Learner", num_cpus=0.1),
     "sandbox-reaper": Role(
         class_path="actors.sandbox_reaper:SandboxReaper",
@@ -114,6 +123,25 @@ def kill(actor: Any) -> None:
     except (ValueError, RuntimeError):
         # The connection to Ray ended first, and our actors with it.
         return
+
+
+async def restart(actor: Any) -> None:
+    """End an actor's process, so that Ray starts it again. One that hangs ends too. Nothing happens if it is gone."""
+    try:
+        await asyncio.to_thread(ray.kill, actor, no_restart=False)
+    except (ValueError, RuntimeError):
+        return
+
+
+async def name_is_free(name: str, timeout_s: float = 30.0) -> None:
+    """Wait for an actor of this name that has been killed to be gone; Ray takes a moment. Returns anyway after that."""
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        try:
+            ray.get_actor(name)
+        except ValueError:
+            return
+        await asyncio.sleep(0.05)
 
 
 def kill_named(name: str) -> bool:

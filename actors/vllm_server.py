@@ -10,10 +10,11 @@ import os
 import time
 from typing import Any
 
+from actors.incarnation import INCARNATION
 from actors.metrics import Reporter
 from rayapp.config import Config
 from rayapp.engines.vllm import VllmEngine
-from rayapp.errors import EngineError, StaleVersionError, WeightSyncError
+from rayapp.errors import EngineDeadError, StaleVersionError, WeightSyncError
 from rayapp.rollout.order import ANY_VERSION
 from rayapp.types import Completion, SamplingParams
 from rayapp.weights.buckets import TensorEntry, WeightBucket
@@ -27,13 +28,15 @@ class VllmServer:
     Args:
         config: of the run.
         index: N of the name.
+        must_sync: refuse to generate until weights were loaded. A server that is started again holds the model's own,
+            and nobody else would notice.
     """
 
-    def __init__(self, config: Config, index: int) -> None:
+    def __init__(self, config: Config, index: int, must_sync: bool = False) -> None:
         self._config = config
         self._index = index
         self._engine: VllmEngine | None = None
-        self._is_consistent = True
+        self._not_servable = f"vllm-server-{index} has no weights of the learners yet" if must_sync else ""
         self._reporting: asyncio.Task[None] | None = None
 
     def __repr__(self) -> str:
@@ -80,8 +83,8 @@ class VllmServer:
         Raises:
             WeightSyncError: this server must be replaced.
         """
-        engine = self._ready_engine()
-        self._is_consistent = False
+        engine = self._started_engine()
+        self._not_servable = f"{self!r} may hold a mixture of two versions: its last weight update did not finish"
         started = time.monotonic()
         # Memory with no name: nothing is left behind when this process is killed, and /dev/shm, 64 MB in a container by
         # default, need not hold it. The engine's processes open it through /proc.
@@ -90,7 +93,7 @@ class VllmServer:
             copied = time.monotonic()
             await engine.load_weights(version, f"/proc/{os.getpid()}/fd/{file.fileno()}", entries)
             num_bytes = file.tell()
-        self._is_consistent = True
+        self._not_servable = ""
         return {"bytes": float(num_bytes), "copy_s": copied - started, "engine_s": time.monotonic() - copied}
 
     async def _copy_buckets(self, buckets: list[Any], file: Any) -> list[TensorEntry]:
@@ -122,9 +125,26 @@ class VllmServer:
             self._engine.close()
             self._engine = None
 
-    def _ready_engine(self) -> VllmEngine:
+    async def incarnation(self) -> str:
+        """See `actors.incarnation`."""
+        return INCARNATION
+
+    async def ping(self) -> str:
+        """`incarnation`, if the engine answers.
+
+        Raises:
+            EngineDeadError: it does not, and never will.
+        """
+        await self._started_engine().check()
+        return INCARNATION
+
+    def _started_engine(self) -> VllmEngine:
         if self._engine is None:
-            raise EngineError(f"{self!r} is not started")
-        if not self._is_consistent:
-            raise WeightSyncError(f"{self!r} may hold a mixture of two versions: its last weight update did not finish")
+            raise EngineDeadError(f"{self!r} has no engine: it is being started")
         return self._engine
+
+    def _ready_engine(self) -> VllmEngine:
+        engine = self._started_engine()
+        if self._not_servable:
+            raise WeightSyncError(self._not_servable)
+        return engine

@@ -23,14 +23,23 @@ from actors.handles import (
     VllmServerHandle,
 )
 from actors.learner_group import LearnerGroup
+from actors.members import PoolMember, ServerMember, WorkerMember
 from actors.metrics import MetricsTracker
-from actors.spawn import free_address, kill, kill_named, spawn
+from actors.spawn import free_address, kill, kill_named, name_is_free, spawn
 from rayapp.config import Config
-from rayapp.errors import ConfigError, RayappError
+from rayapp.errors import (
+    ConfigError,
+    LearnersLostError,
+    ProcessDiedError,
+    RayappError,
+    RestartsUsedUpError,
+    first_error,
+)
 from rayapp.protocols import Tracker
 from rayapp.ray_session import RaySession, ray_session
 from rayapp.sandbox.config import DaytonaConfig, E2BConfig
 from rayapp.store import StoredGroup
+from rayapp.supervision import Limits, Member, Supervisor
 from rayapp.types import Group
 from rayapp.weights.object_store import ObjectStoreTransport
 
@@ -40,9 +49,9 @@ CLOSE_TIMEOUT_S = 30.0
 REAPER_NAME_ATTEMPTS = 100
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class Cluster:
-    """Handles of a run's actors, all of them ready."""
+    """Handles of a run's actors, all of them ready. Only the learners' change when a process is replaced."""
 
     config: Config
     pool: SandboxPoolHandle
@@ -50,7 +59,11 @@ class Cluster:
     learners: LearnerGroup
     rollout_workers: tuple[RolloutWorkerHandle, ...]
     weights: ObjectStoreTransport
+    supervisor: Supervisor
     dashboard_url: str
+    start_learners: Callable[[], Awaitable[LearnerGroup]]
+    """Ends those there are and starts new ones, with the model's own weights."""
+    num_learner_restarts: int = 0
 
     @property
     def is_synchronous(self) -> bool:
@@ -60,8 +73,37 @@ class Cluster:
         return self.rollout_workers[group_id % len(self.rollout_workers)]
 
     async def sync_weights(self, version: int) -> dict[str, float]:
-        """Give every server the learners' weights under this version. Returns `weight_sync/*` metrics."""
-        return await self.weights.sync(version, source=self.learners, servers=self.servers)
+        """Give every server the learners' weights under this version. Returns `weight_sync/*` metrics.
+
+        A server that failed to take them has been replaced, and has taken them, when this returns.
+        """
+        metrics, failed = await self.weights.sync(version, source=self.learners, servers=self.servers)
+        for name, error in failed.items():
+            # One that is gone is found by its ping; one that answers may hold half of the new weights.
+            if not isinstance(error, ProcessDiedError):
+                await self.supervisor.condemn(name, str(error))
+        if failed:
+            await self.supervisor.settled()
+        return metrics | {"weight_sync/servers_failed": float(len(failed))}
+
+    async def replace_learners(self, error: LearnersLostError) -> None:
+        """Start all learners again; what they had learned since the last checkpoint is gone.
+
+        Raises:
+            RestartsUsedUpError: that happened too often.
+        """
+        limit = self.config.recovery.max_restarts
+        if self.num_learner_restarts >= limit:
+            raise RestartsUsedUpError(
+                f"the learners were lost {limit + 1} times, and recovery.max_restarts is {limit}. Last reason: {error} "
+                "Start the run again: it goes on from its last checkpoint."
+            )
+        self.num_learner_restarts += 1
+        self.learners = await self.start_learners()
+
+    def recovery_metrics(self) -> dict[str, float]:
+        """`recovery/*`"""
+        return self.supervisor.metrics() | {"recovery/learner_restarts": float(self.num_learner_restarts)}
 
     def metrics_tracker(self) -> Tracker:
         """Reports each step to Ray's metrics endpoint; see docs/operate.md."""
@@ -89,7 +131,11 @@ async def open_cluster(
         report(f"Ray dashboard: http://{session.dashboard_url}" if session.dashboard_url else "Ray has no dashboard")
         started = _Started()
         try:
-            yield await _start(config, started, session, with_learners=with_learners, report=report)
+            cluster = await _start(config, started, session, with_learners=with_learners, report=report)
+            async with cluster.supervisor.watching():
+                yield cluster
+        except BaseExceptionGroup as group:
+            raise first_error(group) from group
         finally:
             # Shielded: a second Ctrl-C must not leave a paid sandbox or an engine process behind.
             await asyncio.shield(started.close())
@@ -104,6 +150,12 @@ class _Started:
     def add(self, handle: Any) -> Any:
         self._handles.append(handle)
         return handle
+
+    async def end(self, handles: Sequence[Any]) -> None:
+        """End some of them at once, with no leave."""
+        for handle in handles:
+            self._handles.remove(handle)
+            kill(handle.actor)
 
     @property
     def names(self) -> list[str]:
@@ -128,8 +180,8 @@ async def _start(
     on_gpu = _uses_gpus(config)
     timeout_s = config.cluster.start_timeout_s + config.server.start_timeout_s
     pool = started.add(spawn_pool(config))
-    learners = LearnerGroup(_spawn_learners(config, started, on_gpu) if with_learners else ())
-    servers = _spawn_servers(config, started, on_gpu)
+    learners = LearnerGroup(await _spawn_learners(config, started, on_gpu) if with_learners else ())
+    servers = _spawn_servers(config, started, on_gpu, must_sync=with_learners)
     workers = _spawn_rollout_workers(config, started, servers, pool)
     handles: tuple[VllmServerHandle | LearnerHandle | RolloutWorkerHandle, ...]
     handles = (*servers, *learners.handles, *workers)
@@ -138,14 +190,42 @@ async def _start(
         starting.create_task(_report_ready(pool.name, ready_pool(config, pool, session, timeout_s), report))
         for handle in handles:
             starting.create_task(_report_ready(handle.name, handle.ready(timeout_s), report))
-    return Cluster(
+    weights = ObjectStoreTransport(config.server.sync_timeout_s)
+    members: list[Member] = [
+        PoolMember(pool, lambda: ready_pool(config, pool, session, timeout_s)),
+        *(ServerMember(server, timeout_s, weights.catch_up) for server in servers),
+        *(WorkerMember(worker, timeout_s, pool) for worker in workers),
+    ]
+
+    async def start_learners() -> LearnerGroup:
+        await started.end(cluster.learners.handles)
+        group = LearnerGroup(await _spawn_learners(config, started, on_gpu))
+        await asyncio.gather(
+            *(_report_ready(learner.name, learner.ready(timeout_s), report) for learner in group.handles)
+        )
+        return group
+
+    cluster = Cluster(
         config=config,
         pool=pool,
         servers=servers,
         learners=learners,
         rollout_workers=workers,
-        weights=ObjectStoreTransport(config.server.sync_timeout_s),
+        weights=weights,
+        supervisor=Supervisor(members, _limits(config, timeout_s), report=report),
         dashboard_url=session.dashboard_url,
+        start_learners=start_learners,
+    )
+    return cluster
+
+
+def _limits(config: Config, start_timeout_s: float) -> Limits:
+    recovery = config.recovery
+    return Limits(
+        max_restarts=recovery.max_restarts,
+        ping_every_s=recovery.ping_every_s,
+        ping_timeout_s=recovery.ping_timeout_s,
+        revive_timeout_s=start_timeout_s + config.server.sync_timeout_s,
     )
 
 
@@ -180,13 +260,13 @@ async def _spawn_reaper(config: Config) -> SandboxReaperHandle:
     return SandboxReaperHandle(spawn("sandbox-reaper", name, config.sandbox, config.run.name), name)
 
 
-def _spawn_servers(config: Config, started: _Started, on_gpu: bool) -> tuple[VllmServerHandle, ...]:
+def _spawn_servers(config: Config, started: _Started, on_gpu: bool, *, must_sync: bool) -> tuple[VllmServerHandle, ...]:
     num_gpus = config.server.tensor_parallel_size if on_gpu else 0
     names = [f"vllm-server-{index}" for index in range(config.server.num_servers)]
     return tuple(
         started.add(
             VllmServerHandle(
-                spawn("vllm-server", name, config, index, num_gpus=num_gpus),
+                spawn("vllm-server", name, config, index, must_sync, num_gpus=num_gpus),
                 name,
                 config.server.request_timeout_s,
                 config.server.sync_timeout_s,
@@ -196,21 +276,16 @@ def _spawn_servers(config: Config, started: _Started, on_gpu: bool) -> tuple[Vll
     )
 
 
-def _spawn_learners(config: Config, started: _Started, on_gpu: bool) -> tuple[LearnerHandle, ...]:
+async def _spawn_learners(config: Config, started: _Started, on_gpu: bool) -> tuple[LearnerHandle, ...]:
     world_size = config.learner.num_learners
     address, port = free_address()
-    return tuple(
-        started.add(
-            LearnerHandle(
-                spawn(
-                    "learner", f"learner-{rank}", config, rank, world_size, address, port, num_gpus=1 if on_gpu else 0
-                ),
-                f"learner-{rank}",
-                config.learner.step_timeout_s,
-            )
-        )
-        for rank in range(world_size)
-    )
+    handles = []
+    for rank in range(world_size):
+        name = f"learner-{rank}"
+        await name_is_free(name)
+        actor = spawn("learner", name, config, rank, world_size, address, port, num_gpus=1 if on_gpu else 0)
+        handles.append(started.add(LearnerHandle(actor, name, config.learner.step_timeout_s)))
+    return tuple(handles)
 
 
 def _spawn_rollout_workers(

@@ -44,6 +44,10 @@ def run_training(config: Config) -> None:
         KeyboardInterrupt: Ctrl-C or SIGTERM; the steps done are saved and the actors have ended.
     """
     check_inputs(config, training=True)
+MAX_ISSUES = 10
+"""Of one group. Each process may be lost a few times, but not the same group with all of them."""
+LOST_GROUP = (ProcessDiedError, EngineDeadError, StaleVersionError, WeightSyncError, DeadlineError)
+"""A group's worker, server or sandbox pool is gone, hangs, or was started again and is not ready."""
     with RunFolder.open(config) as folder:
         run_until_done(_run(config, folder))
 
@@ -53,7 +57,7 @@ async def _run(config: Config, folder: RunFolder) -> None:
         tracker.phase("starting")
         async with open_cluster(config, report=tracker.note) as cluster:
             tracker.add("ray metrics", cluster.metrics_tracker())
-            await train(config, cluster, folder, tracker)
+            await train_through_losses(config, cluster, folder, tracker)
             tracker.phase("exporting")
             await export_final(cluster, folder)
             tracker.note(f"final model: {folder.path / 'final'}")
@@ -122,6 +126,16 @@ async def train(config: Config, cluster: Cluster, folder: RunFolder, tracker: Ru
         version=version,
         num_groups=(config.train.num_steps - version) * config.train.groups_per_step,
         next_group_id=next_group_id,
+async def train_through_losses(config: Config, cluster: Cluster, folder: RunFolder, tracker: RunTracker) -> None:
+    """`train`, and again from the last checkpoint with new learners whenever one was lost."""
+    while True:
+        try:
+            return await train(config, cluster, folder, tracker)
+        except LearnersLostError as error:
+            tracker.note(f"lost the learners: {error} Starting them again from the last checkpoint.")
+            await cluster.replace_learners(error)
+
+
     )
     saver = CheckpointSaver(cluster.learners, folder, asynchronous=config.checkpoint.asynchronous)
     run = Run(
@@ -132,7 +146,7 @@ async def train(config: Config, cluster: Cluster, folder: RunFolder, tracker: Ru
         saver=saver,
         failures=FailureBudget(config.rollout.max_failed_ratio),
     )
-    async with saving(saver), saving_when_stopped(saver, folder, store), feeding(cluster, store):
+    async with saving(saver), saving_when_stopped(saver, folder, store), feeding(run):
         for step in range(version + 1, config.train.num_steps + 1):
             phases = Phases(on_change=tracker.phase)
             with phases("rollout"):
@@ -172,8 +186,14 @@ async def train_step(run: Run, step: int, groups: Sequence[StoredGroup[object]],
     score = (metrics | eval_metrics).get(config.checkpoint.best_metric)
     with phases("checkpoint"):
         checkpoint_metrics = await save_if_due(run, step, score)
-    metrics |= checkpoint_metrics | eval_metrics | phases.metrics(summaries)
-    metrics |= ledger_metrics(store) | run.failures.metrics()
+    metrics |= (
+        checkpoint_metrics
+        | cluster.recovery_metrics()
+        | eval_metrics
+        | phases.metrics(summaries)
+        | ledger_metrics(store)
+        | run.failures.metrics()
+    )
     run.tracker.log(step, metrics)
 
 
@@ -220,30 +240,52 @@ def is_due(step: int, every_steps: int, *, last: int) -> bool:
 
 
 @asynccontextmanager
-async def feeding(cluster: Cluster, store: Store) -> AsyncIterator[None]:
-    """Keep the store filled while the block runs; a failure in either ends both."""
-    async with asyncio.TaskGroup() as tasks:
-        feeder = tasks.create_task(feed(cluster, store), name="feed")
-        yield
-        feeder.cancel()
+async def feeding(run: Run) -> AsyncIterator[None]:
+    """Keep the store filled while the block runs; a failure in either ends both.
+
+    Raises:
+        RayappError: the first failure, not a group of them.
+    """
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            feeder = tasks.create_task(feed(run), name="feed")
+            yield
+            feeder.cancel()
+    except BaseExceptionGroup as group:
+        raise first_error(group) from group
 
 
-async def feed(cluster: Cluster, store: Store) -> None:
+async def feed(run: Run) -> None:
     """Start groups as the store admits them. Consumes: slots. Produces: finished groups."""
     async with asyncio.TaskGroup() as tasks:
         while True:
-            ids, version = await store.reserve()
+            ids, version = await run.store.reserve()
             # Only a synchronous run starts whole batches together; what trickles in must not wait for company.
-            cohort = tuple(ids) if cluster.is_synchronous else ()
+            cohort = tuple(ids) if run.cluster.is_synchronous else ()
             for group_id in ids:
                 request = GroupRequest(group_id=group_id, policy_version=version, cohort=cohort)
-                tasks.create_task(generate(cluster, store, request), name=f"group={group_id}")
+                tasks.create_task(generate(run, request), name=f"group={group_id}")
 
 
-async def generate(cluster: Cluster, store: Store, request: GroupRequest) -> None:
-    """One group, start to finish."""
-    summary, ref = await cluster.rollout_worker(request.group_id).run_group(request)
-    await store.finish(summary, ref)
+async def generate(run: Run, request: GroupRequest) -> None:
+    """One group, start to finish. One that is lost with a process is issued again once that process is replaced.
+
+    Raises:
+        RestartsUsedUpError: it was lost `MAX_ISSUES` times.
+    """
+    group_id, cluster = request.group_id, run.cluster
+    for _ in range(MAX_ISSUES):
+        try:
+            summary, ref = await cluster.rollout_worker(group_id).run_group(request)
+        except LOST_GROUP as error:
+            version = run.store.reissue(group_id, type(error).__name__)
+            run.tracker.note(f"group {group_id} is issued again: {error}")
+            await cluster.supervisor.settled()
+            # Alone: the others of its cohort may be done, or be on their way from another server.
+            request = GroupRequest(group_id=group_id, policy_version=version)
+        else:
+            return await run.store.finish(summary, ref)
+    raise RestartsUsedUpError(f"group {group_id} was lost {MAX_ISSUES} times; see the notes above for the reasons")
 
 
 def ledger_metrics(store: Store) -> dict[str, float]:
@@ -255,5 +297,6 @@ def ledger_metrics(store: Store) -> dict[str, float]:
     ledger = store.ledger()
     assert ledger.balances(), f"the ledger does not balance: {ledger}"
     counts = {"admitted", "ready", "training", "trained", "dropped", "issued"}
-    queue = {"queue/oldest_ready_s": store.oldest_ready_s()}
-    return queue | {f"ledger/{name}": float(getattr(ledger, name)) for name in sorted(counts)}
+    queue = {"queue/oldest_ready_s": store.oldest_ready_s(), "ledger/reissued": float(store.reissued_for.total())}
+    dropped = {f"ledger/dropped/{reason}": float(count) for reason, count in sorted(store.dropped_for.items())}
+    return queue | dropped | {f"ledger/{name}": float(getattr(ledger, name)) for name in sorted(counts)}

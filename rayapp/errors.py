@@ -21,6 +21,9 @@
     ├── ToolUnavailableError            a tool's service can't be reached: the trajectory fails, not the policy
     ├── LearnerError                    the learners can't train on what they were given
     ├── ProcessDiedError                a Ray actor is gone (`EngineDeadError` when it is a server)
+    │   ├── ProcessUnavailableError     it is being started again
+    │   └── LearnersLostError           a learner is gone, and with it the step of all of them
+    ├── RestartsUsedUpError             a process died more often than `recovery.max_restarts` allows
     ├── DeadlineError                   a Ray actor did not answer in time; the message names it
     ├── CheckpointError                 a checkpoint can't be written or read whole
     ├── StorageError                    object storage or a disk can't do what was asked
@@ -132,6 +135,18 @@ class LearnerError(RayappError):
 
 class ProcessDiedError(RayappError):
     """The process behind a Ray actor is gone."""
+
+
+class ProcessUnavailableError(ProcessDiedError):
+    """The process behind a Ray actor is gone, and Ray is starting it again."""
+
+
+class LearnersLostError(ProcessDiedError):
+    """A learner is gone or hangs. What the others hold is of no use without it: all start again."""
+
+
+class RestartsUsedUpError(RayappError):
+    """A process died more often than it may be started again."""
 
 
 class DeadlineError(RayappError, TimeoutError):

@@ -170,6 +170,18 @@ class VllmEngine:
             self._is_paused = False
             await self._engine.resume_generation()
 
+    async def check(self) -> None:
+        """Return if the engine's processes answer.
+
+        Raises:
+            EngineDeadError: one of them is gone.
+        """
+        try:
+            await self._engine.check_health()
+            await self._engine.collective_rpc("answer")
+        except Exception as error:  # boundary: vLLM
+            raise EngineDeadError(f"the engine's process does not answer: {type(error).__name__}: {error}") from error
+
     async def prompt_log_probs(self, token_ids: Sequence[int]) -> np.ndarray:
         """(T-1,) log-probability of each token given those before it, at temperature 1, as this engine computes it."""
         from vllm import SamplingParams as VllmSamplingParams

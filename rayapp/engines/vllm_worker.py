@@ -44,6 +44,10 @@ class WeightUpdateExtension:
 
         torch.manual_seed(seed)
 
+    def answer(self) -> bool:
+        """True: this worker takes calls."""
+        return True
+
     def die_with(self, server_pid: int) -> None:
         """End this engine when the server's process ends, SIGKILL included: nobody else would."""
         pidfd = os.pidfd_open(server_pid)

@@ -11,7 +11,7 @@ import time
 from collections.abc import AsyncIterator, Sequence
 from typing import Any, Protocol
 
-from rayapp.errors import WeightSyncError
+from rayapp.errors import RayappError, WeightSyncError
 
 BUCKET_BYTES = 256 << 20
 """Large enough that a bucket's cost is its bytes, small enough that two copies in flight fit any object store."""
@@ -35,7 +35,7 @@ class WeightTarget(Protocol):
 
 
 class ObjectStoreTransport:
-    """Gives every server the learners' weights.
+    """Gives every server the learners' weights, and keeps the last ones for a server that is started again.
 
     Args:
         timeout_s: for one whole sync.
@@ -43,27 +43,59 @@ class ObjectStoreTransport:
 
     def __init__(self, timeout_s: float) -> None:
         self._timeout_s = timeout_s
+        self._version = 0
+        self._buckets: list[Any] = []
+        self._is_syncing = asyncio.Lock()
 
-    async def sync(self, version: int, *, source: WeightSource, servers: Sequence[WeightTarget]) -> dict[str, float]:
+    async def sync(
+        self, version: int, *, source: WeightSource, servers: Sequence[WeightTarget]
+    ) -> tuple[dict[str, float], dict[str, RayappError]]:
         """Make `version` the one that all servers hold.
 
         Returns:
-            `weight_sync/*`: bytes, seconds to export, seconds until the slowest server holds it.
+            `weight_sync/*` (bytes, seconds to export, seconds until the slowest server holds it), and by name the
+            servers that do not hold it. They refuse to generate; whoever replaces them calls `catch_up`.
         Raises:
-            WeightSyncError: a server does not hold it. It refuses to generate until a later sync succeeds.
+            LearnersLostError: the learners did not give their weights.
+            WeightSyncError: they did not within the timeout.
         """
         started = time.monotonic()
-        try:
-            async with asyncio.timeout(self._timeout_s):
-                refs = [ref async for ref in source.export_weights(BUCKET_BYTES)]
-                exported = time.monotonic()
-                facts = await asyncio.gather(*(server.load_weights(version, refs) for server in servers))
-        except TimeoutError:
-            raise WeightSyncError(
-                f"version {version} did not reach every server within server.sync_timeout_s = {self._timeout_s:g} s"
-            ) from None
-        return {
-            "weight_sync/bytes": float(facts[0]["bytes"]) if facts else 0.0,
+        async with self._is_syncing:
+            try:
+                async with asyncio.timeout(self._timeout_s):
+                    buckets = [ref async for ref in source.export_weights(BUCKET_BYTES)]
+            except TimeoutError:
+                raise WeightSyncError(
+                    f"the learners did not give version {version} within server.sync_timeout_s = {self._timeout_s:g} s"
+                ) from None
+            self._version, self._buckets = version, buckets
+            exported = time.monotonic()
+            loaded = await asyncio.gather(*(self._load(server) for server in servers))
+        failed = {
+            server.name: facts for server, facts in zip(servers, loaded, strict=True) if not isinstance(facts, dict)
+        }
+        num_bytes = max((facts["bytes"] for facts in loaded if isinstance(facts, dict)), default=0.0)
+        metrics = {
+            "weight_sync/bytes": float(num_bytes),
             "weight_sync/export_s": exported - started,
             "weight_sync/load_s": time.monotonic() - exported,
         }
+        return metrics, failed
+
+    async def _load(self, server: WeightTarget) -> dict[str, Any] | RayappError:
+        """One server's failure must not hide the others' success."""
+        try:
+            return await server.load_weights(self._version, self._buckets)
+        except RayappError as error:
+            return error
+
+    async def catch_up(self, server: WeightTarget) -> None:
+        """Give the version of the last sync to a server that has just been started.
+
+        Raises:
+            WeightSyncError: or another error of `load_weights`; the server must be replaced.
+        """
+        # Not beside a sync: the server would get the older version last.
+        async with self._is_syncing:
+            if self._buckets:
+                await server.load_weights(self._version, self._buckets)

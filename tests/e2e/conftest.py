@@ -16,7 +16,7 @@ PR_SET_CHILD_SUBREAPER = 36
 Descendants = Callable[[], dict[int, str]]
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def short_run(tiny_model: Path, letter_tasks: list[str]) -> Callable[..., dict[str, Any]]:
     """Makes the configuration of a run of the tiny model: `short_run(output_dir, train={"num_steps": 9})`."""
 
