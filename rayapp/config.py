@@ -201,6 +201,15 @@ class ClusterSection(FrozenModel):
     """Deadline for placing each actor."""
 
 
+class RecoverySection(FrozenModel):
+    max_restarts: int = Field(3, ge=0)
+    """Times that each process is started again within a run, learners together; one more ends the run. 0: never."""
+    ping_every_s: float = Field(2.0, gt=0)
+    """How often each process is asked whether it works."""
+    ping_timeout_s: float = Field(60.0, gt=0)
+    """One that does not answer for this long hangs and is replaced."""
+
+
 class TrackingSection(FrozenModel):
     trackers: tuple[Literal["console", "jsonl", "tensorboard", "mlflow", "wandb"], ...] = ("console", "jsonl")
     """Where each step's metrics go. One that fails is told once and counted in `tracking/failed`; training goes on."""
@@ -224,15 +233,6 @@ class Config(FrozenModel):
     data files: with those, none is the default."""
     data: DataSection = DataSection()
     agent: AgentSection = AgentSection()
-class RecoverySection(FrozenModel):
-    max_restarts: int = Field(3, ge=0)
-    """Times that each process is started again within a run, learners together; one more ends the run. 0: never."""
-    ping_every_s: float = Field(2.0, gt=0)
-    """How often each process is asked whether it works."""
-    ping_timeout_s: float = Field(60.0, gt=0)
-    """One that does not answer for this long hangs and is replaced."""
-
-
     reward: RewardSection = RewardSection()
     algorithm: AlgorithmSection = AlgorithmSection()
     rollout: RolloutSection = RolloutSection()
@@ -243,6 +243,7 @@ class RecoverySection(FrozenModel):
     checkpoint: CheckpointSection = CheckpointSection()
     eval: EvalSection = EvalSection()
     cluster: ClusterSection = ClusterSection()
+    recovery: RecoverySection = RecoverySection()
     tracking: TrackingSection = TrackingSection()
 
     @property
@@ -266,7 +267,6 @@ class RecoverySection(FrozenModel):
         if isinstance(values, dict) and "tasks" not in values and isinstance(values.get("data"), dict):
             if values["data"].get("train_files") or values["data"].get("eval_files"):
                 return values | {"tasks": []}
-    recovery: RecoverySection = RecoverySection()
         return values
 
     @model_validator(mode="after")

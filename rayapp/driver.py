@@ -17,7 +17,17 @@ from dataclasses import dataclass
 
 from rayapp.cluster import Cluster, open_cluster
 from rayapp.config import Config
-from rayapp.errors import TrainingAbortedError
+from rayapp.errors import (
+    DeadlineError,
+    EngineDeadError,
+    LearnersLostError,
+    ProcessDiedError,
+    RestartsUsedUpError,
+    StaleVersionError,
+    TrainingAbortedError,
+    WeightSyncError,
+    first_error,
+)
 from rayapp.failures import FailureBudget
 from rayapp.interrupts import run_until_done, uninterrupted
 from rayapp.phases import Phases
@@ -33,6 +43,10 @@ from rayapp.tracking.trackers import RunTracker, make_trackers
 from rayapp.types import GroupSummary
 
 Store = TrajectoryStore[object]
+MAX_ISSUES = 10
+"""Of one group. Each process may be lost a few times, but not the same group with all of them."""
+LOST_GROUP = (ProcessDiedError, EngineDeadError, StaleVersionError, WeightSyncError, DeadlineError)
+"""A group's worker, server or sandbox pool is gone, hangs, or was started again and is not ready."""
 
 
 def run_training(config: Config) -> None:
@@ -44,10 +58,6 @@ def run_training(config: Config) -> None:
         KeyboardInterrupt: Ctrl-C or SIGTERM; the steps done are saved and the actors have ended.
     """
     check_inputs(config, training=True)
-MAX_ISSUES = 10
-"""Of one group. Each process may be lost a few times, but not the same group with all of them."""
-LOST_GROUP = (ProcessDiedError, EngineDeadError, StaleVersionError, WeightSyncError, DeadlineError)
-"""A group's worker, server or sandbox pool is gone, hangs, or was started again and is not ready."""
     with RunFolder.open(config) as folder:
         run_until_done(_run(config, folder))
 
@@ -89,7 +99,9 @@ async def evaluate(cluster: Cluster, version: int = 0) -> dict[str, float]:
     for wave in evaluation_waves(cluster.config, num_prompts):
         # All of a wave starts together where nothing else runs, so that the same weights give the same numbers.
         cohort = wave if cluster.is_synchronous else ()
-        summaries += await asyncio.gather(*(cluster.rollout_worker(index).evaluate(index, cohort) for index in wave))
+        summaries += await asyncio.gather(
+            *(cluster.rollout_worker(index).evaluate(index, cohort) for index in wave)
+        )
     return summarize_step(summaries, version=version) | summarize_passes(summaries)
 
 
@@ -113,6 +125,16 @@ async def export_final(cluster: Cluster, folder: RunFolder) -> None:
         await cluster.learners.export_hf(pending)
 
 
+async def train_through_losses(config: Config, cluster: Cluster, folder: RunFolder, tracker: RunTracker) -> None:
+    """`train`, and again from the last checkpoint with new learners whenever one was lost."""
+    while True:
+        try:
+            return await train(config, cluster, folder, tracker)
+        except LearnersLostError as error:
+            tracker.note(f"lost the learners: {error} Starting them again from the last checkpoint.")
+            await cluster.replace_learners(error)
+
+
 async def train(config: Config, cluster: Cluster, folder: RunFolder, tracker: RunTracker) -> None:
     """Train from the last whole checkpoint, or from the model, to `config.train.num_steps`."""
     version, next_group_id = await restore(cluster, folder)
@@ -126,16 +148,6 @@ async def train(config: Config, cluster: Cluster, folder: RunFolder, tracker: Ru
         version=version,
         num_groups=(config.train.num_steps - version) * config.train.groups_per_step,
         next_group_id=next_group_id,
-async def train_through_losses(config: Config, cluster: Cluster, folder: RunFolder, tracker: RunTracker) -> None:
-    """`train`, and again from the last checkpoint with new learners whenever one was lost."""
-    while True:
-        try:
-            return await train(config, cluster, folder, tracker)
-        except LearnersLostError as error:
-            tracker.note(f"lost the learners: {error} Starting them again from the last checkpoint.")
-            await cluster.replace_learners(error)
-
-
     )
     saver = CheckpointSaver(cluster.learners, folder, asynchronous=config.checkpoint.asynchronous)
     run = Run(

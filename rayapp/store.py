@@ -2,7 +2,7 @@
 
     feed --reserve--> [admitted] --finish--> [ready] --take--> [training] --release--> (trained)
                           |                     |
-                          '------- drop --------'            (dropped, with a reason, or refused when finished)
+                          '------- drop --------'            (dropped, with a reason)
 
 It holds at most `(max_staleness + 1) * groups_per_step` groups that are not yet trained. A slot is freed by `release`
 only, and the driver calls that after the new weights have reached every server: a slot freed earlier would let a prompt
@@ -15,7 +15,6 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
@@ -62,35 +61,23 @@ class TrajectoryStore(Generic[RefT]):
             ever admitted.
         next_group_id: first id to hand out; on resume, `next_untrained_id` of the run before.
     """
-        refuses: whether a finished group is dropped instead of kept, by its summary and its place in the step.
 
     def __init__(
-        self,
-        *,
-        groups_per_step: int,
-        max_staleness: int,
-        version: int,
-        num_groups: int,
-        next_group_id: int = 0,
-        refuses: Callable[[GroupSummary, int], bool] = lambda summary, place: False,
+        self, *, groups_per_step: int, max_staleness: int, version: int, num_groups: int, next_group_id: int = 0
     ) -> None:
         self._max_staleness = max_staleness
-        self._refuses = refuses
-        self._groups_per_step = groups_per_step
         self._capacity = (max_staleness + 1) * groups_per_step
         self._num_groups = num_groups
         self._version = version
         self._next_id = next_group_id
         self._first_id = next_group_id
         self._admitted: set[int] = set()
-        self._step_first_id = next_group_id
         self._ready: dict[int, StoredGroup[RefT]] = {}
         self._training: set[int] = set()
         self._num_trained = 0
         self.dropped_for: Counter[str] = Counter()
-        self._dropped_since_release: set[int] = set()
-        self._changed = asyncio.Condition()
         self.reissued_for: Counter[str] = Counter()
+        self._changed = asyncio.Condition()
 
     @property
     def version(self) -> int:
@@ -112,10 +99,6 @@ class TrajectoryStore(Generic[RefT]):
 
     def _num_free(self) -> int:
         in_store = len(self._admitted) + len(self._ready) + len(self._training)
-        if self._max_staleness == 0 and self._admitted:
-            # Synchronous runs repeat to the last bit: what replaces dropped groups starts together, once all are done,
-            # and not with whichever was dropped first.
-            return 0
         still_wanted = self._num_groups - self._num_trained - in_store
         return min(self._capacity - in_store, still_wanted)
 
@@ -125,13 +108,9 @@ class TrajectoryStore(Generic[RefT]):
             if summary.group_id not in self._admitted:
                 raise AssertionError(f"group {summary.group_id} finished, but it is not being generated")
             self._admitted.remove(summary.group_id)
-            if self._refuses(summary, self._place(summary.group_id)):
-                self._count_dropped(summary.group_id, EQUAL_REWARDS)
-            else:
-                self._ready[summary.group_id] = StoredGroup(summary=summary, ref=ref)
+            self._ready[summary.group_id] = StoredGroup(summary=summary, ref=ref)
             self._changed.notify_all()
 
-    async def drop(self, group_id: int, reason: str) -> None:
     def reissue(self, group_id: int, reason: str) -> int:
         """An admitted group was lost with the process that made it, and is generated again. Nothing of it was kept.
 
@@ -143,24 +122,17 @@ class TrajectoryStore(Generic[RefT]):
         self.reissued_for[reason] += 1
         return self._version
 
-    def _place(self, group_id: int) -> int:
-        """Among the groups admitted for the next step; below 0 for as many as may be ahead of it."""
-        return group_id - self._step_first_id - self._max_staleness * self._groups_per_step
-
+    async def drop(self, group_id: int, reason: str) -> None:
         """Give a group up, admitted or ready: it is counted, and its slot goes to the next prompt."""
         async with self._changed:
             if group_id in self._admitted:
                 self._admitted.remove(group_id)
             elif self._ready.pop(group_id, None) is None:
                 raise AssertionError(f"group {group_id} dropped for {reason}, but it is not in the store")
-            self._count_dropped(group_id, reason)
+            self.dropped_for[reason] += 1
             self._changed.notify_all()
 
     async def take(self, num_groups: int) -> list[StoredGroup[RefT]]:
-    def _count_dropped(self, group_id: int, reason: str) -> None:
-        self.dropped_for[reason] += 1
-        self._dropped_since_release.add(group_id)
-
         """The next `num_groups` groups in id order, once that many are ready.
 
         Order of ids, not of arrival: what a step trains on must not depend on which server was faster, and a straggler
@@ -197,18 +169,12 @@ class TrajectoryStore(Generic[RefT]):
             self._num_trained += len(self._training)
             self._training.clear()
             self._version = version
-            self._dropped_since_release.clear()
-            self._step_first_id = self.next_untrained_id
             self._changed.notify_all()
 
     @property
     def next_untrained_id(self) -> int:
-        """Where a resumed run starts handing out ids: groups in flight now are generated again, once.
-
-        So are those dropped since the last release: what replaced them must start with the same neighbours.
-        """
-        in_flight = (*self._admitted, *self._ready, *self._training, *self._dropped_since_release)
-        return min(in_flight, default=self._next_id)
+        """Where a resumed run starts handing out ids: groups in flight now are generated again, once."""
+        return min((*self._admitted, *self._ready, *self._training), default=self._next_id)
 
     def oldest_ready_s(self) -> float:
         """Seconds that the oldest finished group has waited to be trained on; 0 when none waits."""
