@@ -90,7 +90,7 @@ def _arguments(inputs: AdvantageInputs, algorithm: AlgorithmSection) -> dict[str
     mask = response_mask(inputs.num_response_tokens)
     name = algorithm.adv_estimator
     arguments: dict[str, Any] = {
-        "token_level_rewards": _on_last_token(torch.as_tensor(inputs.rewards), mask),
+        "token_level_rewards": _on_last_token(torch.as_tensor(inputs.rewards), mask, _dtype(name)),
         "response_mask": mask,
         "index": inputs.group_index,
         "config": _algo_config(algorithm),
@@ -137,12 +137,23 @@ def _algo_config(algorithm: AlgorithmSection) -> Any:
     )
 
 
-def _on_last_token(rewards: Tensor, mask: Tensor) -> Tensor:
+def _dtype(estimator: str) -> Any:
+    """Of the rewards that verl computes with.
+
+    In float64 the mean of equal rewards is exactly that reward. In float32 it is not, and a group without signal gets
+    advantages of about 1e-9 / (0 + 1e-6): noise that is trained on. Token baselines take float32 only.
+    """
     import torch
 
-    token_level = torch.zeros_like(mask)
+    return torch.float32 if estimator in NEEDS_LOG_PROBS else torch.float64
+
+
+def _on_last_token(rewards: Tensor, mask: Tensor, dtype: Any) -> Tensor:
+    import torch
+
+    token_level = torch.zeros_like(mask, dtype=dtype)
     last = mask.sum(-1).long().clamp(min=1) - 1
-    token_level[torch.arange(mask.shape[0]), last] = rewards.float()
+    token_level[torch.arange(mask.shape[0]), last] = rewards.to(dtype)
     return token_level  # (B, T)
 
 

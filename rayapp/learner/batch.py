@@ -75,12 +75,14 @@ def split(items: Sequence[TrainItem], *, max_tokens: int, share_prefixes: bool) 
     costs = _costs(ordered, max_tokens, share_prefixes=share_prefixes)
     total = sum(marginal for marginal, _ in costs)
     # Equal shares rather than full ones and a rest: small matrix products are slow ones.
-    target = total / max(1, -(-total // max_tokens))
+    num_bins = max(1, -(-total // max_tokens))
+    target = total / num_bins
     bins: list[list[TrainItem]] = []
     filled = 0
     for item, (marginal, alone) in zip(ordered, costs, strict=True):
         # A few more than the share is better than one more micro-batch; the budget itself is never exceeded.
-        if not bins or filled + marginal > max_tokens or filled >= target:
+        is_full = filled >= target and len(bins) < num_bins
+        if not bins or filled + marginal > max_tokens or is_full:
             bins.append([item])
             filled = alone
         else:

@@ -76,6 +76,18 @@ def test_grpo_is_reward_minus_mean_over_deviation() -> None:
     np.testing.assert_allclose(advantages[1].numpy(), [-0.70711, 0.0, 0.0, 0.0], atol=1e-4)
 
 
+@pytest.mark.parametrize("reward", [0.1, -0.3, 1 / 3])
+def test_a_group_of_equal_rewards_has_exactly_no_advantage(reward: float) -> None:
+    # The float32 mean of sixteen 0.1 is not 0.1, and the difference over a deviation of 0 + 1e-6 is not small.
+    inputs = AdvantageInputs(
+        rewards=np.full(16, reward, np.float32),
+        num_response_tokens=np.full(16, 3),
+        group_index=np.zeros(16, np.int64),
+        reward_terms={},
+    )
+    assert not compute_advantages(inputs, AlgorithmSection(adv_estimator="grpo")).any()
+
+
 def test_without_the_deviation_it_is_dr_grpo() -> None:
     advantages = compute_advantages(inputs(), AlgorithmSection(adv_estimator="grpo", norm_adv_by_std=False))
     # group 1: rewards 0.5, 0.2: mean 0.35

@@ -151,6 +151,13 @@ def test_a_split_keeps_the_budget_and_loses_no_token(
     assert sum(batch.num_trained_tokens for batch in batches) == sum(len(rest) for _, rest in completions)
 
 
+def test_completions_that_are_all_equal_share_one_micro_batch() -> None:
+    items = [item(row, 0, [7, 8, 9, 5], [1, 2, 1, 2, 1]) for row in range(16)]
+    (batch,) = split(items, max_tokens=4096, share_prefixes=True)
+    # 9 tokens without the last, which nobody reads: 8, once.
+    assert batch.packing.num_tokens == 8
+
+
 def test_each_response_token_finds_its_position_and_itself() -> None:
     items = [item(0, 0, [7, 8, 9, 5], [1, 2, 3]), item(1, 0, [7, 8, 9, 5], [1, 4]), item(2, 1, [6], [1])]
     batch = make_micro_batch(items, share_prefixes=True)
