@@ -18,7 +18,7 @@ from rayapp.agent.episode import AgentPrompt, Episode
 from rayapp.agent.loop import AgentLoop
 from rayapp.agent.outcome import to_trajectory
 from rayapp.data.data_row import DataRow
-from rayapp.errors import EngineError, StaleVersionError
+from rayapp.errors import EngineDeadError, EngineError, StaleVersionError
 from rayapp.protocols import RolloutEngine
 from rayapp.rollout.group import failed_trajectory, gather_trajectories, late_trajectory, summarize_group
 from rayapp.rollout.order import GroupRequest, sampling_seed
@@ -52,7 +52,7 @@ async def run_agent_group(
     """Play and score `group_size` episodes of one row.
 
     Raises:
-        StaleVersionError: the server no longer holds the version asked for; nothing of the group is kept.
+        StaleVersionError, EngineDeadError: the server can't serve the version asked for; nothing of the group is kept.
         SandboxConfigError: no sandbox can ever be had with this configuration.
         InputError: there is no rule for the row's data source.
     """
@@ -92,7 +92,8 @@ class _RowGroup:
         except TimeoutError:
             await seat.fill()
             return late_trajectory(self.prompt, request, work.deadline_s)
-        except StaleVersionError:
+        except (StaleVersionError, EngineDeadError):
+            # Its server's trouble: the whole group is sampled again on one that works.
             raise
         except EngineError as error:
             return failed_trajectory(self.prompt, request, "engine", str(error))

@@ -1,0 +1,173 @@
+"""Rules of the import that need more than one key: batches, GPUs, steps, schedules. Used by `table.py`."""
+
+from __future__ import annotations
+
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+from rayapp.errors import ConfigError
+from rayapp.verl_import.rules import Landing, Values
+
+_BATCH = "data.train_batch_size"
+_TP = "actor_rollout_ref.rollout.tensor_model_parallel_size"
+_MAX_TURNS_WITHOUT_LIMIT = 32
+
+
+def minibatches(key: str, value: Any, values: Values) -> Landing:
+    """verl counts prompts in a mini-batch; we count mini-batches in a batch."""
+    batch = int(values[_BATCH])
+    if batch % min(int(value), batch):
+        raise ConfigError(f"{key} = {value} does not divide {_BATCH} = {batch}: parts of whole groups are needed here")
+    return Landing(settings={"train.num_minibatches": batch // min(int(value), batch)}, note=f"{batch} / {value}")
+
+
+def microbatch_tokens(key: str, value: Any, values: Values) -> Landing:
+    """verl counts sequences in a micro-batch, we count its tokens: enough for as many of the longest."""
+    longest = int(values["data.max_prompt_length"]) + int(values["data.max_response_length"])
+    if value is None or values["actor_rollout_ref.actor.use_dynamic_bsz"]:
+        tokens = int(values["actor_rollout_ref.actor.ppo_max_token_len_per_gpu"])
+        note = "from ppo_max_token_len_per_gpu"
+    else:
+        tokens, note = int(value) * longest, f"{value} x {longest} tokens"
+    return Landing(settings={"learner.max_tokens_per_microbatch": max(tokens, longest, 16)}, note=note)
+
+
+def gpus(key: str, value: Any, values: Values) -> Landing:
+    """verl's servers and learners take turns on the same GPUs; here each has its own."""
+    total, tp = int(values["trainer.n_gpus_per_node"]) * int(values["trainer.nnodes"]), int(values[_TP])
+    servers = max(1, total // 2 // tp)
+    learners = total - servers * tp
+    if learners < 1:
+        raise ConfigError(
+            f"trainer.n_gpus_per_node x trainer.nnodes = {total} GPUs are too few: a server of {tp} ({_TP}) and a "
+            f"learner need {tp + 1}, because here they don't share GPUs. Add GPUs or lower {_TP}."
+        )
+    settings = {
+        "cluster.device": "gpu",
+        "cluster.num_gpus": total,
+        "server.num_servers": servers,
+        "learner.num_learners": learners,
+    }
+    return Landing(
+        settings=settings, note=f"{servers} servers x TP {tp} + {learners} learners, each on GPUs of its own"
+    )
+
+
+def num_steps(key: str, value: Any, values: Values) -> Landing:
+    """`trainer.total_training_steps`, else epochs x the rows of the training files."""
+    if value is not None:
+        return Landing(settings={"train.num_steps": int(value)})
+    epochs, batch = int(values["trainer.total_epochs"]), int(values[_BATCH])
+    rows = sum(_num_rows(file) for file in as_list(values["data.train_files"]))
+    if rows < batch:
+        raise ConfigError(f"data.train_files hold {rows} rows, fewer than {_BATCH} = {batch}")
+    note = f"{epochs} epochs x {rows} rows / {batch}; rows that are filtered for their length are counted"
+    return Landing(settings={"train.num_steps": epochs * (rows // batch)}, note=note)
+
+
+def _num_rows(file: str) -> int:
+    import pyarrow.parquet as pq
+
+    if not Path(file).is_file():
+        raise ConfigError(f"{file} is not here, so its rows can't be counted: set trainer.total_training_steps")
+    return int(pq.read_metadata(file).num_rows)
+
+
+def warmup(key: str, value: Any, values: Values) -> Landing:
+    """Steps, or where there are none a share of all steps."""
+    optim = "actor_rollout_ref.actor.optim"
+    steps = values[f"{optim}.lr_warmup_steps"]
+    if steps is not None and int(steps) >= 0:
+        return Landing(settings={"learner.optimizer.warmup_steps": int(steps)})
+    ratio = float(values[f"{optim}.lr_warmup_steps_ratio"])
+    if ratio == 0.0:
+        return Landing(settings={"learner.optimizer.warmup_steps": 0})
+    total = num_steps("trainer.total_training_steps", values["trainer.total_training_steps"], values)
+    steps = math.floor(ratio * total.settings["train.num_steps"] * minibatch_count(values))
+    return Landing(settings={"learner.optimizer.warmup_steps": steps}, note=f"{ratio:g} of all optimizer steps")
+
+
+def minibatch_count(values: Values) -> int:
+    key = "actor_rollout_ref.actor.ppo_mini_batch_size"
+    return int(minibatches(key, values[key], values).settings["train.num_minibatches"])
+
+
+def kl_loss(key: str, value: Any, values: Values) -> Landing:
+    """A coefficient that verl reads only with use_kl_loss."""
+    used = bool(values["actor_rollout_ref.actor.use_kl_loss"])
+    coef = float(values["actor_rollout_ref.actor.kl_loss_coef"]) if used else 0.0
+    return Landing(settings={"algorithm.kl_loss_coef": coef}, note="" if used else "use_kl_loss is off")
+
+
+def eval_temperature(key: str, value: Any, values: Values) -> Landing:
+    """do_sample: False is greedy, whatever the temperature."""
+    sampled = bool(values["actor_rollout_ref.rollout.val_kwargs.do_sample"])
+    temperature = float(values["actor_rollout_ref.rollout.val_kwargs.temperature"]) if sampled else 0.0
+    return Landing(settings={"eval.temperature": temperature}, note="" if sampled else "greedy")
+
+
+def turns(key: str, value: Any, values: Values) -> Landing:
+    """Without multi_turn.enable the policy speaks once."""
+    section = "actor_rollout_ref.rollout.multi_turn"
+    if not values[f"{section}.enable"]:
+        return Landing(settings={"agent.max_assistant_turns": 1}, note="multi_turn.enable is off")
+    limit = values[f"{section}.max_assistant_turns"]
+    note = "" if limit is not None else "no limit in verl"
+    return Landing(settings={"agent.max_assistant_turns": int(limit or _MAX_TURNS_WITHOUT_LIMIT)}, note=note)
+
+
+def custom_reward(key: str, value: Any, values: Values) -> Landing:
+    """A file and a function's name."""
+    section = key.rpartition(".")[0]
+    path = values.get(f"{section}.path")
+    if path is None:
+        return Landing(note="none given")
+    name = values.get(f"{section}.name") or "compute_score"
+    return Landing(settings={"reward.custom": f"{path}:{name}"})
+
+
+def trackers(key: str, value: Any, values: Values) -> Landing:
+    """What we have of verl's loggers; metrics.jsonl is always written."""
+    from typing import get_args
+
+    from rayapp.config import TrackingSection
+
+    field = TrackingSection.model_fields["trackers"]
+    known = get_args(get_args(field.annotation)[0])
+    asked = as_list(value)
+    kept = [name for name in asked if name in known]
+    missing = [name for name in asked if name not in known]
+    note = f"not here: {', '.join(missing)}; the same numbers are in metrics.jsonl" if missing else ""
+    return Landing(settings={"tracking.trackers": list(dict.fromkeys([*kept, "jsonl"]))}, note=note)
+
+
+def run_name(key: str, value: Any, values: Values) -> Landing:
+    """A run's name is a folder's name here: 63 letters, digits, `.`, `_` or `-`."""
+    name = re.sub(r"[^A-Za-z0-9._-]+", "-", str(value)).lstrip("._-")[:63]
+    return Landing(settings={"run.name": name}, note="" if name == value else f"from {value!r}")
+
+
+def output_dir(key: str, value: Any, values: Values) -> Landing:
+    """Runs of a project lie side by side."""
+    return Landing(settings={"run.output_dir": f"outputs/{value}"}, note="folder of the project's runs")
+
+
+def contents(key: str, value: Any, values: Values) -> Landing:
+    """`extra` (generators, the loader's place) follows from seed and step here, so nothing of it is saved."""
+    kept = [name for name in as_list(value) if name != "extra"]
+    if not kept:
+        raise ConfigError(f"{key} = {value!r} can't be imported: name at least one of model, optimizer, hf_model")
+    note = "" if {"model", "optimizer"} <= set(kept) else "such a checkpoint can't be resumed from"
+    return Landing(settings={"checkpoint.save_contents": kept}, note=note)
+
+
+def as_list(value: Any) -> list[Any]:
+    """verl takes one or several in many places."""
+    return list(value) if isinstance(value, list | tuple) else [value]
+
+
+def at_least_zero(value: Any) -> int:
+    """verl says -1 for never, we say 0."""
+    return max(0, int(value))
