@@ -86,7 +86,7 @@ def curve(
 
     Example: steps 1..4, values [0, 1, 2, 3], 2 points -> steps [1.5, 3.5], values [0.5, 2.5].
     """
-    values = ((record["step"], record.get(key, absent)) for record in records)
+    values: list[tuple[Any, Any]] = [(record["step"], record.get(key, absent)) for record in records]
     found = [(float(step), float(value)) for step, value in values if _is_number(value)]
     size = max(1, math.ceil(len(found) / max_points))
     stretches = [found[start : start + size] for start in range(0, len(found), size)]
