@@ -12,6 +12,7 @@ from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from rayapp.algo.names import NEEDS_NO_GROUP
 from rayapp.config_agent import AgentSection, DataSection, RewardSection
 from rayapp.sandbox.config import SandboxConfig
 
@@ -54,6 +55,26 @@ class RolloutCorrectionSection(FrozenModel):
     """Weights above it are truncated to it (TIS)."""
 
 
+class DynamicSamplingSection(FrozenModel):
+    """DAPO's dynamic sampling."""
+
+    enabled: bool = False
+    """Replace groups whose rewards are all equal by further prompts: every group of a step then teaches something."""
+    max_dropped_per_step: int = Field(8, ge=1)
+    """Past it groups are kept as they are, so that a step ends when every prompt is solved, or none is."""
+
+
+class OverlongSection(FrozenModel):
+    """DAPO's treatment of completions that run into rollout.max_completion_tokens."""
+
+    filter: bool = False
+    """Leave truncated trajectories out of the loss. They stay in their group's baseline."""
+    buffer_tokens: int = Field(0, ge=0)
+    """Soft punishment: the last so many tokens before the limit cost reward, linearly. 0 punishes nothing."""
+    penalty: float = Field(1.0, gt=0.0)
+    """Reward lost at the limit."""
+
+
 class AlgorithmSection(FrozenModel):
     adv_estimator: str = "grpo"
     """A name of verl's ADV_ESTIMATOR_REGISTRY that needs no critic."""
@@ -77,6 +98,8 @@ class AlgorithmSection(FrozenModel):
     entropy_coef: float = Field(0.0, ge=0.0)
     """Weight of the entropy bonus. Entropy is measured every step whatever this is."""
     rollout_correction: RolloutCorrectionSection = RolloutCorrectionSection()
+    dynamic_sampling: DynamicSamplingSection = DynamicSamplingSection()
+    overlong: OverlongSection = OverlongSection()
 
 
 class RolloutSection(FrozenModel):
@@ -275,7 +298,22 @@ class Config(FrozenModel):
         self._gpus_suffice()
         self._minibatches_divide()
         self._sequence_fits_microbatch()
+        self._dapo_fits()
         return self
+
+    def _dapo_fits(self) -> None:
+        buffer, longest = self.algorithm.overlong.buffer_tokens, self.rollout.max_completion_tokens
+        if buffer >= longest:
+            raise ValueError(
+                f"algorithm.overlong.buffer_tokens is {buffer}, but rollout.max_completion_tokens is {longest}: every "
+                f"completion would be punished. Use less than {longest}."
+            )
+        estimator = self.algorithm.adv_estimator
+        if self.algorithm.dynamic_sampling.enabled and estimator in ("gdpo", *NEEDS_NO_GROUP):
+            raise ValueError(
+                f"algorithm.dynamic_sampling drops groups of equal rewards, which teach {estimator} something: its "
+                "baseline is not the mean of the group's rewards. Turn it off, or use grpo."
+            )
 
     def _tasks_or_data(self) -> None:
         if self.uses_data and self.tasks:

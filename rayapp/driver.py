@@ -17,6 +17,7 @@ from dataclasses import dataclass
 
 from rayapp.cluster import Cluster, open_cluster
 from rayapp.config import Config
+from rayapp.dynamic_sampling import DynamicSampling
 from rayapp.errors import (
     DeadlineError,
     EngineDeadError,
@@ -142,12 +143,14 @@ async def train(config: Config, cluster: Cluster, folder: RunFolder, tracker: Ru
     if version == 0 and config.eval.before_training:
         tracker.phase("eval")
         tracker.log(0, {f"eval/{name}": value for name, value in (await evaluate(cluster)).items()})
+    sampling = DynamicSampling(config.algorithm.dynamic_sampling)
     store: Store = TrajectoryStore(
         groups_per_step=config.train.groups_per_step,
         max_staleness=config.train.max_staleness,
         version=version,
         num_groups=(config.train.num_steps - version) * config.train.groups_per_step,
         next_group_id=next_group_id,
+        refuses=sampling.refuses,
     )
     saver = CheckpointSaver(cluster.learners, folder, asynchronous=config.checkpoint.asynchronous)
     run = Run(
@@ -156,6 +159,7 @@ async def train(config: Config, cluster: Cluster, folder: RunFolder, tracker: Ru
         tracker=tracker,
         store=store,
         saver=saver,
+        sampling=sampling,
         failures=FailureBudget(config.rollout.max_failed_ratio),
     )
     async with saving(saver), saving_when_stopped(saver, folder, store), feeding(run):
@@ -177,6 +181,7 @@ class Run:
     tracker: RunTracker
     store: Store
     saver: CheckpointSaver
+    sampling: DynamicSampling
     failures: FailureBudget
 
 
@@ -195,6 +200,7 @@ async def train_step(run: Run, step: int, groups: Sequence[StoredGroup[object]],
     with phases("record"):
         await folder.write_trajectories(step, await cluster.fetch_groups(groups))
     metrics = summarize_step(summaries, version=staleness_version) | learner_metrics | sync_metrics
+    metrics |= run.sampling.step_metrics()
     score = (metrics | eval_metrics).get(config.checkpoint.best_metric)
     with phases("checkpoint"):
         checkpoint_metrics = await save_if_due(run, step, score)

@@ -2,7 +2,7 @@
 
     feed --reserve--> [admitted] --finish--> [ready] --take--> [training] --release--> (trained)
                           |                     |
-                          '------- drop --------'            (dropped, with a reason)
+                          '------- drop --------'            (dropped, with a reason, or refused when finished)
 
 It holds at most `(max_staleness + 1) * groups_per_step` groups that are not yet trained. A slot is freed by `release`
 only, and the driver calls that after the new weights have reached every server: a slot freed earlier would let a prompt
@@ -15,9 +15,11 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
+from rayapp.dynamic_sampling import EQUAL_REWARDS
 from rayapp.types import GroupSummary
 
 RefT = TypeVar("RefT")
@@ -60,21 +62,33 @@ class TrajectoryStore(Generic[RefT]):
         num_groups: groups that this run still trains on; no more than these, and those in place of dropped ones, are
             ever admitted.
         next_group_id: first id to hand out; on resume, `next_untrained_id` of the run before.
+        refuses: whether a finished group is dropped instead of kept, by its summary and its place in the step.
     """
 
     def __init__(
-        self, *, groups_per_step: int, max_staleness: int, version: int, num_groups: int, next_group_id: int = 0
+        self,
+        *,
+        groups_per_step: int,
+        max_staleness: int,
+        version: int,
+        num_groups: int,
+        next_group_id: int = 0,
+        refuses: Callable[[GroupSummary, int], bool] = lambda summary, place: False,
     ) -> None:
+        self._refuses = refuses
+        self._groups_per_step = groups_per_step
         self._max_staleness = max_staleness
         self._capacity = (max_staleness + 1) * groups_per_step
         self._num_groups = num_groups
         self._version = version
         self._next_id = next_group_id
         self._first_id = next_group_id
+        self._step_first_id = next_group_id
         self._admitted: set[int] = set()
         self._ready: dict[int, StoredGroup[RefT]] = {}
         self._training: set[int] = set()
         self._num_trained = 0
+        self._dropped_since_release: set[int] = set()
         self.dropped_for: Counter[str] = Counter()
         self.reissued_for: Counter[str] = Counter()
         self._changed = asyncio.Condition()
@@ -98,6 +112,10 @@ class TrajectoryStore(Generic[RefT]):
         return ids, self._version
 
     def _num_free(self) -> int:
+        if self._max_staleness == 0 and self._admitted:
+            # Synchronous runs repeat to the last bit: what replaces dropped groups starts together, once all are done,
+            # and not with whichever was dropped first.
+            return 0
         in_store = len(self._admitted) + len(self._ready) + len(self._training)
         still_wanted = self._num_groups - self._num_trained - in_store
         return min(self._capacity - in_store, still_wanted)
@@ -108,7 +126,10 @@ class TrajectoryStore(Generic[RefT]):
             if summary.group_id not in self._admitted:
                 raise AssertionError(f"group {summary.group_id} finished, but it is not being generated")
             self._admitted.remove(summary.group_id)
-            self._ready[summary.group_id] = StoredGroup(summary=summary, ref=ref)
+            if self._refuses(summary, self._place(summary.group_id)):
+                self._count_dropped(summary.group_id, EQUAL_REWARDS)
+            else:
+                self._ready[summary.group_id] = StoredGroup(summary=summary, ref=ref)
             self._changed.notify_all()
 
     def reissue(self, group_id: int, reason: str) -> int:
@@ -122,6 +143,10 @@ class TrajectoryStore(Generic[RefT]):
         self.reissued_for[reason] += 1
         return self._version
 
+    def _place(self, group_id: int) -> int:
+        """Among the groups admitted for the next step; below 0 for as many as may be ahead of it."""
+        return group_id - self._step_first_id - self._max_staleness * self._groups_per_step
+
     async def drop(self, group_id: int, reason: str) -> None:
         """Give a group up, admitted or ready: it is counted, and its slot goes to the next prompt."""
         async with self._changed:
@@ -129,8 +154,12 @@ class TrajectoryStore(Generic[RefT]):
                 self._admitted.remove(group_id)
             elif self._ready.pop(group_id, None) is None:
                 raise AssertionError(f"group {group_id} dropped for {reason}, but it is not in the store")
-            self.dropped_for[reason] += 1
+            self._count_dropped(group_id, reason)
             self._changed.notify_all()
+
+    def _count_dropped(self, group_id: int, reason: str) -> None:
+        self.dropped_for[reason] += 1
+        self._dropped_since_release.add(group_id)
 
     async def take(self, num_groups: int) -> list[StoredGroup[RefT]]:
         """The next `num_groups` groups in id order, once that many are ready.
@@ -168,13 +197,19 @@ class TrajectoryStore(Generic[RefT]):
         async with self._changed:
             self._num_trained += len(self._training)
             self._training.clear()
+            self._dropped_since_release.clear()
+            self._step_first_id = self.next_untrained_id
             self._version = version
             self._changed.notify_all()
 
     @property
     def next_untrained_id(self) -> int:
-        """Where a resumed run starts handing out ids: groups in flight now are generated again, once."""
-        return min((*self._admitted, *self._ready, *self._training), default=self._next_id)
+        """Where a resumed run starts handing out ids: groups in flight now are generated again, once.
+
+        So are those dropped since the last release: what replaced them must start with the same neighbours.
+        """
+        in_flight = (*self._admitted, *self._ready, *self._training, *self._dropped_since_release)
+        return min(in_flight, default=self._next_id)
 
     def oldest_ready_s(self) -> float:
         """Seconds that the oldest finished group has waited to be trained on; 0 when none waits."""

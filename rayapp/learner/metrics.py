@@ -53,7 +53,7 @@ def step_metrics(
     """All metrics but those of the optimizer and the clock. Keys are missing where nothing was computed."""
     computed = sum(fact.num_computed_tokens for fact in micro)
     inputs = sum(fact.num_input_tokens for fact in micro)
-    num_trained = int(table.num_response_tokens[table.trained].sum())
+    num_trained = int(table.num_response_tokens[table.loss_rows].sum())
     num_computed = sum(fact.num_trained_tokens for fact in micro)
     metrics = {
         "learner/loss": float(sum(fact.loss for fact in micro)),
@@ -62,7 +62,8 @@ def step_metrics(
         "learner/tokens_trained": float(num_trained),
         "learner/tokens_shared": float(inputs - computed),
         "learner/share_computed": num_computed / num_trained if num_trained else 0.0,
-        "learner/num_trajectories": float(table.trained.sum()),
+        "learner/num_trajectories": float(table.loss_rows.size),
+        "learner/overlong_filtered": float((table.trained & table.filtered).sum()),
         "learner/zero_variance_groups": zero_variance_share(table),
     }
     return metrics | _verl_means(micro) | _row_metrics(rows, algorithm)

@@ -18,7 +18,7 @@ from rayapp.algo.names import BATCH_COUPLED_LOSSES, NEEDS_GREEDY_BASELINE, NEEDS
 from rayapp.config import Config
 from rayapp.errors import LearnerError
 from rayapp.learner.batch import TrainItem
-from rayapp.types import FloatArray, Group, GroupSummary
+from rayapp.types import FloatArray, Group, GroupSummary, RolloutStatus
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,7 +30,9 @@ class StepTable:
     index: NDArray[np.int64]
     """(R,) which trajectory of its group."""
     trained: NDArray[np.bool_]
-    """(R,) counts in baselines and losses."""
+    """(R,) counts in baselines, and in losses where it is not `filtered`."""
+    filtered: NDArray[np.bool_]
+    """(R,) left out of the loss by algorithm.overlong.filter."""
     rewards: FloatArray
     """(R,)"""
     num_response_tokens: NDArray[np.int64]
@@ -40,6 +42,10 @@ class StepTable:
     @property
     def trained_rows(self) -> NDArray[np.int64]:
         return np.flatnonzero(self.trained)
+
+    @property
+    def loss_rows(self) -> NDArray[np.int64]:
+        return np.flatnonzero(self.trained & ~self.filtered)
 
 
 def make_table(summaries: Sequence[GroupSummary], config: Config) -> StepTable:
@@ -61,10 +67,16 @@ def make_table(summaries: Sequence[GroupSummary], config: Config) -> StepTable:
         group=np.repeat(np.arange(len(sizes)), sizes),
         index=np.concatenate([np.arange(size) for size in sizes]),
         trained=np.concatenate(trained),
+        filtered=_overlong(summaries) & config.algorithm.overlong.filter,
         rewards=np.concatenate([summary.rewards for summary in summaries]),
         num_response_tokens=np.concatenate([summary.num_response_tokens for summary in summaries]).astype(np.int64),
         num_groups=len(sizes),
     )
+
+
+def _overlong(summaries: Sequence[GroupSummary]) -> NDArray[np.bool_]:
+    """(R,) ran into the limit."""
+    return np.array([status == RolloutStatus.TRUNCATED for s in summaries for status in s.statuses], np.bool_)
 
 
 def advantage_inputs(table: StepTable, summaries: Sequence[GroupSummary], config: Config) -> AdvantageInputs:
@@ -99,8 +111,8 @@ def minibatch_of(table: StepTable, num_minibatches: int) -> NDArray[np.int64]:
 
 
 def loss_scale(table: StepTable, chosen: NDArray[np.bool_], config: Config, dp_size: int) -> LossScale:
-    """Counts of the trained rows among `chosen`, over all ranks."""
-    rows = table.trained & chosen
+    """Counts of the rows in the loss among `chosen`, over all ranks."""
+    rows = table.trained & ~table.filtered & chosen
     return LossScale(
         num_tokens=int(table.num_response_tokens[rows].sum()),
         num_trajectories=int(rows.sum()),
@@ -115,14 +127,14 @@ def local_items(
     positions: Sequence[int],
     groups: Sequence[Group],
 ) -> list[TrainItem]:
-    """The trained trajectories of this rank's groups.
+    """This rank's trajectories among those that `advantages` has.
 
     Raises:
         LearnerError: a group is not the one its summary describes.
     """
     by_position = dict(zip(positions, groups, strict=True))
     items: list[TrainItem] = []
-    for row in table.trained_rows:
+    for row in sorted(advantages):
         group = by_position.get(int(table.group[row]))
         if group is None:
             continue

@@ -158,7 +158,8 @@ class _Step:
         with self.watch("prepare"):
             inputs = self._advantage_inputs(table)
             advantages = row_advantages(table, inputs, self.config)
-            items = local_items(table, advantages, self.positions, self.groups)
+            in_loss = {int(row): advantages[int(row)] for row in table.loss_rows}
+            items = local_items(table, in_loss, self.positions, self.groups)
             return [item for item in items if needs_computing(item, self.config)]
 
     def _score_all(self, table: StepTable) -> None:

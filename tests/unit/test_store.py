@@ -79,11 +79,60 @@ async def test_a_step_waits_for_a_straggler_with_a_lower_id() -> None:
 
 
 async def test_a_dropped_group_is_replaced_by_the_next_prompt() -> None:
+    s = store(max_staleness=1)
+    await s.reserve()
+    await s.drop(0, "test")
+    assert await s.reserve() == ([4], 0)
+    assert s.dropped_for["test"] == 1
+
+
+async def test_a_synchronous_run_replaces_dropped_groups_together_once_all_of_their_cohort_are_done() -> None:
+    s = store(groups_per_step=3)
+    await s.reserve()
+    await s.drop(0, "test")
+    assert await is_blocked(s.reserve())
+    await s.drop(2, "test")
+    assert await is_blocked(s.reserve())
+    await s.finish(summary(1, 0), 1)
+    assert await s.reserve() == ([3, 4], 0)
+
+
+async def test_a_run_resumed_after_a_drop_starts_the_dropped_groups_cohort_again() -> None:
     s = store()
     await s.reserve()
     await s.drop(0, "test")
-    assert await s.reserve() == ([2], 0)
-    assert s.dropped_for["test"] == 1
+    assert s.next_untrained_id == 0
+    await s.finish(summary(1, 0), 1)
+    assert (await s.reserve())[0] == [2]
+    await s.finish(summary(2, 0), 2)
+    await s.take(2)
+    await s.release(1)
+    assert s.next_untrained_id == 3
+
+
+async def test_a_refused_group_is_dropped_and_its_place_in_the_step_decides() -> None:
+    places: list[int] = []
+
+    def refuses(summary: GroupSummary, place: int) -> bool:
+        places.append(place)
+        return place < 1
+
+    s: TrajectoryStore[int] = TrajectoryStore(
+        groups_per_step=2, max_staleness=0, version=0, num_groups=10, next_group_id=5, refuses=refuses
+    )
+    await s.reserve()
+    for group_id in (6, 5):
+        await s.finish(summary(group_id, 0), group_id)
+    assert places == [1, 0]
+    assert s.dropped_for == {"equal_rewards": 1}
+    await s.reserve()
+    await s.finish(summary(7, 0), 7)
+    assert [group.summary.group_id for group in await s.take(2)] == [6, 7]
+    await s.release(1)
+    await s.reserve()
+    await s.finish(summary(8, 1), 8)
+    assert places == [1, 0, 2, 0]  # the next step counts from its own first group
+    assert s.ledger().balances()
 
 
 async def test_no_more_groups_are_admitted_than_the_run_trains_on() -> None:
