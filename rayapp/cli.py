@@ -73,7 +73,9 @@ def train(
     overrides: Overrides = None,
     replay: Annotated[
         Path | None,
-        typer.Option(metavar="RUN", help="Train on the recorded trajectories of this run folder: no server, no sandbox"),
+        typer.Option(
+            metavar="RUN", help="Train on the recorded trajectories of this run folder: no server, no sandbox"
+        ),
     ] = None,
 ) -> None:
     """Train as CONFIG says. Called again it goes on from the last checkpoint of the run (run.resume)."""
@@ -159,13 +161,29 @@ def view(
     runs: Annotated[list[str], typer.Argument(metavar="RUN", help="Run folders, or s3://bucket/prefix of one")],
     host: Annotated[str, typer.Option(help="Address to listen on; any but loopback asks for a token")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes any free port")] = 8088,
-    tokenizer: Annotated[Path | None, typer.Option(help="Model folder or tokenizer.json; default: the run's own")] = None,
+    tokenizer: Annotated[Path | None, typer.Option(help="Model folder; default: the run's own")] = None,
     token: Annotated[bool, typer.Option("--token", help="Ask for a token on loopback too")] = False,
 ) -> None:
     """Show runs in a browser: curves, groups, completions, tokens. Read only; it never touches a run that goes on."""
     from rayapp.view.command import view_command
 
     view_command(runs, host=host, port=port, tokenizer=tokenizer, token=token)
+
+
+@app.command(
+    epilog="Examples:\n\n"
+    "  rayapp report outputs/coding_cpu\n\n"
+    "  rayapp report s3://bucket/runs/coding_8gpu --out report"
+)
+def report(
+    run: Annotated[str, typer.Argument(metavar="RUN", help="Run folder, or s3://bucket/prefix of one")],
+    out: Annotated[Path | None, typer.Option(help="Folder to write to; default RUN/report")] = None,
+) -> None:
+    """Write a report of a run: one HTML file that needs nothing else, and a PNG of each chart."""
+    from rayapp.view.report import write_report
+
+    written = write_report(run, out)
+    typer.echo(f"{written.page}\n{len(written.plots)} plots beside it")
 
 
 @config_app.command(

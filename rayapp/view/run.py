@@ -67,6 +67,10 @@ class ViewedRun:
         stamp = self.source.stamp("metrics.jsonl") or (0, 0)
         return f"{stamp[0]}-{stamp[1]}-{self.index.progress().revision}"
 
+    def records(self) -> list[dict[str, Any]]:
+        """Every logged step."""
+        return self._metrics.records()
+
     def summary(self) -> dict[str, Any]:
         records, config = self._metrics.records(), self.config()
         num_steps = _section(config, "train").get("num_steps")
@@ -104,6 +108,10 @@ class ViewedRun:
     def groups(self, query: Mapping[str, str]) -> dict[str, Any]:
         """Raises InputError: a filter that can't be."""
         return find_groups(self.index, GroupFilter.parse(query), Page.parse(query))
+
+    def find(self, chosen: GroupFilter, page: Page) -> dict[str, Any]:
+        """As `groups`, for callers that have no address."""
+        return find_groups(self.index, chosen, page)
 
     def group(self, step: int, group_id: int) -> dict[str, Any]:
         """A group with its trajectories, their advantages, and the other groups of its prompt.
