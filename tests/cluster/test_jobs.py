@@ -182,6 +182,21 @@ def test_job_that_can_not_start_fails_with_its_own_message(head: Head, tmp_path:
     assert done.stderr.splitlines()[-1].endswith(": FAILED")
 
 
+def test_stopped_job_has_the_time_to_save(head: Head, tmp_path: Path) -> None:
+    program = ROOT / "tests" / "data" / "slow_save.py"
+    submitted = head.run(
+        str(RAY), "job", "submit", "--no-wait", "--submission-id", "slow", "--address", head.address, "--working-dir", ".",
+        "--runtime-env", "runtime_env/job.yaml", "--", "python", str(program), str(tmp_path),
+    )  # fmt: skip
+    assert submitted.returncode == 0, submitted.stdout + submitted.stderr
+    until(lambda: "training" in get(f"{head.address}/api/jobs/slow/logs"), "the job does not start")
+
+    stopped = head.rayapp("stop", "slow", "--timeout-s", "120")
+
+    assert stopped.stdout == "slow: STOPPED\n", stopped.stdout + stopped.stderr
+    assert (tmp_path / "slow" / "checkpoints" / "step=000003" / "manifest.json").exists()
+
+
 @dataclass(frozen=True)
 class Training:
     """A run that trains as a job until a test stops it."""

@@ -1,0 +1,36 @@
+"""A run in small, for test_jobs: three steps are done, and saving them takes longer than Ray waits by default."""
+
+import asyncio
+import sys
+from pathlib import Path
+
+from rayapp.config import Config
+from rayapp.driver import saving_when_stopped
+from rayapp.interrupts import run_until_done
+from rayapp.run_folder import RunFolder
+from rayapp.store import TrajectoryStore
+
+RAYS_OWN_GRACE_S = 3.0
+
+
+class Learners:
+    async def save_checkpoint(self, folder, version):
+        await asyncio.sleep(2 * RAYS_OWN_GRACE_S)
+        folder.mkdir()
+        (folder / "weights").write_text(str(version))
+
+
+class Cluster:
+    learners = Learners()
+
+
+async def train(folder):
+    store = TrajectoryStore(groups_per_step=2, max_staleness=0, version=3, num_groups=10)
+    async with saving_when_stopped(Cluster(), folder, store):
+        print("training", flush=True)
+        await asyncio.Event().wait()
+
+
+config = Config.model_validate({"run": {"name": "slow", "output_dir": Path(sys.argv[1])}})
+with RunFolder.open(config) as opened:
+    run_until_done(train(opened))
