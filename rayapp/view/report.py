@@ -16,10 +16,10 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, select_autoescape
 
 from rayapp.errors import InputError
-from rayapp.view.report_plots import Curves, draw_panels
 from rayapp.view.curves import keys_of
 from rayapp.view.groups import GroupFilter, Page
 from rayapp.view.panels import PANELS, keys_of_panel
+from rayapp.view.report_plots import Curves, draw_panels
 from rayapp.view.run import ViewedRun, curves_of
 from rayapp.view.source import open_source
 
