@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -20,6 +20,11 @@ from rayapp.job_cli import stop, submit
 from rayapp.k8s.cli import render_k8s
 from rayapp.mcp_server.cli import app as mcp_app
 from rayapp.sandbox.cli import app as sandbox_app
+from rayapp.verl_import.cli import EPILOG as IMPORT_EPILOG
+from rayapp.verl_import.cli import import_verl_command
+
+if TYPE_CHECKING:
+    from rayapp.config import Config
 
 EXIT_FAILED, EXIT_USER_ERROR = 1, 2
 
@@ -39,6 +44,7 @@ app.add_typer(model_app, name="model")
 app.add_typer(sandbox_app, name="sandbox")
 app.add_typer(mcp_app, name="mcp")
 app.add_typer(data_app, name="data")
+config_app.command(name="import-verl", epilog=IMPORT_EPILOG)(import_verl_command)
 app.command(
     name="render-k8s",
     epilog="Examples:\n\n"
@@ -66,7 +72,8 @@ Overrides = Annotated[list[str] | None, typer.Argument(metavar="KEY.SUB=VALUE", 
     "  rayapp train configs/coding_cpu.yaml\n\n"
     "  rayapp train configs/coding_cpu.yaml run.name=seed1 run.seed=1 train.num_steps=50\n\n"
     "  RAY_ADDRESS=auto rayapp train configs/coding_cpu.yaml     (on a Ray that runs already)\n\n"
-    "  rayapp train configs/coding_cpu.yaml --replay outputs/coding_cpu     (only the learner, see docs/learner.md)"
+    "  rayapp train configs/coding_cpu.yaml --replay outputs/coding_cpu     (only the learner, see docs/learner.md)\n\n"
+    "  rayapp train --verl gsm8k_multiturn_grpo.yaml data.train_batch_size=16"
 )
 def train(
     config: ConfigFile,
@@ -77,11 +84,12 @@ def train(
             metavar="RUN", help="Train on the recorded trajectories of this run folder: no server, no sandbox"
         ),
     ] = None,
+    verl: Annotated[
+        bool, typer.Option("--verl", help="CONFIG and overrides are verl's; see rayapp config import-verl")
+    ] = False,
 ) -> None:
     """Train as CONFIG says. Called again it goes on from the last checkpoint of the run (run.resume)."""
-    from rayapp.config_loading import load_config
-
-    loaded = load_config(config, overrides or ())
+    loaded = _load_verl(config, overrides or []) if verl else _load(config, overrides or [])
     if replay is not None:
         from rayapp.replay import run_replay
 
@@ -90,6 +98,21 @@ def train(
     from rayapp.driver import run_training
 
     run_training(loaded)
+
+
+def _load(config: Path, overrides: list[str]) -> Config:
+    from rayapp.config_loading import load_config
+
+    return load_config(config, overrides)
+
+
+def _load_verl(config: Path, overrides: list[str]) -> Config:
+    from rayapp.verl_import.cli import print_table
+    from rayapp.verl_import.importing import import_verl
+
+    imported = import_verl(config, overrides)
+    print_table(imported)
+    return imported.config
 
 
 @app.command(
@@ -103,10 +126,10 @@ def evaluate(
     overrides: Overrides = None,
     model: Annotated[str | None, typer.Option(help="Evaluate this model instead of the config's")] = None,
     samples: Annotated[
-        int | None, typer.Option(min=1, help="Completions per task; default eval.samples_per_task")
+        int | None, typer.Option(min=1, help="Completions per task or data row; default eval.samples_per_task")
     ] = None,
 ) -> None:
-    """Sample completions of every task, score them, and print the metrics as JSON."""
+    """Sample completions of every task or evaluation row, score them, and print the metrics with pass@k as JSON."""
     import json
 
     from rayapp.config_loading import load_config

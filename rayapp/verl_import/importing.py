@@ -17,6 +17,9 @@ from rayapp.verl_import.reading import read_verl
 from rayapp.verl_import.rules import Landing, Rule
 from rayapp.verl_import.table import DEFAULTS, TABLE
 
+OURS = "rayapp."
+"""Begins an override of one of our own keys."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
@@ -48,17 +51,18 @@ class Imported:
         return yaml.safe_dump(_nested(self.settings), sort_keys=False, allow_unicode=True, width=120)
 
 
-def import_verl(path: str | Path, overrides: Sequence[str] = (), ours: Sequence[str] = ()) -> Imported:
+def import_verl(path: str | Path, overrides: Sequence[str] = ()) -> Imported:
     """Import verl's file with verl's overrides.
 
     Args:
-        ours: overrides of our own keys, which win.
+        overrides: as on verl's command line; `rayapp.KEY=VALUE` sets a key of ours, and wins.
     Raises:
         ConfigError: keys are unknown (all of them are named), a value can't be honoured, or the result contradicts
             itself.
     """
-    given = read_verl(path, overrides)
-    values = DEFAULTS | given
+    ours = [override.removeprefix(OURS) for override in overrides if override.startswith(OURS)]
+    given = read_verl(path, [override for override in overrides if not override.startswith(OURS)])
+    values = given | {key: value for key, value in DEFAULTS.items() if key not in given}
     rules = _rules_of(values)
     rows = tuple(
         Row(key=key, value=value, landing=rules[key](key, value, values), is_default=key not in given)
@@ -67,7 +71,8 @@ def import_verl(path: str | Path, overrides: Sequence[str] = (), ours: Sequence[
     settings = _settings(rows)
     if not settings.get("data.train_files"):
         raise ConfigError(f"verl config {path}: data.train_files is not set, by the file or by an override")
-    config = load_config(None, [*(f"{key}={_shown(value)}" for key, value in settings.items()), *ours])
+    settings |= dict(_our_setting(override) for override in ours)
+    config = load_config(None, [f"{key}={_shown(value)}" for key, value in settings.items()])
     return Imported(config=config, settings=settings, rows=rows)
 
 
@@ -95,6 +100,13 @@ def _settings(rows: Sequence[Row]) -> dict[str, Any]:
     """All settings; where two keys go to the same place, what the user said wins over verl's default."""
     ordered = sorted(rows, key=lambda row: not row.is_default)
     return {key: value for row in ordered for key, value in row.landing.settings.items()}
+
+
+def _our_setting(override: str) -> tuple[str, Any]:
+    key, equals, text = override.partition("=")
+    if not equals:
+        raise ConfigError(f"override {OURS}{override!r} is not of the form {OURS}key.sub=value")
+    return key, yaml.safe_load(text)
 
 
 def _shown(value: Any) -> str:

@@ -15,6 +15,13 @@ _TP = "actor_rollout_ref.rollout.tensor_model_parallel_size"
 _MAX_TURNS_WITHOUT_LIMIT = 32
 
 
+def advantage(key: str, value: Any, values: Values) -> Landing:
+    """Names are verl's; its default needs a critic."""
+    if value == "gae":
+        raise ConfigError(f"{key} = gae (verl's default) needs a critic, which is not trained here. Set {key}=grpo.")
+    return Landing(settings={"algorithm.adv_estimator": value})
+
+
 def minibatches(key: str, value: Any, values: Values) -> Landing:
     """verl counts prompts in a mini-batch; we count mini-batches in a batch."""
     batch = int(values[_BATCH])

@@ -97,7 +97,7 @@ DATA: dict[str, Rule] = {
 }
 
 ALGORITHM: dict[str, Rule] = {
-    "algorithm.adv_estimator": to("algorithm.adv_estimator"),
+    "algorithm.adv_estimator": sums.advantage,
     "algorithm.norm_adv_by_std_in_grpo": to("algorithm.norm_adv_by_std", bool),
     "algorithm.use_kl_in_reward": only(False, why="the KL is a term of the loss (use_kl_loss), not of the reward"),
     "algorithm.kl_ctrl.*": no_effect("only read with use_kl_in_reward"),
