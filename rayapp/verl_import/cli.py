@@ -36,6 +36,7 @@ def import_verl_command(
 def print_table(imported: Imported) -> None:
     """Each key, where it went, and why it has no effect or differs. Goes to stderr: stdout is the config."""
     from rich.console import Console
+    from rich.markup import escape
     from rich.table import Table
 
     console = Console(stderr=True)
@@ -44,6 +45,6 @@ def print_table(imported: Imported) -> None:
     table = Table("verl", "here", "note", title="What becomes of each key")
     for row in imported.rows:
         said = "verl's default; " if row.is_default else ""
-        where = row.where or "[dim]no effect[/dim]"
-        table.add_row(f"{row.key} = {row.value}", where, (said + row.landing.note).removesuffix("; "))
-    console.print(table, markup=True)
+        note = (said + row.landing.note).removesuffix("; ")
+        table.add_row(escape(f"{row.key} = {row.value}"), escape(row.where) or "[dim]no effect[/dim]", escape(note))
+    console.print(table)

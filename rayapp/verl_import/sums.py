@@ -115,6 +115,13 @@ def eval_temperature(key: str, value: Any, values: Values) -> Landing:
     return Landing(settings={"eval.temperature": temperature}, note="" if sampled else "greedy")
 
 
+def before_training(key: str, value: Any, values: Values) -> Landing:
+    """On by default in verl, which has validation files by default too."""
+    has_files = bool(values.get("data.val_files"))
+    note = "" if has_files else "no data.val_files"
+    return Landing(settings={"eval.before_training": bool(value) and has_files}, note=note)
+
+
 def turns(key: str, value: Any, values: Values) -> Landing:
     """Without multi_turn.enable the policy speaks once."""
     section = "actor_rollout_ref.rollout.multi_turn"

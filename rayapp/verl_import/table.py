@@ -235,7 +235,7 @@ TRAINER: dict[str, Rule] = {
     "trainer.total_epochs": no_effect("counts where total_training_steps is not set"),
     "trainer.save_freq": to("checkpoint.every_steps", sums.at_least_zero),
     "trainer.test_freq": to("eval.every_steps", sums.at_least_zero, note="and after the last step"),
-    "trainer.val_before_train": to("eval.before_training", bool),
+    "trainer.val_before_train": sums.before_training,
     "trainer.val_only": only(False, why="use `rayapp eval`"),
     "trainer.resume_mode": choice("run.resume", {"auto": "auto", "disable": "never"}),
     "trainer.max_actor_ckpt_to_keep": optional("checkpoint.keep_last", int),
