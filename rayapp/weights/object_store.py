@@ -85,9 +85,15 @@ class ObjectStoreTransport:
     async def _load(self, server: WeightTarget) -> dict[str, Any] | RayappError:
         """One server's failure must not hide the others' success."""
         try:
-            return await server.load_weights(self._version, self._buckets)
+            async with asyncio.timeout(self._timeout_s):
+                return await server.load_weights(self._version, self._buckets)
         except RayappError as error:
             return error
+        except TimeoutError:
+            return WeightSyncError(
+                f"{server.name} did not load version {self._version} within server.sync_timeout_s = "
+                f"{self._timeout_s:g} s"
+            )
 
     async def catch_up(self, server: WeightTarget) -> None:
         """Give the version of the last sync to a server that has just been started.

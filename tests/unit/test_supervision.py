@@ -1,0 +1,143 @@
+"""Who is gone or hangs is replaced, once, and bounded; nobody waits for ever."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from rayapp.errors import (
+    DeadlineError,
+    EngineDeadError,
+    ProcessDiedError,
+    ProcessUnavailableError,
+    RestartsUsedUpError,
+)
+from rayapp.supervision import Limits, Supervisor
+
+LIMITS = Limits(max_restarts=2, ping_every_s=0.001, ping_timeout_s=1.0, revive_timeout_s=1.0)
+
+
+class Process:
+    """A member whose life the test directs. `state` is up, dead (Ray starts it at once), hanging, or broken."""
+
+    def __init__(self, name: str = "vllm-server-0", *, revives: bool = True) -> None:
+        self.name = name
+        self.state = "up"
+        self.start = 1
+        self.num_unanswered = 0
+        self.log: list[str] = []
+        self._revives = revives
+
+    def die(self) -> None:
+        """Ray takes a moment: two calls find nobody, the third finds the next start."""
+        self.start += 1
+        self.num_unanswered = 2
+        self.state = "new"
+
+    async def incarnation(self, timeout_s: float) -> str:
+        if self.state == "hanging":
+            raise DeadlineError(f"{self.name}.ping did not answer")
+        if self.num_unanswered:
+            self.num_unanswered -= 1
+            raise ProcessUnavailableError(f"{self.name}.ping: can't be reached")
+        return f"start {self.start}"
+
+    async def ping(self, timeout_s: float) -> str:
+        incarnation = await self.incarnation(timeout_s)
+        if self.state in ("new", "broken"):
+            raise EngineDeadError(f"{self.name} has no engine")
+        return incarnation
+
+    async def kill(self) -> None:
+        self.log.append("killed")
+        self.die()
+
+    async def revive(self) -> None:
+        if not self._revives:
+            self.die()
+            raise ProcessDiedError("it died again")
+        self.log.append(f"revived {self.start}")
+        self.state = "up"
+
+
+async def eventually(condition) -> None:  # type: ignore[no-untyped-def]
+    async with asyncio.timeout(10):
+        while not condition():
+            await asyncio.sleep(0.001)
+
+
+async def test_a_dead_process_is_made_ready_again_and_not_killed_a_second_time() -> None:
+    process = Process()
+    supervisor = Supervisor([process], LIMITS)
+    async with supervisor.watching():
+        process.die()
+        await eventually(lambda: process.log)
+        await supervisor.settled()
+    assert process.log == ["revived 2"]
+    assert supervisor.metrics()["recovery/restarts"] == 1.0
+
+
+@pytest.mark.parametrize("state", ["hanging", "broken"])
+async def test_a_process_that_hangs_or_has_lost_its_engine_is_killed_and_replaced(state: str) -> None:
+    process = Process()
+    async with Supervisor([process], LIMITS).watching():
+        process.state = state
+        await eventually(lambda: len(process.log) == 2)
+    assert process.log == ["killed", "revived 2"]
+
+
+async def test_a_process_that_ray_has_started_again_unnoticed_is_made_ready() -> None:
+    process = Process()
+    async with Supervisor([process], LIMITS).watching():
+        process.start += 1  # it answers, but as another incarnation
+        await eventually(lambda: process.log)
+    assert process.log == ["revived 2"]
+
+
+async def test_many_callers_that_see_one_death_cause_one_restart_and_all_wait_for_it() -> None:
+    process = Process()
+    supervisor = Supervisor([process], LIMITS)
+    async with supervisor.watching():
+        process.die()
+        await asyncio.gather(*(supervisor.settled() for _ in range(50)))
+        assert process.state == "up"
+    assert process.log == ["revived 2"]
+
+
+async def test_one_that_is_condemned_is_replaced_although_it_answers() -> None:
+    process = Process()
+    supervisor = Supervisor([process], LIMITS)
+    async with supervisor.watching():
+        await supervisor.condemn(process.name, "half of the weights")
+    assert process.log == ["killed", "revived 2"]
+
+
+async def test_restarts_are_bounded_and_the_error_says_what_to_do() -> None:
+    process = Process()
+    with pytest.raises(BaseExceptionGroup) as caught:
+        async with Supervisor([process], LIMITS).watching():
+            for count in range(1, 3):
+                process.die()
+                await eventually(lambda count=count: len(process.log) == count)
+            process.die()
+            await asyncio.sleep(10)
+    assert isinstance(caught.value.exceptions[0], RestartsUsedUpError)
+    assert "vllm-server-0 was lost 3 times, and recovery.max_restarts is 2" in str(caught.value.exceptions[0])
+
+
+async def test_one_that_never_comes_back_uses_its_restarts_up() -> None:
+    process = Process(revives=False)
+    with pytest.raises(BaseExceptionGroup) as caught:
+        async with Supervisor([process], LIMITS).watching():
+            process.die()
+            await asyncio.sleep(10)
+    assert "it died again" in str(caught.value.exceptions[0])
+
+
+async def test_the_others_are_left_alone() -> None:
+    dying, healthy = Process("rollout-worker-0"), Process("rollout-worker-1")
+    async with Supervisor([dying, healthy], LIMITS).watching():
+        dying.die()
+        await eventually(lambda: dying.log)
+    assert healthy.log == []
