@@ -29,6 +29,8 @@ def view_command(uris: Sequence[str], *, host: str, port: int, tokenizer: Path |
     except ModuleNotFoundError as error:
         raise UserError(f"rayapp view needs the package {error.name}: pip install 'rayapp[view]'") from None
     runs = [ViewedRun(open_source(uri), tokenizer) for uri in uris]
+    for run in runs:
+        run.refresh()  # the first page has rows at once; the rest comes while people look
     if tokenizer is not None:
         runs[0].tokenizer()  # a wrong path is told now, not when somebody opens a trajectory
     secret = secrets.token_urlsafe(24) if token or not is_loopback(host) else ""

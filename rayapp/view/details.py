@@ -40,6 +40,8 @@ _GROUP_COLUMNS = (
     "time_score_s",
 )
 _TOKEN_COLUMNS = ("token_ids", "response_mask", "rollout_log_probs")
+RECORDED_TURNS = "turns"
+"""Column with the tool calls of each turn, for episodes of the agent loop."""
 LEARNER_LOG_PROBS = "learner_log_probs"
 """Optional column: with it tokens can be coloured by what the engine and the learner disagree on."""
 
@@ -65,15 +67,22 @@ def read_trajectory(
         InputError: there is no such trajectory, or its file can't be read.
     """
     filters = [("group_id", "=", group_id), ("index", "=", index)]
-    rows = _read(source, step, filters, (*_GROUP_COLUMNS, *_TOKEN_COLUMNS, LEARNER_LOG_PROBS, "num_response_tokens"))
+    more = (*_TOKEN_COLUMNS, LEARNER_LOG_PROBS, RECORDED_TURNS, "num_response_tokens")
+    rows = _read(source, step, filters, (*_GROUP_COLUMNS, *more))
     if not rows:
         raise InputError(f"step {step} has no trajectory {index} in group {group_id}")
     row = rows[0]
     tokens = {name: row.pop(name, None) for name in (*_TOKEN_COLUMNS, LEARNER_LOG_PROBS)}
+    recorded = [_cut_turn(turn) for turn in row.pop(RECORDED_TURNS, None) or []]
+    turns = turns_of(tokens, tokenizer) if tokenizer is not None else untokenized(row, recorded)
+    calls_at = {turn["start"]: turn["calls"] for turn in recorded}
+    for turn in turns:
+        turn["calls"] = calls_at.get(turn["first_token"], [])
     return _cut_row(row) | {
         "num_tokens": len(tokens["token_ids"]),
         "has_learner_log_probs": tokens[LEARNER_LOG_PROBS] is not None,
-        "turns": turns_of(tokens, tokenizer) if tokenizer is not None else None,
+        "is_tokenized": tokenizer is not None,
+        "turns": turns,
     }
 
 
@@ -101,6 +110,29 @@ def turns_of(tokens: dict[str, Any], tokenizer: Tokenizer) -> list[dict[str, Any
             turn["learner_log_probs"] = learner[first:end] if learner is not None else None
         turns.append(turn)
     return turns
+
+
+def untokenized(row: dict[str, Any], recorded: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Turns as texts, where no tokenizer is at hand: the prompt, and what was recorded of each turn."""
+    prompt = {"kind": "prompt", "text": cut(row["prompt"]), "first_token": 0, "num_tokens": row["num_prompt_tokens"]}
+    single = {"start": row["num_prompt_tokens"], "end": None, "text": cut(row["completion"])}
+    return [prompt] + [
+        {
+            "kind": "sampled",
+            "text": turn["text"],
+            "first_token": turn["start"],
+            "num_tokens": turn["end"] - turn["start"] if turn["end"] is not None else row.get("num_response_tokens"),
+        }
+        for turn in recorded or [single]
+    ]
+
+
+def _cut_turn(turn: dict[str, Any]) -> dict[str, Any]:
+    calls = [
+        call | {name: cut(call[name] or "") for name in ("name", "arguments", "output", "failure")}
+        for call in turn["calls"] or []
+    ]
+    return turn | {"text": cut(turn["text"] or ""), "calls": calls}
 
 
 def cut(text: str, max_chars: int = MAX_TEXT_CHARS) -> str:

@@ -23,7 +23,9 @@ from rayapp.tracking.trajectories import SCHEMA_VERSION
 from rayapp.view.source import RunSource, StepFile
 
 MAX_FILES_PER_REFRESH = 64
-MAX_ROWS_PER_REFRESH = 200_000
+MAX_ROWS_PER_REFRESH = 100_000
+FIRST_ROWS = 4096
+"""Rows after which the first batch ends: enough for a first page, read before anybody is told the address."""
 _VERSION_KEY = b"rayapp.schema_version"
 _PREVIEW_CHARS = 800
 """End of a prompt that is kept: what the user asked is near it."""
@@ -112,7 +114,7 @@ class GroupIndex:
             files = self._source.step_files()
             self._forget({file.path: file for file in files})
             pending = [file for file in files if file.path not in self._known]
-            self._take_in(pending)
+            self._take_in(pending, MAX_ROWS_PER_REFRESH if self._known else FIRST_ROWS)
             self._num_pending = sum(file.path not in self._known for file in pending)
             return self._num_pending > 0
 
@@ -125,7 +127,7 @@ class GroupIndex:
                 self._problems.pop(path, None)
                 self._revision += 1
 
-    def _take_in(self, pending: list[StepFile]) -> None:
+    def _take_in(self, pending: list[StepFile], max_rows: int) -> None:
         """Read files until the batch is full, then store their groups in one statement."""
         tables: list[Any] = []
         for file in pending[:MAX_FILES_PER_REFRESH]:
@@ -135,7 +137,7 @@ class GroupIndex:
             except (OSError, pa.ArrowException, ValueError) as error:
                 # A file never fails the page: it may be half copied, or from a version to come.
                 self._problems[file.path] = f"{file.path.rsplit('/', 1)[-1]} can't be read: {error}"
-            if sum(table.num_rows for table in tables) >= MAX_ROWS_PER_REFRESH:
+            if sum(table.num_rows for table in tables) >= max_rows:
                 break
         if tables:
             cursor = self._cursor()

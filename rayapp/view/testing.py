@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from rayapp.types import Group, Prompt, Reward, RolloutStatus, Trajectory
+from rayapp.types import CallRecord, Group, Prompt, Reward, RolloutStatus, Trajectory, TurnRecord
 
 HOSTILE_TEXTS = (
     "<script>document.title='owned'</script><img src=x onerror=\"document.title='owned'\">",
@@ -43,4 +43,20 @@ def _hostile(index: int, text: str) -> Trajectory:
         status=RolloutStatus.COMPLETED,
         min_policy_version=0,
         max_policy_version=0,
+        turns=(_hostile_turn(bad),),
+    )
+
+
+def _hostile_turn(bad: str) -> TurnRecord:
+    call = CallRecord(name=bad, arguments=bad, output=HOSTILE_TEXTS[2] + bad, failure=bad, duration_s=1.0)
+    return TurnRecord(
+        start=2,
+        end=4,
+        text=bad,
+        finish_reason="stop",
+        policy_version=0,
+        started_at_s=0.0,
+        queued_s=0.0,
+        generate_s=0.0,
+        calls=(call,),
     )

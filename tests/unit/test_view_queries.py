@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from rayapp.errors import InputError
 from rayapp.tracking.trajectories import write_trajectories
-from rayapp.types import Group, Prompt, Reward, RolloutStatus, Trajectory
+from rayapp.types import CallRecord, Group, Prompt, Reward, RolloutStatus, Trajectory, TurnRecord
 from rayapp.view.advantages import group_advantages
 from rayapp.view.curves import Metrics, curve
 from rayapp.view.details import cut, read_group, read_trajectory, turns_of
@@ -295,7 +295,29 @@ def test_turns_are_stretches_of_the_mask() -> None:
 def test_a_trajectory_without_a_tokenizer_is_shown_as_text(run: Path) -> None:
     one = read_trajectory(open_source(str(run)), 1, 0, 0, None)
 
-    assert (one["turns"], one["completion"], one["num_tokens"]) == (None, "x = 1", 4)
+    assert (one["is_tokenized"], one["num_tokens"]) == (False, 4)
+    assert [(turn["kind"], turn["text"], turn["num_tokens"]) for turn in one["turns"]] == [
+        ("prompt", "Sort it", 2),
+        ("sampled", "x = 1", 2),
+    ]
+
+
+@pytest.mark.parametrize("tokenizer", [None, "letters"])
+def test_tool_calls_stand_with_the_turn_that_made_them(tmp_path: Path, tokenizer: str | None) -> None:
+    call = CallRecord(name="run", arguments='{"a": 1}', output="boom", failure="crash", duration_s=0.5)
+    turn = TurnRecord(
+        start=2, end=4, text="gb", finish_reason="stop", policy_version=0, started_at_s=0, queued_s=0, generate_s=0,
+        calls=(call,),
+    )  # fmt: skip
+    (tmp_path / "trajectories").mkdir()
+    write_trajectories(
+        tmp_path / "trajectories" / "step=000001.parquet", 1, [group(0, replace(trajectory(1.0), turns=(turn,)))]
+    )
+
+    turns = read_trajectory(open_source(str(tmp_path)), 1, 0, 0, Letters() if tokenizer else None)["turns"]
+
+    assert [(one["kind"], len(one["calls"])) for one in turns] == [("prompt", 0), ("sampled", 1)]
+    assert (turns[1]["calls"][0]["name"], turns[1]["calls"][0]["failure"]) == ("run", "crash")
 
 
 def test_a_huge_text_is_cut_and_says_by_how_much() -> None:

@@ -22,11 +22,11 @@ let runs = [], shownRevision = "", drawing = 0;
 const content = document.getElementById("content");
 const chosenRun = (query) => Math.min(Math.max(0, Number(query.run) || 0), Math.max(0, runs.length - 1));
 
-async function draw({isUpdate = false} = {}) {
+async function draw({isUpdate = false, isReplaced = false} = {}) {
   const turn = ++drawing;
   const {page, query} = route();
   const run = chosenRun(query);
-  const focused = isUpdate ? document.activeElement?.getAttribute?.("data-key") : null;
+  const focused = isUpdate || isReplaced ? document.activeElement?.getAttribute?.("data-key") : null;
   drawHeader(page, query, run);
   if (!isUpdate) content.setAttribute("aria-busy", "true");
   let drawn;
@@ -41,7 +41,7 @@ async function draw({isUpdate = false} = {}) {
   content.replaceChildren(...problems(run), drawn);
   document.title = `${runs[run] ? `${runs[run].name} · ` : ""}${page} · rayapp`;
   if (focused) [...content.querySelectorAll("[data-key]")].find((one) => one.getAttribute("data-key") === focused)?.focus({preventScroll: true});
-  if (!isUpdate) scrollTo(0, 0);
+  if (!isUpdate && !isReplaced) scrollTo(0, 0);
 }
 
 const unknownPage = ({query}) => h("p", {class: "note"}, "There is no such page. ", h("a", {href: link("curves", {run: query.run})}, "Curves"));
@@ -94,7 +94,7 @@ async function poll() {
     const state = document.querySelector(".state");
     if (state) { state.className = "state quiet-run"; state.textContent = "the server does not answer"; }
   }
-  setTimeout(poll, POLL_MS);
+  setTimeout(poll, runs.some((run) => run.index.num_pending) ? POLL_MS / 4 : POLL_MS);
 }
 
 const isTyping = () => ["INPUT", "SELECT"].includes(document.activeElement?.tagName);
@@ -110,7 +110,8 @@ function setTheme(theme) {
 }
 
 try { const kept = localStorage.getItem("theme"); if (kept) setTheme(kept); } catch { /* as above */ }
-addEventListener("hashchange", () => draw());
+// `go` with replace sends an event of its own, without addresses: the reader stays where they are on the page.
+addEventListener("hashchange", (event) => draw({isReplaced: !event.newURL}));
 addEventListener("keydown", keys);
 try { runs = await ask("runs"); } catch (error) { content.replaceChildren(h("p", {class: "note bad", role: "alert"}, visible(error.message))); }
 if (runs.length) await draw();

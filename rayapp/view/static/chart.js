@@ -11,7 +11,7 @@ const hovering = new EventTarget();
 export function chart(series, options) {
   const shown = series.filter((one) => one.steps.length);
   const figure = h("figure", {class: "chart card", tabindex: 0, role: "group", "aria-label": summary(shown, options), "data-key": options.title});
-  const heading = h("figcaption", {}, h("h3", {}, visible(options.title)), h("span", {class: "quiet at"}));
+  const heading = h("figcaption", {}, h("h3", {}, visible(options.title)), options.choice, h("span", {class: "quiet at"}));
   const legend = h("div", {class: "legend"});
   const values = shown.map((one, i) => {
     const value = h("span", {class: "value"});
@@ -50,6 +50,7 @@ export function chart(series, options) {
     showAt(cursor);
   };
   figure.addEventListener("keydown", (event) => {
+    if (event.target !== figure) return;
     const moves = {ArrowLeft: -1, ArrowRight: 1, Home: -Infinity, End: Infinity};
     if (event.key in moves) {
       const from = cursor === null ? steps.length : nearest(steps, cursor);

@@ -11,7 +11,7 @@ export async function comparePage({runs, query}) {
   const [panels, configs] = await Promise.all([Promise.all(chosen.map((i) => askRun(i, "panels"))), Promise.all(chosen.map((i) => askRun(i, "config")))]);
   const titles = [...new Map(panels.flat().map((panel) => [panel.title, panel])).values()];
   return h("div", {}, h("div", {class: "title"}, h("h1", {}, "Compare"), h("div", {class: "right"}, picker(runs, chosen, query))),
-    chosen.length ? h("div", {class: "charts"}, titles.map((panel) => overlay(panel, chosen, panels, runs))) : h("div", {class: "empty"}, "Choose a run."),
+    chosen.length ? h("div", {class: "charts"}, titles.map((panel, at) => overlay(panel, `m${at}`, query, chosen, panels, runs))) : h("div", {class: "empty"}, "Choose a run."),
     differences(chosen, configs, runs));
 }
 
@@ -21,12 +21,14 @@ function picker(runs, chosen, query) {
     h("label", {}, h("input", {type: "checkbox", checked: chosen.includes(i), "data-key": `pick-${i}`, on: {change: toggle(i)}}), visible(run.name))));
 }
 
-// The first metric of a panel is the one it is about.
-function overlay(panel, chosen, panels, runs) {
-  const key = panel.keys[0];
+// One metric of a panel at a time, in every run; the address keeps which.
+function overlay(panel, name, query, chosen, panels, runs) {
+  const keys = [...new Set(panels.flat().filter((one) => one.title === panel.title).flatMap((one) => one.keys))];
+  const key = keys.includes(query[name]) ? query[name] : keys[0];
   const series = chosen.map((i, at) => ({name: `${runs[i].name} (${i})`, label: runs[i].name, ...(panels[at].find((one) => one.title === panel.title)?.curves[key] ?? {steps: [], values: []})}));
-  const titled = panel.keys.length > 1 ? `${panel.title}: ${key}` : panel.title;
-  return chart(series, {title: titled, unit: panel.unit, floor: panel.floor, ceiling: panel.ceiling, smooth: 1});
+  const onChange = (event) => go("compare", {...query, [name]: event.target.value}, {replace: true});
+  const choice = keys.length < 2 ? null : h("select", {"aria-label": `metric of ${panel.title}`, "data-key": name, on: {change: onChange}}, keys.map((one) => h("option", {value: one, selected: one === key}, visible(one))));
+  return chart(series, {title: panel.title, unit: panel.unit, floor: panel.floor, ceiling: panel.ceiling, smooth: 1, choice});
 }
 
 function differences(chosen, configs, runs) {

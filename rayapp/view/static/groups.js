@@ -7,12 +7,12 @@ import {go, link} from "./route.js";
 const PAGE_ROWS = 50;
 const FILTERS = ["step_min", "step_max", "task", "reward_min", "reward_max", "reward_status", "status", "failure", "signal", "tool_failed", "prompt_id"];
 
-export async function groupsPage({run, query}) {
+export async function groupsPage({run, runs, query}) {
   const [facets, found] = await Promise.all([askRun(run, "facets"), askRun(run, "groups", {...query, limit: PAGE_ROWS})]);
   const title = h("div", {class: "title"}, h("h1", {}, "Groups"),
     h("span", {class: "quiet", "data-count": found.total}, `${number(found.total)} of ${number(facets.groups)} groups, ${number(facets.trajectories)} trajectories in all`));
   announce(`${found.total} groups`);
-  return h("div", {}, title, filters(facets, query), found.rows.length ? [table(found.rows, facets, query), pager(found.total, query)] : empty(facets, query));
+  return h("div", {}, title, filters(facets, query), found.rows.length ? [table(found.rows, facets, query), pager(found.total, query)] : empty(query, runs[run].index.num_pending));
 }
 
 function filters(facets, query) {
@@ -83,7 +83,8 @@ function pager(total, query) {
     last < total ? h("a", {rel: "next", href: to(last)}, "Next →") : h("span", {class: "quiet"}, "Next →"));
 }
 
-function empty(facets, query) {
+function empty(query, numPending) {
+  if (numPending) return h("div", {class: "empty"}, `None so far; ${number(numPending)} more steps are being read.`);
   if (FILTERS.some((name) => query[name])) return h("div", {class: "empty"}, "No group is like that. ", h("a", {href: link("groups", {run: query.run})}, "Clear filters"));
   return h("div", {class: "empty"}, "This run has no trajectories: either no step is done yet, or tracking.trajectories is false.");
 }

@@ -13,7 +13,8 @@ export async function trajectoryPage({run, query}) {
   const colour = scales.some(([name]) => name === query.colour) ? query.colour : "log_prob";
   return h("div", {}, heading(one, query), facts(one),
     one.reward_detail ? h("p", {class: "note"}, visible(one.reward_detail)) : null,
-    one.turns ? [bar(one, scales, colour, query), h("ol", {class: "turns"}, one.turns.map((turn, i) => turnBlock(turn, i, one, colour)))] : plain(one));
+    one.is_tokenized ? bar(one, scales, colour, query) : noTokenizer(),
+    h("ol", {class: "turns"}, one.turns.map((turn) => turnBlock(turn, one, colour))));
 }
 
 function heading(one, query) {
@@ -42,16 +43,23 @@ function bar(one, scales, colour, query) {
     legend(SCALES[colour]), h("output", {class: "readout mono", id: "readout"}, "Point at a token to read it"));
 }
 
-function turnBlock(turn, i, one, colour) {
-  const body = turn.kind === "sampled" ? h("pre", {class: "tokens"}, tokenSpans(turn, one, colour)) : h("pre", {}, visible(turn.text));
-  const title = [h("span", {class: "kind"}, KINDS[turn.kind]), h("span", {class: "quiet"}, `${number(turn.num_tokens)} tokens`)];
+function turnBlock(turn, one, colour) {
+  const body = turn.ids ? h("pre", {class: "tokens"}, tokenSpans(turn, one, colour)) : h("pre", {}, visible(turn.text));
+  const title = [h("span", {class: "kind"}, KINDS[turn.kind]), turn.num_tokens ? h("span", {class: "quiet"}, `${number(turn.num_tokens)} tokens`) : null];
   const isFolded = turn.kind === "prompt";
   return h("li", {class: `turn ${turn.kind}`, "data-kind": turn.kind},
-    isFolded ? h("details", {}, h("summary", {}, title), body) : [h("div", {class: "turn-head"}, title), body]);
+    isFolded ? h("details", {}, h("summary", {}, title), body) : [h("div", {class: "turn-head"}, title), body], turn.calls.map(callBlock));
 }
 
-function plain(one) {
-  return h("div", {}, h("p", {class: "note"}, "No tokenizer was found for this run, so tokens can't be shown one by one. Start the page with ", h("code", {}, "--tokenizer MODEL_FOLDER"), "."),
-    h("ol", {class: "turns"}, h("li", {class: "turn prompt"}, h("details", {}, h("summary", {}, "Prompt"), h("pre", {}, visible(one.prompt)))),
-      h("li", {class: "turn sampled"}, h("div", {class: "turn-head"}, "Policy"), h("pre", {}, visible(one.completion)))));
+// A tool call as it was recorded: what was asked, what came back, how long it took.
+function callBlock(call) {
+  const took = `${seconds(call.duration_s)}${call.waited_s > 0.05 ? `, ${seconds(call.waited_s)} of them waiting` : ""}`;
+  return h("div", {class: "call"},
+    h("div", {class: "turn-head"}, h("span", {class: "kind"}, "Tool call"), h("code", {}, visible(call.name || "(could not be read)")), call.failure ? chip(call.failure, "bad") : null,
+      call.reward === null ? null : rewardBadge(call.reward), h("span", {class: "quiet"}, took)),
+    h("pre", {}, visible(call.arguments)), h("div", {class: "returned quiet"}, "returned"), h("pre", {}, visible(call.output)));
+}
+
+function noTokenizer() {
+  return h("p", {class: "note"}, "No tokenizer was found for this run, so tokens can't be shown one by one. Start the page with ", h("code", {}, "--tokenizer MODEL_FOLDER"), ".");
 }
