@@ -1,0 +1,244 @@
+"""Whole runs on data rows with tools: our own MCP server, real sandboxes, and a policy whose odds are known."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import yaml
+
+from rayapp.tracking.trajectories import read_groups
+
+pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(1500)]
+
+ROOT = Path(__file__).parents[2]
+DEADLINE_S = 600.0
+CALL = '<tool_call>{"name": "run_code_once", "arguments": {"code": "print(6 * 7)"}}</tool_call>'
+RIGHT, WRONG = "So it is #### 42", "So it is #### 41"
+KEY = "key-of-this-test"
+
+
+@pytest.fixture(scope="session")
+def calling_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A policy whose next token depends on the last one only: at the start of a turn it calls the tool (79%), or gives
+    the right or the wrong answer (11% each: e^12 to e^10 to e^10), and after any of them it ends its turn."""
+    import torch
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+    folder = tmp_path_factory.mktemp("models") / "calling"
+    letters = ["<pad>", "\n", *(chr(code) for code in range(32, 127))]
+    plain = Tokenizer(models.WordLevel({letter: i for i, letter in enumerate(letters)}, unk_token=" "))
+    plain.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    plain.decoder = decoders.Fuse()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=plain,
+        pad_token="<pad>",
+        eos_token="<|im_end|>",
+        additional_special_tokens=["<|im_start|>"],
+    )
+    tokenizer.add_tokens([AddedToken(text, normalized=False) for text in (CALL, RIGHT, WRONG)])
+    tokenizer.save_pretrained(folder)
+    ids = {text: tokenizer.convert_tokens_to_ids(text) for text in (CALL, RIGHT, WRONG)}
+    eos_id, start_id = tokenizer.convert_tokens_to_ids(["<|im_end|>", "\n"])
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=128,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=4096,
+        bos_token_id=None,
+        eos_token_id=eos_id,
+        pad_token_id=0,
+        tie_word_embeddings=False,
+    )
+    model = LlamaForCausalLM(config)
+    logits = torch.zeros(len(tokenizer), len(tokenizer))  # next token x last token
+    logits[ids[CALL], start_id] = 12.0
+    logits[ids[RIGHT], start_id] = logits[ids[WRONG], start_id] = 10.0
+    logits[eos_id, list(ids.values())] = 16.0
+    with torch.no_grad():
+        # The layers add nothing, so what the head sees is the last token's embedding, of length sqrt(128).
+        for layer in model.model.layers:
+            layer.self_attn.o_proj.weight.zero_()
+            layer.mlp.down_proj.weight.zero_()
+        directions = torch.linalg.qr(torch.randn(128, 128))[0][: len(tokenizer)]
+        model.model.embed_tokens.weight.copy_(directions)
+        model.lm_head.weight.copy_(logits @ directions / 128**0.5)
+    model.to(torch.bfloat16).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def data_file(tmp_path: Path) -> Path:
+    """Six rows in verl's schema, all of them with the answer 42."""
+    rows = [
+        {
+            "data_source": "openai/gsm8k",
+            "prompt": [{"role": "user", "content": f"Problem {number}: what is 6 times 7?"}],
+            "ability": "math",
+            "reward_model": {"style": "rule", "ground_truth": "42"},
+            "extra_info": {"split": "train", "index": number},
+        }
+        for number in range(6)
+    ]
+    path = tmp_path / "rows.parquet"
+    pq.write_table(pa.Table.from_pylist(rows), path)
+    return path
+
+
+@contextmanager
+def mcp_server() -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """`rayapp mcp serve` on a free port."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "rayapp", "mcp", "serve", "--port", "0"],
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=ROOT,
+        env=os.environ | {"RAYAPP_MCP_API_KEY": KEY, "PYTHONUNBUFFERED": "1"},
+    )
+    try:
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        assert line.startswith("serving at "), line
+        yield process, line.removeprefix("serving at ").strip()
+    finally:
+        process.kill()
+        process.wait()
+
+
+def tool_file(tmp_path: Path, url: str) -> Path:
+    """In verl's format, with verl's class names."""
+    servers = {"mcpServers": {"sandboxes": {"url": url, "api_key": "${RAYAPP_MCP_API_KEY}"}}}
+    (tmp_path / "mcp_server.json").write_text(json.dumps(servers))
+    entry = {
+        "class_name": "verl.tools.mcp_search_tool.MCPSearchTool",
+        "config": {"type": "mcp", "rate_limit": 120, "timeout": 30, "reconnect_timeout": 1},
+        "mcp": {"mcp_servers_config_path": "mcp_server.json", "tool_selected_list": ["run_code_once"]},
+    }
+    path = tmp_path / "tools.yaml"
+    path.write_text(yaml.safe_dump({"tools": [entry]}))
+    return path
+
+
+@pytest.fixture
+def config_file(tmp_path: Path, calling_model: Path, data_file: Path) -> Callable[..., Path]:
+    """Writes the config of a run: `config_file(url, train={"num_steps": 9})`."""
+
+    def write(url: str, **sections: dict[str, Any]) -> Path:
+        config: dict[str, Any] = {
+            "run": {"name": "tools", "output_dir": str(tmp_path / "outputs")},
+            "model": {"path": str(calling_model)},
+            "cluster": {"device": "cpu"},
+            "data": {"train_files": [str(data_file)], "eval_files": [str(data_file)], "max_eval_rows": 3},
+            "agent": {
+                "tool_file": str(tool_file(tmp_path, url)),
+                "chat_template": "chatml_hermes",
+                "max_assistant_turns": 3,
+            },
+            "rollout": {"group_size": 4, "max_prompt_tokens": 2000, "max_completion_tokens": 1000},
+            "train": {"num_steps": 2, "groups_per_step": 2},
+            "learner": {
+                "max_tokens_per_microbatch": 8192,
+                "compute_dtype": "float32",
+                "optimizer": {"lr": 1e-6},
+            },
+            "server": {"kv_cache_gib": 1},
+            "checkpoint": {"every_steps": 0},
+        }
+        merged = config | {name: config.get(name, {}) | changes for name, changes in sections.items()}
+        path = tmp_path / "config.yaml"
+        path.write_text(yaml.safe_dump(merged))
+        return path
+
+    return write
+
+
+def train(config: Path) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "rayapp", "train", str(config)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        cwd=ROOT,
+        env=os.environ | {"RAYAPP_MCP_API_KEY": KEY},
+    )
+
+
+def records(tmp_path: Path) -> list[dict[str, float]]:
+    file = tmp_path / "outputs" / "tools" / "metrics.jsonl"
+    return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+
+
+def test_a_run_with_our_mcp_server_trains_on_what_the_tools_answered(
+    tmp_path: Path, config_file: Callable[..., Path]
+) -> None:
+    with mcp_server() as (_, url):
+        process = train(config_file(url, eval={"every_steps": 2, "samples_per_task": 2, "before_training": True}))
+        output, _ = process.communicate(timeout=DEADLINE_S)
+    assert process.returncode == 0, output
+
+    groups = read_groups(tmp_path / "outputs" / "tools" / "trajectories" / "step=000001.parquet")
+    trajectories = [trajectory for group in groups for trajectory in group.trajectories]
+    calls = [call for trajectory in trajectories for turn in trajectory.turns for call in turn.calls]
+    assert calls
+    assert {call.failure for call in calls} == {""}
+    assert all("42" in call.output for call in calls)
+    for trajectory in trajectories:
+        assert trajectory.reward.value == float(trajectory.completion_text == RIGHT)
+        assert trajectory.num_turns == len(trajectory.turns)
+
+    start, first, second = records(tmp_path)
+    assert start["step"] == 0
+    assert 0 <= start["eval/pass_at_1/openai/gsm8k"] <= start["eval/pass_at_2/openai/gsm8k"] <= 1
+    assert start["eval/pass_prompts/openai/gsm8k"] == 3
+    assert first["tool/calls"] == len(calls)
+    assert first["turns/max"] <= 3
+    assert first["rollout/invalid"] == 0
+    assert "eval/pass_at_1/openai/gsm8k" in second
+    assert "eval/pass_at_1/openai/gsm8k" not in first
+
+
+def test_a_server_that_dies_fails_its_trajectories_and_then_stops_the_run(
+    tmp_path: Path, config_file: Callable[..., Path]
+) -> None:
+    with mcp_server() as (server, url):
+        process = train(config_file(url, train={"num_steps": 40}, rollout={"max_failed_ratio": 0.5}))
+        deadline = time.monotonic() + DEADLINE_S
+        while len(records(tmp_path)) < 2 and process.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.2)
+        server.send_signal(signal.SIGKILL)
+        output, _ = process.communicate(timeout=DEADLINE_S)
+
+    # 79% of the trajectories call the tool: after two good steps the share passes one half within a few more.
+    assert process.returncode == 1, output
+    assert "TrainingAbortedError" in output
+    assert "tool_unavailable" in output
+    assert "rollout.max_failed_ratio is 0.5" in output
+    written = records(tmp_path)
+    assert 2 <= len(written) < 40
+    assert any(record.get("failure/tool_unavailable", 0) > 0 for record in written)
+
+
+def test_a_server_that_is_down_at_the_start_is_told_by_name(tmp_path: Path, config_file: Callable[..., Path]) -> None:
+    process = train(config_file("http://127.0.0.1:9/mcp"))
+    output, _ = process.communicate(timeout=DEADLINE_S)
+
+    assert process.returncode == 2, output
+    assert "127.0.0.1:9" in output
+    assert records(tmp_path) == []
