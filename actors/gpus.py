@@ -25,6 +25,8 @@ REPORT_EVERY_S = 60.0
 def gpu_bundles(config: Config) -> list[dict[str, float]]:
     """GPUs of each process that needs some; one process's are on one node."""
     servers = [{"GPU": float(config.server.tensor_parallel_size)}] * config.server.num_servers
+    if config.cluster.placement == "colocated":
+        return servers
     return [*servers, *[{"GPU": 1.0}] * config.learner.num_learners]
 
 

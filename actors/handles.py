@@ -74,6 +74,10 @@ class VllmServerHandle(Handle):
         facts: Facts = await self.call("load_weights", ref, self.sync_timeout_s)
         return facts
 
+    async def sleep(self) -> bool:
+        is_asleep: bool = await self.call("sleep", self.actor.sleep.remote(), self.sync_timeout_s)
+        return is_asleep
+
     async def metrics(self, timeout_s: float = 10.0) -> Facts:
         facts: Facts = await self.call("metrics", self.actor.metrics.remote(), timeout_s)
         return facts

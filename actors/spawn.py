@@ -66,13 +66,29 @@ ROLES: dict[str, Role] = {
 }
 
 
-def spawn(role: str, name: str, *args: object, num_gpus: float = 0) -> Any:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Seat:
+    """Where an actor runs, and what it sees there; by default anywhere, and no GPU."""
+
+    strategy: Any = None
+    """A Ray scheduling strategy."""
+    num_gpus: float = 0.0
+    """Reserved for this actor alone."""
+    visible_devices: str = ""
+    """Ids of GPUs that it shares with their owners; only without num_gpus."""
+
+
+ANYWHERE = Seat()
+
+
+def spawn(role: str, name: str, *args: object, seat: Seat = ANYWHERE) -> Any:
     """Start one actor and return its Ray handle at once; the constructor runs over there.
 
     Args:
         role: a key of ROLES.
         name: its name in the dashboard, unique in the namespace.
         args: for the constructor.
+        seat: see `actors.placement`.
     Raises:
         ConfigError: another run of this name goes on.
     """
@@ -80,11 +96,13 @@ def spawn(role: str, name: str, *args: object, num_gpus: float = 0) -> Any:
     options: dict[str, Any] = {
         "name": name,
         "num_cpus": spec.num_cpus,
-        "num_gpus": num_gpus,
+        "num_gpus": seat.num_gpus,
         "max_restarts": spec.max_restarts,
         "max_task_retries": 0,
-        "runtime_env": {"env_vars": role_env(role, num_gpus=num_gpus)},
+        "runtime_env": {"env_vars": role_env(role, seat)},
     }
+    if seat.strategy is not None:
+        options["scheduling_strategy"] = seat.strategy
     if spec.is_detached:
         options["lifetime"] = "detached"
     if spec.max_concurrency is not None:
@@ -99,13 +117,13 @@ def spawn(role: str, name: str, *args: object, num_gpus: float = 0) -> Any:
         ) from None
 
 
-def role_env(role: str, *, num_gpus: float = 0) -> dict[str, str]:
+def role_env(role: str, seat: Seat = ANYWHERE) -> dict[str, str]:
     """Environment variables of a role's process, from `runtime_env/<role>.yaml`."""
     text = (RUNTIME_ENV_FOLDER / f"{role.replace('-', '_')}.yaml").read_text()
     env = {key: str(value) for key, value in (yaml.safe_load(text) or {}).items()}
-    if num_gpus == 0:
+    if seat.num_gpus == 0:
         # Since Ray 2.58 an actor with num_gpus=0 sees every GPU; CUDA must not start there by accident.
-        env["CUDA_VISIBLE_DEVICES"] = ""
+        env["CUDA_VISIBLE_DEVICES"] = seat.visible_devices
     return env
 
 

@@ -125,6 +125,13 @@ class VllmServer:
             self._engine.close()
             self._engine = None
 
+    async def sleep(self) -> bool:
+        """See `VllmEngine.sleep`. Nothing is generated until the next `load_weights`."""
+        is_asleep = await self._started_engine().sleep()
+        if is_asleep:
+            self._not_servable = f"{self!r} sleeps while the learners train"
+        return is_asleep
+
     async def incarnation(self) -> str:
         """See `actors.incarnation`."""
         return INCARNATION

@@ -25,8 +25,9 @@ from actors.handles import (
 from actors.learner_group import LearnerGroup
 from actors.members import PoolMember, ServerMember, WorkerMember
 from actors.metrics import MetricsTracker
-from actors.spawn import free_address, kill, kill_named, name_is_free, spawn
-from rayapp.config import Config
+from actors.placement import Placement
+from actors.spawn import Seat, free_address, kill, kill_named, name_is_free, spawn
+from rayapp.config import FEWER_GPUS, Config
 from rayapp.errors import (
     ConfigError,
     LearnersLostError,
@@ -85,6 +86,17 @@ class Cluster:
         if failed:
             await self.supervisor.settled()
         return metrics | {"weight_sync/servers_failed": float(len(failed))}
+
+    async def lend_gpus(self) -> None:
+        """Before a step is trained: servers that share the learners' GPUs sleep. The next sync wakes them."""
+        if self.config.cluster.placement == "split":
+            return
+        asleep = await asyncio.gather(*(server.sleep() for server in self.servers), return_exceptions=True)
+        for server, answer in zip(self.servers, asleep, strict=True):
+            if isinstance(answer, RayappError):
+                await self.supervisor.condemn(server.name, str(answer))
+            elif isinstance(answer, BaseException):
+                raise answer
 
     async def replace_learners(self, error: LearnersLostError) -> None:
         """Start all learners again; what they had learned since the last checkpoint is gone.
@@ -146,6 +158,7 @@ class _Started:
 
     def __init__(self) -> None:
         self._handles: list[Any] = []
+        self.placement: Placement | None = None
 
     def add(self, handle: Any) -> Any:
         self._handles.append(handle)
@@ -171,6 +184,8 @@ class _Started:
                     log.warning("%s did not end cleanly: %s", handle.name, error)
             kill(handle.actor)
         self._handles.clear()
+        if self.placement is not None:
+            self.placement.release()
 
 
 async def _start(
@@ -179,9 +194,13 @@ async def _start(
     await wait_for_gpus(config)
     on_gpu = _uses_gpus(config)
     timeout_s = config.cluster.start_timeout_s + config.server.start_timeout_s
+    placement = await Placement.reserve(
+        config, on_gpu=on_gpu, timeout_s=config.cluster.start_timeout_s, with_learners=with_learners
+    )
+    started.placement = placement
     pool = started.add(spawn_pool(config))
-    learners = LearnerGroup(await _spawn_learners(config, started, on_gpu) if with_learners else ())
-    servers = _spawn_servers(config, started, on_gpu, must_sync=with_learners)
+    learners = LearnerGroup(await _spawn_learners(config, started, placement) if with_learners else ())
+    servers = _spawn_servers(config, started, placement, must_sync=with_learners)
     workers = _spawn_rollout_workers(config, started, servers, pool)
     handles: tuple[VllmServerHandle | LearnerHandle | RolloutWorkerHandle, ...]
     handles = (*servers, *learners.handles, *workers)
@@ -199,7 +218,7 @@ async def _start(
 
     async def start_learners() -> LearnerGroup:
         await started.end(cluster.learners.handles)
-        group = LearnerGroup(await _spawn_learners(config, started, on_gpu))
+        group = LearnerGroup(await _spawn_learners(config, started, placement))
         await asyncio.gather(
             *(_report_ready(learner.name, learner.ready(timeout_s), report) for learner in group.handles)
         )
@@ -260,13 +279,14 @@ async def _spawn_reaper(config: Config) -> SandboxReaperHandle:
     return SandboxReaperHandle(spawn("sandbox-reaper", name, config.sandbox, config.run.name), name)
 
 
-def _spawn_servers(config: Config, started: _Started, on_gpu: bool, *, must_sync: bool) -> tuple[VllmServerHandle, ...]:
-    num_gpus = config.server.tensor_parallel_size if on_gpu else 0
+def _spawn_servers(
+    config: Config, started: _Started, placement: Placement, *, must_sync: bool
+) -> tuple[VllmServerHandle, ...]:
     names = [f"vllm-server-{index}" for index in range(config.server.num_servers)]
     return tuple(
         started.add(
             VllmServerHandle(
-                spawn("vllm-server", name, config, index, must_sync, num_gpus=num_gpus),
+                spawn("vllm-server", name, config, index, must_sync, seat=placement.server(index)),
                 name,
                 config.server.request_timeout_s,
                 config.server.sync_timeout_s,
@@ -276,14 +296,14 @@ def _spawn_servers(config: Config, started: _Started, on_gpu: bool, *, must_sync
     )
 
 
-async def _spawn_learners(config: Config, started: _Started, on_gpu: bool) -> tuple[LearnerHandle, ...]:
+async def _spawn_learners(config: Config, started: _Started, placement: Placement) -> tuple[LearnerHandle, ...]:
     world_size = config.learner.num_learners
     address, port = free_address()
     handles = []
     for rank in range(world_size):
         name = f"learner-{rank}"
         await name_is_free(name)
-        actor = spawn("learner", name, config, rank, world_size, address, port, num_gpus=1 if on_gpu else 0)
+        actor = spawn("learner", name, config, rank, world_size, address, port, seat=placement.learner(rank))
         handles.append(started.add(LearnerHandle(actor, name, config.learner.step_timeout_s)))
     return tuple(handles)
 
@@ -313,13 +333,9 @@ def _uses_gpus(config: Config) -> bool:
     have = int(ray.cluster_resources().get("GPU", 0))
     if config.cluster.device == "cpu" or (config.cluster.device == "auto" and have == 0):
         return False
-    servers, tp, learners = config.server.num_servers, config.server.tensor_parallel_size, config.learner.num_learners
-    need = servers * tp + learners
+    need = config.num_gpus_needed
     if need > have:
-        raise ConfigError(
-            f"GPUs: {servers} servers x TP {tp} + {learners} learners = {need}, but the Ray cluster has {have}. Lower "
-            "server.num_servers, server.tensor_parallel_size or learner.num_learners, or add GPUs."
-        )
+        raise ConfigError(f"{config.gpu_arithmetic}, but the Ray cluster has {have}. {FEWER_GPUS}, or add GPUs.")
     return True
 
 
@@ -340,7 +356,7 @@ async def open_learners(config: Config, *, report: Report = lambda text: None) -
             handles = []
             for rank in range(world_size):
                 name = f"learner-{rank}"
-                actor = spawn("learner", name, config, rank, world_size, address, port, num_gpus=int(on_gpu))
+                actor = spawn("learner", name, config, rank, world_size, address, port, seat=Seat(num_gpus=int(on_gpu)))
                 handles.append(started.add(LearnerHandle(actor, name, config.learner.step_timeout_s)))
             await asyncio.gather(*(_report_ready(h.name, h.ready(timeout_s), report) for h in handles))
             yield LearnerGroup(tuple(handles))

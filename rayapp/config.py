@@ -211,6 +211,9 @@ class ClusterSection(FrozenModel):
     """Ray address to attach to. Empty: RAY_ADDRESS, else a Ray already running here, else one of our own."""
     device: Literal["auto", "cpu", "gpu"] = "auto"
     """auto takes GPUs if the cluster has any."""
+    placement: Literal["split", "colocated"] = "split"
+    """split: servers and learners have GPUs of their own. colocated: they share all of them, and the servers sleep
+    while the learners train; synchronous only. Without GPUs there is no difference."""
     num_gpus: int | None = Field(None, ge=0)
     """GPUs this run may use; None asks the cluster. Given, the arithmetic is checked before anything starts."""
     wait_for_gpus_s: float = Field(0.0, ge=0, le=86400)
@@ -244,6 +247,9 @@ class TrackingSection(FrozenModel):
     """offline keeps files in the run folder for `wandb sync`; online needs WANDB_API_KEY."""
     trajectories: bool = True
     """Write trajectories/step=NNNNNN.parquet."""
+
+
+FEWER_GPUS = "Lower server.num_servers, server.tensor_parallel_size or learner.num_learners"
 
 
 class Config(FrozenModel):
@@ -280,6 +286,20 @@ class Config(FrozenModel):
         return self.rollout.max_prompt_tokens + self.rollout.max_completion_tokens
 
     @property
+    def num_gpus_needed(self) -> int:
+        """GPUs of servers and learners together, where there are GPUs."""
+        servers, learners = self.server.num_servers * self.server.tensor_parallel_size, self.learner.num_learners
+        return max(servers, learners) if self.cluster.placement == "colocated" else servers + learners
+
+    @property
+    def gpu_arithmetic(self) -> str:
+        """`GPUs: 4 servers x TP 2 + 8 learners = 16`, for messages."""
+        servers, tp, learners = self.server.num_servers, self.server.tensor_parallel_size, self.learner.num_learners
+        if self.cluster.placement == "colocated":
+            return f"GPUs: {servers} servers x TP {tp} on those of {learners} learners = {self.num_gpus_needed}"
+        return f"GPUs: {servers} servers x TP {tp} + {learners} learners = {self.num_gpus_needed}"
+
+    @property
     def run_folder(self) -> Path:
         return self.run.output_dir / self.run.name
 
@@ -295,6 +315,7 @@ class Config(FrozenModel):
     @model_validator(mode="after")
     def _values_agree(self) -> Self:
         self._tasks_or_data()
+        self._placement_fits()
         self._gpus_suffice()
         self._minibatches_divide()
         self._sequence_fits_microbatch()
@@ -331,12 +352,22 @@ class Config(FrozenModel):
         have = self.cluster.num_gpus
         if have is None or self.cluster.device == "cpu":
             return
+        if self.num_gpus_needed > have:
+            raise ValueError(f"{self.gpu_arithmetic}, but cluster.num_gpus is {have}. {FEWER_GPUS}.")
+
+    def _placement_fits(self) -> None:
+        if self.cluster.placement == "split":
+            return
         servers, tp, learners = self.server.num_servers, self.server.tensor_parallel_size, self.learner.num_learners
-        need = servers * tp + learners
-        if need > have:
+        if servers * tp != learners:
             raise ValueError(
-                f"GPUs: {servers} servers x TP {tp} + {learners} learners = {need}, but cluster.num_gpus is {have}. "
-                "Lower server.num_servers, server.tensor_parallel_size or learner.num_learners."
+                f"cluster.placement is colocated: {servers} servers x TP {tp} = {servers * tp} GPUs must be those of "
+                f"{learners} learners, one each. Make learner.num_learners {servers * tp}, or use placement split."
+            )
+        if self.train.max_staleness > 0:
+            raise ValueError(
+                f"cluster.placement is colocated and train.max_staleness is {self.train.max_staleness}: on shared GPUs "
+                "nothing is generated while the learners train. Use max_staleness 0, or placement split."
             )
 
     def _minibatches_divide(self) -> None:

@@ -191,6 +191,7 @@ async def train_step(run: Run, step: int, groups: Sequence[StoredGroup[object]],
     summaries = tuple(group.summary for group in groups)
     run.failures.record(summaries)
     with phases("train"):
+        await cluster.lend_gpus()
         learner_metrics = await cluster.learners.train_step(step, summaries, [group.ref for group in groups])
     with phases("weight_sync"):
         sync_metrics = await cluster.sync_weights(step)

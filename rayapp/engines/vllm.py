@@ -57,6 +57,7 @@ class VllmEngine:
         self._load = load
         self.policy_version = 0
         self._is_paused = False
+        self._is_asleep = False
         self._waiting: list[_Request] = []
 
     @classmethod
@@ -154,10 +155,36 @@ class VllmEngine:
         """
         await self.pause()
         try:
+            # The cache comes back last: the learners' gradients may still be on the GPU while the weights are loaded.
+            await self._wake("weights")
             await self._engine.collective_rpc("load_shared_weights", args=(path, list(entries)))
+            await self._wake("kv_cache")
         except Exception as error:  # boundary: vLLM
             raise WeightSyncError(f"version {version} was not loaded: {type(error).__name__}: {error}") from error
+        self._is_asleep = False
         self.policy_version = version
+
+    async def sleep(self) -> bool:
+        """Give the GPU's memory to the learners until the next `load_weights`. False where vLLM can't: on CPU.
+
+        Not run on a GPU yet.
+
+        Raises:
+            EngineDeadError: the engine does not answer.
+        """
+        if not self._engine.model_config.enable_sleep_mode:
+            return False
+        await self.pause()
+        try:
+            await self._engine.sleep(level=1)
+        except Exception as error:  # boundary: vLLM
+            raise EngineDeadError(f"the engine kept its memory: {type(error).__name__}: {error}") from error
+        self._is_asleep = True
+        return True
+
+    async def _wake(self, what: str) -> None:
+        if self._is_asleep:
+            await self._engine.wake_up(tags=[what])
 
     async def pause(self) -> None:
         """Finish what runs, then schedule nothing until the next cohort is queued."""
@@ -251,7 +278,14 @@ def _engine_args(config: Config) -> dict[str, Any]:
         # A model's generation_config.json may hold top_k or a repetition penalty: sampling is what we say it is.
         "generation_config": "vllm",
         "disable_log_stats": False,
+        "enable_sleep_mode": config.cluster.placement == "colocated" and _has_gpu(),
     }
+
+
+def _has_gpu() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
 
 
 def _sampling_params(sampling: SamplingParams) -> Any:
