@@ -37,7 +37,7 @@ def check_inputs(config: Config, *, training: bool) -> None:
         render_prompts(config, load_tasks(config.tasks))
         return
     _check_files_named(config, training=training)
-    _check_tools(config)
+    _check_tools(config, training=training)
     custom = answer_rewards(config).custom
     if custom is not None:
         custom.load()
@@ -47,10 +47,13 @@ def check_inputs(config: Config, *, training: bool) -> None:
 def _check_files_named(config: Config, *, training: bool) -> None:
     if training and not config.data.train_files:
         raise InputError("data.train_files is empty: name the parquet files to train on (docs/data.md)")
-    needs_eval = not training or config.eval.every_steps > 0 or config.eval.before_training
-    if needs_eval and not config.data.eval_files:
+    if _evaluates(config, training=training) and not config.data.eval_files:
         why = "eval.every_steps or eval.before_training is set" if training else "this is an evaluation"
         raise InputError(f"data.eval_files is empty, and {why}: name the parquet files to evaluate on (docs/data.md)")
+
+
+def _evaluates(config: Config, *, training: bool) -> bool:
+    return not training or config.eval.every_steps > 0 or config.eval.before_training
 
 
 async def _check_files(config: Config) -> None:
@@ -61,48 +64,48 @@ async def _check_files(config: Config) -> None:
             data.row(0)
 
 
-def _check_tools(config: Config) -> None:
+def _check_tools(config: Config, *, training: bool) -> None:
     if config.agent.chat_template:
         load_template(config.agent.chat_template)
     if not config.agent.tool_file:
         return
     for entry in read_tool_file(config.agent.tool_file):
         if entry.class_name == _PYTHON_TOOL:
-            _check_sandboxes_suffice(config, entry)
+            _check_sandboxes_suffice(config, entry, training=training)
 
 
-def _check_sandboxes_suffice(config: Config, entry: ToolEntry) -> None:
+def _check_sandboxes_suffice(config: Config, entry: ToolEntry, *, training: bool) -> None:
     """The Python tool that keeps names holds a sandbox per trajectory, from the first call to the end."""
     where = f"tool file {config.agent.tool_file}: {entry.class_name}: config"
     if not parse(entry.config, PythonToolConfig, where=where).stateful:
         return
-    need, arithmetic = trajectories_at_once(config)
+    need, arithmetic = trajectories_at_once(config, training=training)
     have = num_sandboxes(config.sandbox)
     if have < need:
         raise ConfigError(
             f"sandboxes: the tool {entry.class_name} holds one for each trajectory, and {arithmetic} = {need} run at "
             f"once, but sandbox.providers and sandbox.max_leases allow {have}. Raise sandbox.max_leases to {need}, "
-            "lower train.groups_per_step or rollout.group_size, or set `stateful: false` in the tool's config."
+            "lower the numbers of that sum, or set `stateful: false` in the tool's config."
         )
 
 
-def trajectories_at_once(config: Config) -> tuple[int, str]:
+def trajectories_at_once(config: Config, *, training: bool) -> tuple[int, str]:
     """How many trajectories run side by side at most, and the sum that gives it."""
     train, rollout = config.train, config.rollout
-    ahead = train.max_staleness + 1
-    training = train.groups_per_step * rollout.group_size * ahead
+    in_training = train.groups_per_step * rollout.group_size * (train.max_staleness + 1)
     text = f"train.groups_per_step {train.groups_per_step} x rollout.group_size {rollout.group_size}"
     text += f" x (train.max_staleness {train.max_staleness} + 1)" if train.max_staleness else ""
-    if not config.data.eval_files:
-        return training, text
-    # Waves are never longer than this many prompts.
-    longest = evaluation_waves(config, train.groups_per_step * rollout.group_size)[0]
-    evaluating = len(longest) * config.eval.samples_per_task
-    if train.max_staleness and config.eval.every_steps:
-        return training + evaluating, f"{text} + {evaluating} of an evaluation"
-    if evaluating > training:
-        return evaluating, f"eval.samples_per_task {evaluating}"
-    return training, text
+    if not _evaluates(config, training=training):
+        return in_training, text
+    # No wave is longer than this one.
+    wave = evaluation_waves(config, train.groups_per_step * rollout.group_size)[0]
+    evaluating = len(wave) * config.eval.samples_per_task
+    of_eval = f"{len(wave)} data rows x eval.samples_per_task {config.eval.samples_per_task}"
+    if not training:
+        return evaluating, of_eval
+    if train.max_staleness:
+        return in_training + evaluating, f"{text} + {of_eval}"
+    return max((in_training, text), (evaluating, of_eval))
 
 
 def num_sandboxes(sandbox: SandboxConfig) -> int:

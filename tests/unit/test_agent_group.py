@@ -23,7 +23,7 @@ from rayapp.protocols import RolloutEngine
 from rayapp.rollout.agent_group import AgentWork, run_agent_group
 from rayapp.rollout.check import check_inputs, num_sandboxes, trajectories_at_once
 from rayapp.rollout.order import GroupRequest, evaluation_waves, is_first_turn
-from rayapp.tasks.answers import AnswerRewards
+from rayapp.tasks.answers import AnswerRewards, load_rules
 from rayapp.tools.base import ToolBase, ToolOutput, ToolSchema
 from rayapp.tools.gsm8k import Gsm8kTool
 from rayapp.tools.toolset import ToolSet
@@ -45,6 +45,12 @@ class Gone(ToolBase):
 
     async def execute(self, state: Any, arguments: Mapping[str, Any]) -> ToolOutput:
         raise AssertionError("it was never made")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _rules() -> None:
+    """As a worker does at its start: the import takes longer than some deadlines below."""
+    load_rules()
 
 
 def policy(request_id: str, prompt_ids: Sequence[int]) -> str:
@@ -203,8 +209,9 @@ def test_trajectories_at_once_are_told_with_their_arithmetic() -> None:
         "train.max_staleness=1",
     )
 
-    assert trajectories_at_once(sync)[0] == 8
-    assert trajectories_at_once(ahead)[0] == 16 + 8  # two steps in flight, and an evaluation beside them
+    assert trajectories_at_once(sync, training=True)[0] == 8
+    assert trajectories_at_once(sync, training=False)[0] == 4 * 2  # rows that fit beside each other x samples
+    assert trajectories_at_once(ahead, training=True)[0] == 16 + 8  # two steps in flight, and an evaluation beside them
 
 
 def test_sandboxes_are_what_the_pool_lends_at_once() -> None:
