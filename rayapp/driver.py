@@ -246,7 +246,7 @@ async def restore(cluster: Cluster, folder: RunFolder) -> tuple[int, int]:
     """Load the last whole checkpoint into the learners. Returns its version and the next group id; (0, 0) without."""
     checkpoint = folder.latest_checkpoint()
     if checkpoint is None:
-        folder.truncate_after(0)
+        folder.truncate_after(-1)
         return 0, 0
     version = await cluster.learners.load_checkpoint(checkpoint.path / "learner")
     folder.truncate_after(version)
