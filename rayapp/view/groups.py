@@ -133,6 +133,19 @@ def same_prompt(index: GroupIndex, prompt_id: str, limit: int = 500) -> list[dic
     return index.query(sql, {"prompt_id": prompt_id, "limit": limit})
 
 
+def neighbours(index: GroupIndex, step: int, group_id: int) -> dict[str, dict[str, Any] | None]:
+    """The groups before and after one in the run's prompt order: {"previous": {"step", "group_id"}, "next": …}."""
+    # A step holds groups in the order of their ids, but replaced prompts make ids and steps overlap: both count.
+    found: dict[str, dict[str, Any] | None] = {}
+    for name, (sign, order) in {"previous": ("<", "desc"), "next": (">", "asc")}.items():
+        sql = (
+            f"select step, group_id from groups where (step, group_id) {sign} ($step, $group) "
+            f"order by step {order}, group_id {order} limit 1"
+        )
+        found[name] = next(iter(index.query(sql, {"step": step, "group": group_id})), None)
+    return found
+
+
 def preview(prompt: str, max_chars: int = 160) -> str:
     """What the user asked last, on one line; of a prompt without roles, its end.
 

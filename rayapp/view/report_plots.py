@@ -10,7 +10,8 @@ from typing import Any
 from rayapp.view.panels import Panel
 
 COLOURS = ("#1f5fbf", "#c2500a", "#1b7a46", "#8a3ab0", "#b0186e", "#7a6200", "#0a7683", "#66513d")
-_STYLE = {
+# Any: the stubs of matplotlib want a literal type of every key it has.
+_STYLE: Any = {
     "font.size": 9,
     "axes.spines.top": False,
     "axes.spines.right": False,

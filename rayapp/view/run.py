@@ -15,7 +15,7 @@ from rayapp.view.advantages import group_advantages
 from rayapp.view.curves import Metrics, curve, keys_of
 from rayapp.view.details import read_group, read_trajectory
 from rayapp.view.diff import diff_lines
-from rayapp.view.groups import GroupFilter, Page, facets, find_groups, same_prompt
+from rayapp.view.groups import GroupFilter, Page, facets, find_groups, neighbours, same_prompt
 from rayapp.view.index import GroupIndex
 from rayapp.view.panels import PANELS, Panel, keys_of_panel
 from rayapp.view.source import RunSource
@@ -134,6 +134,7 @@ class ViewedRun:
             "step": step,
             "group_id": group_id,
             "prompt_id": known[0]["prompt_id"] if known else None,
+            "neighbours": neighbours(self.index, step, group_id),
             "advantage_label": advantages.label,
             "trajectories": rows,
             "same_prompt": same_prompt(self.index, known[0]["prompt_id"]) if known else [],

@@ -7,6 +7,7 @@ resolves to 127.0.0.1 is refused), and anywhere else a token is asked for.
 
 from __future__ import annotations
 
+import hashlib
 import hmac
 import ipaddress
 from http.cookies import CookieError, SimpleCookie
@@ -25,7 +26,8 @@ HEADERS = {
     "cross-origin-resource-policy": "same-origin",
     "permissions-policy": "camera=(), microphone=(), geolocation=()",
 }
-COOKIE = "rayapp_view"
+COOKIE = "rayapp_view_"
+"""Begins the cookie's name: a browser shares cookies among the ports of a host, so each viewer has a name of its own."""
 LOCAL_NAMES = ("localhost", "127.0.0.1", "::1")
 
 
@@ -50,6 +52,7 @@ class Guard:
     def __init__(self, app: ASGIApp, token: str) -> None:
         self._app = app
         self._token = token
+        self._cookie = COOKIE + hashlib.sha256(token.encode()).hexdigest()[:12]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
@@ -74,12 +77,12 @@ class Guard:
         offered = parse_qs(scope["query_string"].decode("latin-1")).get("token", [""])[0]
         if offered and self._matches(offered):
             return self._welcome(scope)
-        return None if self._matches(_cookie(headers.get("cookie", ""))) else _no_token()
+        return None if self._matches(_cookie(headers.get("cookie", ""), self._cookie)) else _no_token()
 
     def _welcome(self, scope: Scope) -> Response:
         """The token goes from the address, where it would be copied with a link, into a cookie."""
         response = RedirectResponse(scope["path"], status_code=303)
-        response.set_cookie(COOKIE, self._token, httponly=True, samesite="strict")
+        response.set_cookie(self._cookie, self._token, httponly=True, samesite="strict")
         return response
 
     def _matches(self, offered: str) -> bool:
@@ -93,9 +96,9 @@ def _host_name(host: str) -> str:
     return host.partition(":")[0]
 
 
-def _cookie(header: str) -> str:
+def _cookie(header: str, name: str) -> str:
     try:
-        morsel = SimpleCookie(header).get(COOKIE)
+        morsel = SimpleCookie(header).get(name)
     except CookieError:
         return ""
     return morsel.value if morsel else ""

@@ -155,6 +155,11 @@ async def test_a_group_a_trajectory_and_back_with_the_keyboard_alone(opened: Ope
     await opened.page.wait_for_url("**index=0*")
     await press("u")
     await opened.page.locator("article.completion").first.wait_for()
+    await press("]")
+    await opened.page.wait_for_url("**/group?run=0*")
+    await press("u")
+    await opened.page.locator("[data-count='3']").wait_for()  # the filter that was set before
+    assert "task=sort" in opened.page.url
     await press("?")
     assert await opened.page.locator("dialog[open]").is_visible()
     await press("Escape")

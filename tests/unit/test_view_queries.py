@@ -18,7 +18,7 @@ from rayapp.view.advantages import group_advantages
 from rayapp.view.curves import Metrics, curve
 from rayapp.view.details import cut, read_group, read_trajectory, turns_of
 from rayapp.view.diff import diff_lines
-from rayapp.view.groups import GroupFilter, Page, facets, find_groups, preview, same_prompt
+from rayapp.view.groups import GroupFilter, Page, facets, find_groups, neighbours, preview, same_prompt
 from rayapp.view.index import GroupIndex
 from rayapp.view.panels import PANELS, Panel, keys_of_panel
 from rayapp.view.run import ViewedRun, run_state
@@ -240,6 +240,14 @@ def test_a_pattern_stands_for_something_between_its_ends() -> None:
 )
 def test_the_log_tells_whether_a_run_goes_on(last: dict[str, float] | None, now: float, state: str) -> None:
     assert run_state([last] if last else [], 10, now=now) == state
+
+
+def test_neighbours_of_a_group_lead_over_the_steps(run: Path) -> None:
+    index = index_of(run)
+
+    assert neighbours(index, 1, 1) == {"previous": {"step": 1, "group_id": 0}, "next": {"step": 2, "group_id": 2}}
+    assert neighbours(index, 1, 0)["previous"] is None
+    assert neighbours(index, 2, 3)["next"] is None
 
 
 def test_a_group_opens_with_its_advantages_and_its_prompt_elsewhere(run: Path) -> None:

@@ -3,6 +3,7 @@
 import {askRun} from "./api.js";
 import {chart} from "./chart.js";
 import {chip, h, number, rewardBadge, seconds, statusChip, visible} from "./dom.js";
+import {lastGroups} from "./groups.js";
 import {go, link} from "./route.js";
 
 const SORTS = {index: "as sampled", best: "best first", worst: "worst first", long: "longest first"};
@@ -16,12 +17,12 @@ export async function groupPage({run, query}) {
 }
 
 function heading(group, query, sort) {
-  const back = link("groups", {run: query.run});
-  const near = (by) => link("group", {run: query.run, step: group.step, group: group.group_id + by, sort: query.sort});
+  const back = link("groups", lastGroups.run === query.run ? lastGroups : {run: query.run});
+  const near = (one, rel, text) => one ? h("a", {rel, href: link("group", {run: query.run, step: one.step, group: one.group_id, sort: query.sort})}, text) : null;
   const onChange = (event) => go("group", {...query, sort: event.target.value}, {replace: true});
   return h("div", {class: "title"}, h("h1", {}, visible(group.task)),
     h("span", {class: "quiet"}, h("a", {href: link("groups", {run: query.run, step_min: group.step, step_max: group.step})}, `step ${group.step}`), ` · group ${group.group_id}`),
-    h("div", {class: "right"}, h("a", {href: back, "data-up": true}, "All groups"), h("a", {href: near(-1), rel: "prev", hidden: group.group_id <= 0}, "← Previous"), h("a", {href: near(1), rel: "next"}, "Next →"),
+    h("div", {class: "right"}, h("a", {href: back, "data-up": true}, "All groups"), near(group.neighbours.previous, "prev", "← Previous"), near(group.neighbours.next, "next", "Next →"),
       h("select", {"aria-label": "Order of completions", "data-key": "sort", on: {change: onChange}}, Object.entries(SORTS).map(([value, text]) => h("option", {value, selected: value === sort}, text)))));
 }
 

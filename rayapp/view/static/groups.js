@@ -7,7 +7,11 @@ import {go, link} from "./route.js";
 const PAGE_ROWS = 50;
 const FILTERS = ["step_min", "step_max", "task", "reward_min", "reward_max", "reward_status", "status", "failure", "signal", "tool_failed", "prompt_id"];
 
+// What the table showed last, so that the way up from a group leads back to it.
+export let lastGroups = {};
+
 export async function groupsPage({run, runs, query}) {
+  lastGroups = query;
   const [facets, found] = await Promise.all([askRun(run, "facets"), askRun(run, "groups", {...query, limit: PAGE_ROWS})]);
   const title = h("div", {class: "title"}, h("h1", {}, "Groups"),
     h("span", {class: "quiet", "data-count": found.total}, `${number(found.total)} of ${number(facets.groups)} groups, ${number(facets.trajectories)} trajectories in all`));
