@@ -27,7 +27,7 @@ HEADERS = {
     "permissions-policy": "camera=(), microphone=(), geolocation=()",
 }
 COOKIE = "rayapp_view_"
-"""Begins the cookie's name: a browser shares cookies among the ports of a host, so each viewer has a name of its own."""
+"""Begins the cookie's name: browsers share cookies among the ports of a host, so each viewer has a name of its own."""
 LOCAL_NAMES = ("localhost", "127.0.0.1", "::1")
 
 
