@@ -209,6 +209,21 @@ def report(
     typer.echo(f"{written.page}\n{len(written.plots)} plots beside it")
 
 
+@app.command(epilog="Examples:\n\n  rayapp plan configs/coding_8gpu.yaml --gpu h100")
+def plan(
+    config: ConfigFile,
+    overrides: Overrides = None,
+    gpu: Annotated[str, typer.Option(help="h200, h100 or a100")] = "h200",
+) -> None:
+    """Print the memory that CONFIG takes on each GPU, by kind; exits with 1 if it does not fit. Allocates nothing."""
+    from rayapp.config_loading import load_config
+
+    loaded = load_config(config, overrides or ())
+    from rayapp.plan_command import plan_command
+
+    raise typer.Exit(0 if plan_command(loaded, gpu) else EXIT_FAILED)
+
+
 @config_app.command(
     name="show",
     epilog="Examples:\n\n"

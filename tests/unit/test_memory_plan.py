@@ -1,0 +1,171 @@
+"""The memory plan: its arithmetic by hand, and what autograd and the optimizer really hold on a CPU."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from rayapp.config import Config
+from rayapp.errors import InputError
+from rayapp.memory_plan import (
+    GIB,
+    RUNTIME_BYTES,
+    ModelShape,
+    activation_bytes,
+    head_bytes,
+    plan_learner,
+    plan_server,
+)
+from rayapp.plan_command import model_shape, plan_command
+
+SHAPE = ModelShape(
+    num_parameters=1_000,
+    num_layer_parameters=300,
+    num_layers=3,
+    hidden=8,
+    intermediate=20,
+    num_heads=4,
+    num_key_heads=2,
+    head_size=2,
+    vocabulary=50,
+)
+
+
+def config(**learner: Any) -> Config:
+    sections = {"learner": {"max_tokens_per_microbatch": 1000, "log_prob_chunk_tokens": 16} | learner}
+    return Config.model_validate(sections | {"rollout": {"max_prompt_tokens": 60, "max_completion_tokens": 40}})
+
+
+def test_a_learner_in_bfloat16_by_hand() -> None:
+    plan = plan_learner(SHAPE, config(num_learners=2))
+    # 1000 parameters on two learners: 500 each. Outside the layers: 1000 - 3 x 300 = 100.
+    assert plan.weights == 4 * 500 + 2 * (100 + 2 * 300)
+    assert plan.gradients == 4 * 500 + (2 + 4) * 300
+    assert plan.optimizer == 8 * 500
+    assert plan.reference == 0
+    # A layer, a token: norms 2 x (4 x 8 + 2 x 8) = 96; inputs of projections 2 x 2 x 8 = 32; queries, output 2 x 4
+    # heads and keys, values 2 x 2 heads of 2 numbers of 2 bytes = 48; MLP 4 x 2 x 20 = 160. Together 336. The last norm: (4 + 2 x 2) x 8 = 64.
+    assert plan.activations == 3 * 1000 * 336 + 1000 * 64
+    # Kept 4 x 16 x 50 = 3200; one more chunk (2 + 8) x 16 x 50 = 8000, the gradient (2 + 4) x 50 x 8 = 2400.
+    assert plan.head == 3200 + 8000
+    assert plan.total == 3400 + 3800 + 4000 + 1_072_000 + 11_200 + RUNTIME_BYTES
+
+
+def test_recomputing_activations_keeps_the_inputs_of_layers_and_one_layer() -> None:
+    found = activation_bytes(SHAPE, config(activation_checkpointing=True))
+    assert found == 3 * 1000 * 2 * 8 + 1000 * 336 + 1000 * 64
+
+
+def test_a_reference_takes_its_own_weights() -> None:
+    with_kl = config().model_copy(update={"algorithm": config().algorithm.model_copy(update={"kl_loss_coef": 0.1})})
+    plan = plan_learner(SHAPE, with_kl)
+    assert plan.reference == plan.weights == 4 * 1000 + 2 * 700
+
+
+def test_a_server_by_hand() -> None:
+    changed = Config.model_validate(
+        {
+            "server": {"tensor_parallel_size": 2, "gpu_memory_utilization": 0.5},
+            "rollout": {"max_prompt_tokens": 60, "max_completion_tokens": 40},
+        }
+    )
+    plan = plan_server(SHAPE, changed, 10 * GIB)
+    assert plan.weights == 2 * 1000 // 2
+    assert plan.kv_cache == 5 * GIB - 1000 - RUNTIME_BYTES
+    # A token: key and value, 2 bytes, 3 layers, 1 of the 2 key heads, 2 numbers each.
+    assert plan.kv_tokens == plan.kv_cache // (2 * 2 * 3 * 1 * 2)
+    assert plan.num_sequences == plan.kv_tokens // 100
+
+
+def test_the_shape_is_read_without_weights(tiny_model: Path) -> None:
+    shape = model_shape(Config.model_validate({"model": {"path": str(tiny_model)}}))
+    # A layer of 128: q and o 128 x 128, k and v 128 x 64 each, three matrices of 128 x 256, two norms.
+    layer = 2 * 128 * 128 + 2 * 128 * 64 + 3 * 128 * 256 + 2 * 128
+    assert shape.num_layer_parameters == layer
+    # Two layers, 97 tied embeddings, the last norm.
+    assert shape.num_parameters == 2 * layer + 97 * 128 + 128
+    assert shape.num_root_parameters == 97 * 128 + 128
+    with pytest.raises(InputError, match=r"model\.path 'nowhere/at/all' can't be read"):
+        model_shape(Config.model_validate({"model": {"path": "nowhere/at/all"}}))
+
+
+def test_an_unknown_gpu_is_named(tiny_model: Path) -> None:
+    with pytest.raises(InputError, match="use one of h200, h100, a100"):
+        plan_command(Config.model_validate({"model": {"path": str(tiny_model)}}), "tpu")
+
+
+def test_what_does_not_fit_says_what_to_lower(tiny_model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    changed = Config.model_validate(
+        {"model": {"path": str(tiny_model)}, "learner": {"max_tokens_per_microbatch": 10**9}}
+    )
+    assert not plan_command(changed, "h100")
+    printed = capsys.readouterr().out
+    assert "GiB too much: raise learner.num_learners" in printed
+    assert "Nothing here was measured on a GPU" in printed
+    assert plan_command(Config.model_validate({"model": {"path": str(tiny_model)}}), "h100")
+
+
+def test_the_plan_is_what_a_learner_holds(tiny_model: Path) -> None:
+    """On CPU in float32: optimizer and gradients to the byte, activations and head within 15%."""
+    from actors.learner import Learner
+    from rayapp.learner.batch import TrainItem, split
+    from rayapp.learner.log_probs import HeadOptions
+    from rayapp.learner.policy import to_device
+    from rayapp.types import Reward, RolloutStatus, Trajectory
+
+    num_tokens = 512
+    loaded = Config.model_validate(
+        {
+            "model": {"path": str(tiny_model)},
+            "cluster": {"device": "cpu"},
+            "rollout": {"max_prompt_tokens": 16, "max_completion_tokens": 112},
+            "learner": {"compute_dtype": "float32", "cpu_threads": 1, "max_tokens_per_microbatch": num_tokens},
+        }
+    )
+    tokens = torch.randint(2, 90, (4, num_tokens // 4 + 1), generator=torch.Generator().manual_seed(0)).numpy()
+    items = []
+    for row, ids in enumerate(tokens.astype("int32")):
+        trajectory = Trajectory(
+            token_ids=ids,
+            response_mask=(torch.arange(ids.size) >= 1).numpy(),
+            rollout_log_probs=torch.zeros(ids.size).numpy(),
+            completion_text="",
+            reward=Reward(value=0.0),
+            status=RolloutStatus.COMPLETED,
+            min_policy_version=0,
+            max_policy_version=0,
+        )
+        items.append(TrainItem(row=row, group=row, trajectory=trajectory, advantages=torch.ones(ids.size - 1).numpy()))
+    learner = Learner(loaded, 0, 1, "", 0)
+    try:
+        model, optimizer = learner._learner.model, learner._learner.optimizer
+        # What FSDP has gathered is kept for the backward too: it is in the plan's weights.
+        weights = {shape for p in model.parameters() for shape in (tuple(p.shape), tuple(p.shape)[::-1])}
+        (batch,) = split(items, max_tokens=num_tokens, share_prefixes=False)
+        kept: dict[int, int] = {}
+
+        def note(tensor: torch.Tensor) -> torch.Tensor:
+            storage = tensor.untyped_storage()
+            if tuple(tensor.shape) not in weights:
+                kept[storage.data_ptr()] = storage.nbytes()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+            scores = model(to_device(batch, torch.device("cpu")), HeadOptions(chunk_rows=1024, temperature=1.0))
+        scores.log_probs.sum().backward()
+        optimizer.step()
+        shape, plan = model_shape(loaded), plan_learner(model_shape(loaded), loaded)
+        gradients = sum(p.grad.to_local().nbytes for p in model.parameters())  # type: ignore[union-attr]
+        moments = sum(
+            state[name].to_local().nbytes for state in optimizer.state.values() for name in ("exp_avg", "exp_avg_sq")
+        )
+        assert gradients == 4 * shape.num_parameters
+        assert moments == plan.optimizer
+        kept_logits = 4 * num_tokens * shape.vocabulary  # fewer rows than a chunk: all of them, 4 bytes an entry
+        assert sum(kept.values()) == pytest.approx(plan.activations + kept_logits, rel=0.15)
+        assert head_bytes(shape, loaded) > kept_logits
+    finally:
+        learner.close()
