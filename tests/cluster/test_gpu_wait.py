@@ -42,7 +42,8 @@ async def test_run_waits_until_the_workers_are_there(cluster: Any) -> None:
     await asyncio.sleep(0)
     assert not waiting.done()
 
-    await asyncio.to_thread(cluster.add_node, num_cpus=1, num_gpus=1, object_store_memory=100_000_000)
+    # Not in a thread: a node installs signal handlers, which only the main thread may.
+    cluster.add_node(num_cpus=1, num_gpus=1, object_store_memory=100_000_000)
 
     await waiting
 
