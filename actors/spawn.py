@@ -6,6 +6,7 @@ rollout worker   RolloutWorker   rollout-worker-N         any: the same; its gro
 vLLM server      VllmServer      vllm-server-N            any: the same; it must be synced before it serves
 learner          Learner         learner-N                0: its process group is gone with it
 sandbox reaper   SandboxReaper   sandbox-reaper-RUN       3: detached, and nobody else would start it again
+(scripted server, instant learner: `actors.stand_ins`, under the names of the real ones)
 
 Classes stay plain, so that tests construct them without Ray. What a role's process needs in its environment is in
 `runtime_env/<role>.yaml`, each line with its reason.
@@ -41,6 +42,8 @@ class Role:
     """Calls that run at once in an async actor; None for a threaded one, which runs one."""
     is_detached: bool = False
     """True if it outlives the driver. It has to end itself."""
+    env_of: str = ""
+    """Role whose environment it has; empty: its own."""
     max_restarts: int = 0
     """By Ray, of a process that died. -1: as often as it takes; the driver counts, and ends the run."""
 
@@ -56,6 +59,14 @@ ROLES: dict[str, Role] = {
         class_path="actors.vllm_server:VllmServer", num_cpus=0.1, max_concurrency=10_000, max_restarts=-1
     ),
     "learner": Role(class_path="actors.learner:Learner", num_cpus=0.1),
+    "scripted-server": Role(
+        class_path="actors.stand_ins:ScriptedServer",
+        num_cpus=0.1,
+        max_concurrency=100_000,
+        max_restarts=-1,
+        env_of="rollout-worker",
+    ),
+    "instant-learner": Role(class_path="actors.stand_ins:InstantLearner", num_cpus=0.1, env_of="rollout-worker"),
     "sandbox-reaper": Role(
         class_path="actors.sandbox_reaper:SandboxReaper",
         num_cpus=0.01,
@@ -119,7 +130,8 @@ def spawn(role: str, name: str, *args: object, seat: Seat = ANYWHERE) -> Any:
 
 def role_env(role: str, seat: Seat = ANYWHERE) -> dict[str, str]:
     """Environment variables of a role's process, from `runtime_env/<role>.yaml`."""
-    text = (RUNTIME_ENV_FOLDER / f"{role.replace('-', '_')}.yaml").read_text()
+    owner = ROLES[role].env_of or role
+    text = (RUNTIME_ENV_FOLDER / f"{owner.replace('-', '_')}.yaml").read_text()
     env = {key: str(value) for key, value in (yaml.safe_load(text) or {}).items()}
     if seat.num_gpus == 0:
         # Since Ray 2.58 an actor with num_gpus=0 sees every GPU; CUDA must not start there by accident.

@@ -126,22 +126,35 @@ class Cluster:
         return list(await asyncio.gather(*(group.ref for group in groups)))
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StandIns:
+    """Servers without an engine and learners without a model: see `actors.stand_ins`."""
+
+    completion_s: float = 0.0
+    step_s: float = 0.0
+
+
 @asynccontextmanager
 async def open_cluster(
-    config: Config, *, with_learners: bool = True, report: Report = lambda text: None
+    config: Config,
+    *,
+    with_learners: bool = True,
+    report: Report = lambda text: None,
+    stand_ins: StandIns | None = None,
 ) -> AsyncIterator[Cluster]:
     """Start a run's actors.
 
     Args:
         with_learners: False for evaluation, which only generates and scores.
         report: told, in a line each, where Ray's dashboard is, what is starting, and what is ready.
+        stand_ins: in place of the real servers and learners, for tests and benchmarks of everything else.
     Raises:
         ConfigError: Ray can't be reached, or has fewer GPUs than the config needs.
     """
     report("connecting to Ray")
     with ray_session(config) as session:
         report(f"Ray dashboard: http://{session.dashboard_url}" if session.dashboard_url else "Ray has no dashboard")
-        started = _Started()
+        started = _Started(stand_ins)
         try:
             cluster = await _start(config, started, session, with_learners=with_learners, report=report)
             async with cluster.supervisor.watching():
@@ -156,9 +169,22 @@ async def open_cluster(
 class _Started:
     """What was started so far, in order; ended in reverse."""
 
-    def __init__(self) -> None:
+    def __init__(self, stand_ins: StandIns | None = None) -> None:
+        self._stand_ins = stand_ins
         self._handles: list[Any] = []
         self.placement: Placement | None = None
+
+    def server(self, name: str, *args: object, seat: Seat) -> Any:
+        """Spawn a server, or what stands for one."""
+        if self._stand_ins is None:
+            return spawn("vllm-server", name, *args, seat=seat)
+        return spawn("scripted-server", name, *args, self._stand_ins.completion_s, seat=seat)
+
+    def learner(self, name: str, *args: object, seat: Seat) -> Any:
+        """Spawn a learner, or what stands for one."""
+        if self._stand_ins is None:
+            return spawn("learner", name, *args, seat=seat)
+        return spawn("instant-learner", name, *args, self._stand_ins.step_s, seat=seat)
 
     def add(self, handle: Any) -> Any:
         self._handles.append(handle)
@@ -286,7 +312,7 @@ def _spawn_servers(
     return tuple(
         started.add(
             VllmServerHandle(
-                spawn("vllm-server", name, config, index, must_sync, seat=placement.server(index)),
+                started.server(name, config, index, must_sync, seat=placement.server(index)),
                 name,
                 config.server.request_timeout_s,
                 config.server.sync_timeout_s,
@@ -303,7 +329,7 @@ async def _spawn_learners(config: Config, started: _Started, placement: Placemen
     for rank in range(world_size):
         name = f"learner-{rank}"
         await name_is_free(name)
-        actor = spawn("learner", name, config, rank, world_size, address, port, seat=placement.learner(rank))
+        actor = started.learner(name, config, rank, world_size, address, port, seat=placement.learner(rank))
         handles.append(started.add(LearnerHandle(actor, name, config.learner.step_timeout_s)))
     return tuple(handles)
 

@@ -100,10 +100,19 @@ async def evaluate(cluster: Cluster, version: int = 0) -> dict[str, float]:
     for wave in evaluation_waves(cluster.config, num_prompts):
         # All of a wave starts together where nothing else runs, so that the same weights give the same numbers.
         cohort = wave if cluster.is_synchronous else ()
-        summaries += await asyncio.gather(
-            *(cluster.rollout_worker(index).evaluate(index, cohort) for index in wave)
-        )
+        summaries += await asyncio.gather(*(_evaluate_prompt(cluster, index, cohort) for index in wave))
     return summarize_step(summaries, version=version) | summarize_passes(summaries)
+
+
+async def _evaluate_prompt(cluster: Cluster, index: int, cohort: tuple[int, ...]) -> GroupSummary:
+    """One prompt; again, once what it was lost with is replaced."""
+    for _ in range(MAX_ISSUES):
+        try:
+            return await cluster.rollout_worker(index).evaluate(index, cohort)
+        except LOST_GROUP:
+            await cluster.supervisor.settled()
+            cohort = ()
+    raise RestartsUsedUpError(f"the evaluation of prompt {index} was lost {MAX_ISSUES} times")
 
 
 async def validate(cluster: Cluster, step: int, phases: Phases) -> dict[str, float]:

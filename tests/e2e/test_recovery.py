@@ -1,4 +1,4 @@
-"""One run whose processes are killed with SIGKILL, one kind after another, in the middle of a step: it finishes whole."""
+"""A run whose processes are killed with SIGKILL, one kind after another, in the middle of a step: it finishes whole."""
 
 from __future__ import annotations
 
@@ -20,8 +20,13 @@ import yaml
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(900)]
 
 NUM_STEPS = 10
-KILLS = {2: "VllmServer", 4: "RolloutWorker", 6: "SandboxPool", 8: "Learner"}
-"""After which step, which Ray actor: its next step has begun by then."""
+KILLS = {
+    2: ("ray::VllmServer",),
+    4: ("ray::RolloutWorker", "ray::rollout group"),
+    6: ("ray::SandboxPool",),
+    8: ("ray::Learner", "ray::learner."),
+}
+"""After which step, which process, by the beginnings of its title: its next step has begun by then."""
 CHECKPOINT_EVERY = 3
 DEADLINE_S = 600.0
 
@@ -31,14 +36,14 @@ def records(folder: Path) -> list[dict[str, float]]:
     return [json.loads(line) for line in file.read_text().splitlines() if line.endswith("}")] if file.exists() else []
 
 
-def actor_process(driver: subprocess.Popen[bytes], class_name: str) -> psutil.Process:
-    """The Ray actor of this class among the driver's processes: Ray writes the class into its title."""
+def actor_process(driver: subprocess.Popen[bytes], titles: tuple[str, ...]) -> psutil.Process:
+    """One Ray actor among the driver's processes: Ray writes its class, or the call it is at, into its title."""
     found = [
         child
         for child in psutil.Process(driver.pid).children(recursive=True)
-        if child.status() != psutil.STATUS_ZOMBIE and "".join(child.cmdline()).startswith(f"ray::{class_name}")
+        if child.status() != psutil.STATUS_ZOMBIE and " ".join(child.cmdline()).startswith(titles)
     ]
-    assert len(found) == 1, f"{class_name}: {found}"
+    assert len(found) == 1, f"{titles}: {found}"
     return found[0]
 
 
@@ -61,9 +66,9 @@ def battered(
             cwd=Path(__file__).parents[2],
         )
         try:
-            for step, class_name in KILLS.items():
+            for step, titles in KILLS.items():
                 wait_for_step(driver, run_folder, step, log)
-                os.kill(actor_process(driver, class_name).pid, signal.SIGKILL)
+                os.kill(actor_process(driver, titles).pid, signal.SIGKILL)
             driver.wait(timeout=DEADLINE_S)
         finally:
             driver.kill()
