@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 
-from rayapp.errors import EngineDeadError, StaleVersionError
+from rayapp.errors import EngineDeadError, EngineError, StaleVersionError
 from rayapp.protocols import SandboxSource, Tokenizer
 from rayapp.rollout.group import run_group
 from rayapp.rollout.order import GroupRequest, prompt_index, sampling_seed, scoring_seed
@@ -81,7 +81,7 @@ async def test_a_trajectory_is_prompt_then_completion_and_the_mask_covers_the_co
 
 
 async def test_an_engine_that_fails_one_request_costs_one_trajectory() -> None:
-    group, summary = await run(Engine(fail={0: EngineDeadError("gone")}))
+    group, summary = await run(Engine(fail={0: EngineError("refused")}))
     assert [t.status for t in group.trajectories[:2]] == [RolloutStatus.ERROR_ENGINE, RolloutStatus.TRUNCATED]
     assert summary.valid.tolist() == [False, True, False, True]  # index 2 writes three characters: its sandbox died
     assert summary.failure_kinds == ("engine", "", "sandbox_gone", "")
@@ -102,6 +102,11 @@ async def test_a_trajectory_that_hangs_is_recorded_at_the_deadline() -> None:
 async def test_a_stale_server_ends_the_whole_group() -> None:
     with pytest.raises(StaleVersionError):
         await run(Engine(fail={2: StaleVersionError("holds 2, wants 3")}))
+
+
+async def test_a_dead_server_ends_the_whole_group_which_is_then_sampled_elsewhere() -> None:
+    with pytest.raises(EngineDeadError):
+        await run(Engine(fail={0: EngineDeadError("gone")}))
 
 
 async def test_every_trajectory_has_its_own_sampling_seed_and_the_prompts_stop_texts() -> None:
