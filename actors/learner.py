@@ -31,7 +31,11 @@ class Learner:
     def __init__(self, config: Config, rank: int, world_size: int, master_address: str, master_port: int) -> None:
         self._config = config
         ranks = start_ranks(config, rank, world_size, master_address, master_port)
-        self._learner = build_learner(config, ranks)
+        try:
+            self._learner = build_learner(config, ranks)
+        except BaseException:
+            end_ranks()
+            raise
         self._saving: SaveInProgress | None = None
 
     def __repr__(self) -> str:
@@ -61,7 +65,8 @@ class Learner:
 
     def export_weights(self, bucket_bytes: int) -> Iterator[WeightBucket]:
         """Weights in bfloat16 under their Hugging Face names. All ranks gather; only rank 0 yields."""
-        yield from export_buckets(self._learner.model, bucket_bytes, rank=self._learner.ranks.rank)
+        rank, lora = self._learner.ranks.rank, self._config.learner.lora
+        yield from export_buckets(self._learner.model, bucket_bytes, rank=rank, lora=lora)
 
     def begin_checkpoint(self, folder: str, version: int) -> None:
         """Copy the state aside and start to write it; `checkpoint_done` comes next. Collective."""

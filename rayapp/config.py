@@ -141,6 +141,17 @@ class OptimizerSection(FrozenModel):
     """The schedule ends at lr * min_lr_ratio."""
 
 
+class LoraSection(FrozenModel):
+    """Low-rank adapters instead of all weights."""
+
+    rank: int = Field(0, ge=0)
+    """0 trains all weights."""
+    alpha: int = Field(32, ge=1)
+    """The adapter's product is scaled by alpha / rank."""
+    target_modules: tuple[str, ...] = Field(("all-linear",), min_length=1)
+    """Names of linear layers, e.g. q_proj; all-linear takes all of the decoder."""
+
+
 class LearnerSection(FrozenModel):
     num_learners: int = Field(1, ge=1)
     """FSDP2 world size."""
@@ -157,6 +168,9 @@ class LearnerSection(FrozenModel):
     cpu_threads: int = Field(0, ge=0)
     """Threads of a learner on CPU; 0 divides the cores among the learners."""
     step_timeout_s: float = Field(1800.0, gt=0)
+    cpu_offload: bool = False
+    """Keep parameters, gradients and optimizer state in host memory (FSDP2), for models that don't fit: slower."""
+    lora: LoraSection = LoraSection()
     optimizer: OptimizerSection = OptimizerSection()
 
 

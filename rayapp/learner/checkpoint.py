@@ -111,6 +111,8 @@ def _state(learner: PolicyLearner) -> dict[str, Any]:
     """Tensors by name; loading fills them in place. Sharded ones are stored whole, so any world size can read them."""
     state: dict[str, Any] = {}
     for name, parameter in named_weights(learner.model):
+        if not parameter.requires_grad:
+            continue  # frozen under LoRA: it is what model.path holds
         state[f"model.{name}"] = parameter.detach()
         for kind, moment in _moments(learner.optimizer, parameter).items():
             state[f"optimizer.{name}.{kind}"] = moment

@@ -14,16 +14,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rayapp.config import Config
+from rayapp.config import Config, LoraSection
+from rayapp.learner.lora import merged_weights
 from rayapp.learner.policy import PolicyModel, named_weights
 from rayapp.weights.buckets import WeightBucket, pack
 
 EXPORT_DTYPE = torch.bfloat16
 
 
-def export_buckets(model: PolicyModel, bucket_bytes: int, *, rank: int) -> Iterator[WeightBucket]:
-    """All weights under their Hugging Face names, in buckets of at most `bucket_bytes` (or of one larger tensor)."""
-    tensors = ((name, _whole(parameter)) for name, parameter in named_weights(model))
+def export_buckets(
+    model: PolicyModel, bucket_bytes: int, *, rank: int, lora: LoraSection | None = None
+) -> Iterator[WeightBucket]:
+    """All weights under their Hugging Face names, in buckets of at most `bucket_bytes` (or of one larger tensor).
+
+    Args:
+        lora: of the adapters to merge in; None or rank 0 where the model has none.
+    """
+    tensors = whole_weights(model, lora or LoraSection())
     if rank == 0:
         yield from pack(tensors, bucket_bytes)
         return
@@ -56,7 +63,7 @@ class HfFolder:
 
 def stage_hf(config: Config, model: PolicyModel, *, rank: int) -> HfFolder | None:
     """Gather the weights. Collective; None on ranks other than 0."""
-    weights = {name: _whole(parameter) for name, parameter in named_weights(model)}
+    weights = dict(whole_weights(model, config.learner.lora))
     if rank != 0:
         return None
     causal_lm: Any = copy.copy(model.causal_lm)
@@ -76,6 +83,15 @@ def export_hf(config: Config, model: PolicyModel, folder: str, *, rank: int) -> 
     staged = stage_hf(config, model, rank=rank)
     if staged is not None:
         staged.write(Path(folder))
+
+
+def whole_weights(model: PolicyModel, lora: LoraSection) -> Iterator[tuple[str, Tensor]]:
+    """Every weight in bfloat16 on the host, adapters merged in. Collective."""
+    if lora.rank > 0:
+        # Merged in float32 and rounded once, as training all weights would be.
+        yield from ((name, weight.to(EXPORT_DTYPE).cpu()) for name, weight in merged_weights(model.causal_lm, lora))
+        return
+    yield from ((name, _whole(parameter)) for name, parameter in named_weights(model))
 
 
 def _whole(parameter: torch.nn.Parameter) -> Tensor:

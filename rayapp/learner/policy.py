@@ -14,13 +14,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from rayapp.config import Config
 from rayapp.errors import InputError
 from rayapp.learner.attention import ATTENTION_NAME, AttentionPlan, plan_attention, register_attention
 from rayapp.learner.batch import MicroBatch
 from rayapp.learner.log_probs import HeadOptions, Targets, token_log_probs
+from rayapp.learner.lora import add_adapters
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -113,7 +114,11 @@ def load_policy(config: Config, mesh: DeviceMesh, *, trainable: bool) -> PolicyM
         causal_lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     model = PolicyModel(causal_lm)
     model.train(trainable).requires_grad_(trainable)
-    return shard(model, mesh, compute_dtype=DTYPES[config.learner.compute_dtype])
+    if trainable and config.learner.lora.rank > 0:
+        add_adapters(causal_lm, config.learner.lora)
+    return shard(
+        model, mesh, compute_dtype=DTYPES[config.learner.compute_dtype], cpu_offload=config.learner.cpu_offload
+    )
 
 
 def load_causal_lm(config: Config) -> Any:
@@ -146,20 +151,28 @@ def check_head(causal_lm: Any) -> None:
             raise InputError(f"{type(causal_lm).__name__} sets {name} = {value}, which the learner does not compute")
 
 
-def shard(model: PolicyModel, mesh: DeviceMesh, *, compute_dtype: torch.dtype) -> PolicyModel:
-    """FSDP2: float32 shards, all-gathered in compute_dtype, gradients reduced in float32."""
+def shard(
+    model: PolicyModel, mesh: DeviceMesh, *, compute_dtype: torch.dtype, cpu_offload: bool = False
+) -> PolicyModel:
+    """FSDP2: float32 shards, all-gathered in compute_dtype, gradients reduced in float32.
+
+    Args:
+        cpu_offload: shards, gradients and with them the optimizer's state live in host memory.
+    """
     precision = MixedPrecisionPolicy(
         param_dtype=None if compute_dtype == torch.float32 else compute_dtype, reduce_dtype=torch.float32
     )
     is_cpu = mesh.device_type == "cpu"
+    # Pinned memory needs a device to be pinned for.
+    offload = CPUOffloadPolicy(pin_memory=not is_cpu) if cpu_offload else OffloadPolicy()
     decoder: Any = model.causal_lm.get_decoder()  # type: ignore[operator]
     for layer in decoder.layers:
         # On CPU host memory is plenty, and gathering again in backward costs time.
-        fully_shard(layer, mesh=mesh, mp_policy=precision, reshard_after_forward=not is_cpu)
-    fully_shard(model, mesh=mesh, mp_policy=precision, reshard_after_forward=False)
+        fully_shard(layer, mesh=mesh, mp_policy=precision, offload_policy=offload, reshard_after_forward=not is_cpu)
+    fully_shard(model, mesh=mesh, mp_policy=precision, offload_policy=offload, reshard_after_forward=False)
     return model
 
 
 def named_weights(model: PolicyModel) -> Iterator[tuple[str, nn.Parameter]]:
-    """Parameters under their Hugging Face names; tied ones once, as in a Hugging Face folder."""
+    """Parameters under the names of their modules: Hugging Face's, but for LoRA's. Tied ones once."""
     yield from model.causal_lm.named_parameters()

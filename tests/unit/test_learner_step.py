@@ -20,6 +20,7 @@ from rayapp.errors import CheckpointError, InputError, LearnerError
 from rayapp.learner.optimizer import learning_rate
 from rayapp.rollout.group import summarize_group
 from rayapp.types import Group, Prompt, Reward, RolloutStatus, Trajectory
+from rayapp.weights.buckets import unpack
 
 GROUP_SIZE = 4
 
@@ -321,3 +322,97 @@ def test_schedules_warm_up_and_end_where_they_should() -> None:
     assert learning_rate(2, 4, cosine) == pytest.approx(0.55)  # half way: (1 + 0.1) / 2
     assert learning_rate(4, 4, cosine) == pytest.approx(0.1)
     assert learning_rate(99, 4, OptimizerSection(lr=1.0)) == 1.0
+
+
+LORA = {"lora": {"rank": 4, "alpha": 8}, "optimizer": {"lr": 1e-2}}
+
+
+def sent(learner: Learner) -> dict[str, torch.Tensor]:
+    """What a server gets."""
+    return {
+        name: tensor.clone()
+        for bucket in learner.export_weights(1 << 20)
+        for name, tensor in unpack(bucket.entries, torch.from_numpy(bucket.data))
+    }
+
+
+def test_adapters_are_trained_alone_and_what_is_sent_computes_the_learners_log_probs(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    from transformers import AutoModelForCausalLM
+
+    with learner_of(tiny_model, {"learner": LORA | {"compute_dtype": "float32", "cpu_threads": 1}}) as learner:
+        before, first = weights(learner), sent(learner)
+        metrics = step(learner, 1, two_groups())
+        after, second = weights(learner), sent(learner)
+        group = two_groups()[0]
+        found = learner.log_probs_of(group)
+        learner.export_hf(str(tmp_path / "hf"))
+    assert metrics["learner/grad_norm"] > 0
+    changed = {name for name in before if (before[name] != after[name]).any()}
+    assert changed
+    assert all(".lora_B." in name for name in changed)  # A has no gradient as long as B is 0: the first step moves B
+    # The names are the model's own, and before the first step so are the weights.
+    model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
+    assert first.keys() == {name for name, _ in model.named_parameters()}
+    assert all(torch.equal(first[name], p.detach().bfloat16()) for name, p in model.named_parameters())
+    # A server that loads what is sent after the step follows the learner, up to the rounding of weights to bfloat16.
+    base = log_probs_under(model, group)
+    model.load_state_dict({name: tensor.float() for name, tensor in second.items()}, strict=False)
+    follows = log_probs_under(model, group)
+    for ours, theirs, old in zip(found, follows, base, strict=True):
+        np.testing.assert_allclose(theirs, ours, atol=2e-2)
+        assert np.abs(old - ours).max() > 10 * np.abs(theirs - ours).max()
+    exported = AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
+    assert all(torch.equal(second[name], p.detach()) for name, p in exported.named_parameters())
+
+
+def log_probs_under(model: Any, group: Group) -> list[np.ndarray]:
+    """Of each trajectory's response tokens, one sequence at a time."""
+    found = []
+    for trajectory in group.trajectories:
+        ids = torch.from_numpy(trajectory.token_ids).long()[None]
+        with torch.no_grad():
+            scores = model(ids).logits[0, :-1].float().log_softmax(-1)
+        picked = scores.gather(-1, ids[0, 1:, None])[:, 0].numpy()
+        found.append(picked[trajectory.response_mask[1:]])
+    return found
+
+
+def test_a_checkpoint_of_adapters_holds_them_alone_and_goes_on_to_the_last_digit(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    changes = {"learner": LORA | {"compute_dtype": "float32", "cpu_threads": 1}}
+    with learner_of(tiny_model, changes) as learner:
+        step(learner, 1, two_groups(1))
+        save(learner, str(tmp_path / "c"), 1)
+        step(learner, 2, two_groups(2))
+        expected = weights(learner)
+    size = sum(path.stat().st_size for path in (tmp_path / "c").iterdir())
+    # Rank 4 a layer: q, o 2 x 4 x 256, k, v 2 x 4 x 192, MLP 3 x 4 x 384 = 8192 numbers. On 2 layers, with two moments,
+    # in float32: 197 kB and DCP's own headers; all 0.3M weights would take 3.6 MB.
+    assert 196_608 <= size < 400_000
+    with learner_of(tiny_model, changes) as learner:
+        assert learner.load_checkpoint(str(tmp_path / "c")) == 1
+        step(learner, 2, two_groups(2))
+        found = weights(learner)
+    assert all((found[name] == expected[name]).all() for name in expected)
+
+
+def test_modules_that_the_model_lacks_are_named(tiny_model: Path) -> None:
+    lora = {"rank": 4, "target_modules": ["no_such_proj"]}
+    with pytest.raises(InputError, match="no_such_proj"), learner_of(tiny_model, {"learner": {"lora": lora}}):
+        pass
+
+
+def test_offloaded_to_the_host_a_step_is_the_same_to_the_last_digit(tiny_model: Path) -> None:
+    results = []
+    for cpu_offload in (False, True):
+        changes = {"learner": {"compute_dtype": "float32", "cpu_threads": 1, "max_tokens_per_microbatch": 32}}
+        changes["learner"]["cpu_offload"] = cpu_offload
+        with learner_of(tiny_model, changes) as learner:
+            metrics = [step(learner, number, two_groups(number)) for number in (1, 2)]
+            results.append((metrics, weights(learner)))
+    (plain, plain_weights), (offloaded, offloaded_weights) = results
+    assert [m["learner/grad_norm"] for m in plain] == [m["learner/grad_norm"] for m in offloaded]
+    assert all((plain_weights[name] == offloaded_weights[name]).all() for name in plain_weights)
