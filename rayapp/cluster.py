@@ -27,6 +27,7 @@ from actors.members import PoolMember, ServerMember, WorkerMember
 from actors.metrics import MetricsTracker
 from actors.placement import Placement
 from actors.spawn import Seat, free_address, kill, kill_named, name_is_free, spawn
+from actors.stacks import dump_stacks
 from rayapp.config import FEWER_GPUS, Config
 from rayapp.errors import (
     ConfigError,
@@ -112,6 +113,10 @@ class Cluster:
             )
         self.num_learner_restarts += 1
         self.learners = await self.start_learners()
+
+    async def dump_stacks(self) -> str:
+        """Where every actor is now."""
+        return await dump_stacks()
 
     def recovery_metrics(self) -> dict[str, float]:
         """`recovery/*`"""

@@ -248,6 +248,11 @@ class RecoverySection(FrozenModel):
     """How often each process is asked whether it works."""
     ping_timeout_s: float = Field(60.0, gt=0)
     """One that does not answer for this long hangs and is replaced."""
+    stall_report_s: float = Field(600.0, gt=0)
+    """When nothing was finished for this long (no group, no phase of a step), say who waits for what."""
+    stall_stop_s: float = Field(3600.0, gt=0)
+    """When nothing was finished for this long, write the stacks of all actors and stop. Longer than the slowest honest
+    step."""
 
 
 class TrackingSection(FrozenModel):

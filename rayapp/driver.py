@@ -14,6 +14,7 @@ import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 
 from rayapp.cluster import Cluster, open_cluster
 from rayapp.config import Config
@@ -42,6 +43,7 @@ from rayapp.tracking.passes import summarize_passes
 from rayapp.tracking.plots import write_reward_plot
 from rayapp.tracking.trackers import RunTracker, make_trackers
 from rayapp.types import GroupSummary
+from rayapp.watchdog import Watchdog
 
 Store = TrajectoryStore[object]
 MAX_ISSUES = 10
@@ -170,11 +172,12 @@ async def train(config: Config, cluster: Cluster, folder: RunFolder, tracker: Ru
         saver=saver,
         sampling=sampling,
         failures=FailureBudget(config.rollout.max_failed_ratio),
+        watchdog=_watchdog(cluster, folder, tracker),
     )
-    async with saving(saver), saving_when_stopped(saver, folder, store), feeding(run):
+    async with saving(saver), saving_when_stopped(saver, folder, store), unstalled(run.watchdog), feeding(run):
         for step in range(version + 1, config.train.num_steps + 1):
-            phases = Phases(on_change=tracker.phase)
-            with phases("rollout"):
+            phases = Phases(on_change=partial(_enter_phase, run))
+            with phases("rollout"), run.watchdog.waiting("driver", f"groups of step {step}"):
                 groups = await store.take(config.train.groups_per_step)
             # A stop waits for a step that has begun to train: half of one can't be saved.
             await uninterrupted(train_step(run, step, groups, phases))
@@ -192,6 +195,41 @@ class Run:
     saver: CheckpointSaver
     sampling: DynamicSampling
     failures: FailureBudget
+    watchdog: Watchdog
+
+
+def _enter_phase(run: Run, name: str) -> None:
+    run.tracker.phase(name)
+    run.watchdog.progress(f"driver entered {name}")
+
+
+def _watchdog(cluster: Cluster, folder: RunFolder, tracker: RunTracker) -> Watchdog:
+    async def dump() -> str:
+        file = folder.path / "stacks.txt"
+        file.write_text(await cluster.dump_stacks())
+        return str(file)
+
+    recovery = cluster.config.recovery
+    return Watchdog(
+        report_after_s=recovery.stall_report_s,
+        stop_after_s=recovery.stall_stop_s,
+        report=tracker.note,
+        dump_stacks=dump,
+    )
+
+
+@asynccontextmanager
+async def unstalled(watchdog: Watchdog) -> AsyncIterator[None]:
+    """Stop the block when nothing goes on in it.
+
+    Raises:
+        StalledError: with who waits for what.
+    """
+    try:
+        async with watchdog.watching():
+            yield
+    except BaseExceptionGroup as group:
+        raise first_error(group) from group
 
 
 async def train_step(run: Run, step: int, groups: Sequence[StoredGroup[object]], phases: Phases) -> None:
@@ -304,7 +342,9 @@ async def generate(run: Run, request: GroupRequest) -> None:
     group_id, cluster = request.group_id, run.cluster
     for _ in range(MAX_ISSUES):
         try:
-            summary, ref = await cluster.rollout_worker(group_id).run_group(request)
+            worker = cluster.rollout_worker(group_id)
+            with run.watchdog.waiting(f"group {group_id}", worker.name):
+                summary, ref = await worker.run_group(request)
         except LOST_GROUP as error:
             version = run.store.reissue(group_id, type(error).__name__)
             run.tracker.note(f"group {group_id} is issued again: {error}")

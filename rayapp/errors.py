@@ -23,6 +23,7 @@
     ├── ProcessDiedError                a Ray actor is gone (`EngineDeadError` when it is a server)
     │   ├── ProcessUnavailableError     it is being started again
     │   └── LearnersLostError           a learner is gone, and with it the step of all of them
+    ├── StalledError                    nothing was finished for too long, though every process answers
     ├── RestartsUsedUpError             a process died more often than `recovery.max_restarts` allows
     ├── DeadlineError                   a Ray actor did not answer in time; the message names it
     ├── CheckpointError                 a checkpoint can't be written or read whole
@@ -143,6 +144,10 @@ class ProcessUnavailableError(ProcessDiedError):
 
 class LearnersLostError(ProcessDiedError):
     """A learner is gone or hangs. What the others hold is of no use without it: all start again."""
+
+
+class StalledError(RayappError):
+    """Nothing was finished for too long, though every process answers. The message says who waits for what."""
 
 
 class RestartsUsedUpError(RayappError):

@@ -1,0 +1,114 @@
+"""Notices when a run makes no progress although every process answers: says who waits for what, then stops the run.
+
+One `Watchdog` in the driver. A process that is gone or hangs is `supervision`'s; this is for what no deadline of a
+single call catches, such as two parts that wait for each other.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
+
+from rayapp.errors import StalledError
+
+MAX_SHOWN = 20
+"""Waits that a report lists; the longest ones."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Wait:
+    role: str
+    what: str
+    since_s: float
+
+
+class Watchdog:
+    """See the module.
+
+    Args:
+        report_after_s: without progress, until it says who waits for what; again after as long.
+        stop_after_s: without progress, until it stops the run.
+        report: gets a line.
+        dump_stacks: where every actor is, and the name of the file it was written to.
+        clock: in seconds.
+    """
+
+    def __init__(
+        self,
+        *,
+        report_after_s: float,
+        stop_after_s: float,
+        report: Callable[[str], None],
+        dump_stacks: Callable[[], Awaitable[str]],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._report_after_s = report_after_s
+        self._stop_after_s = stop_after_s
+        self._report = report
+        self._dump_stacks = dump_stacks
+        self._clock = clock
+        self._waits: dict[int, _Wait] = {}
+        self._progress_at = clock()
+        self._last = "the start"
+
+    def progress(self, what: str) -> None:
+        """Something was finished: a group, a phase of a step."""
+        self._progress_at = self._clock()
+        self._last = what
+
+    @contextmanager
+    def waiting(self, role: str, what: str) -> Iterator[None]:
+        """`role` waits for `what` while the block runs; leaving it in order is progress."""
+        wait = _Wait(role, what, self._clock())
+        self._waits[id(wait)] = wait
+        try:
+            yield
+            self.progress(f"{role}: {what}")
+        finally:
+            del self._waits[id(wait)]
+
+    @asynccontextmanager
+    async def watching(self) -> AsyncIterator[None]:
+        """Watch while the block runs.
+
+        Raises:
+            StalledError: nothing was finished for stop_after_s. From the block, in an exception group.
+        """
+        self.progress("the start")
+        async with asyncio.TaskGroup() as tasks:
+            watch = tasks.create_task(self._watch(), name="stall watchdog")
+            try:
+                yield
+            finally:
+                watch.cancel()
+
+    async def _watch(self) -> None:
+        reported_at = self._progress_at
+        while True:
+            await asyncio.sleep(min(self._report_after_s, self._stop_after_s) / 10)
+            now = self._clock()
+            stalled_s = now - self._progress_at
+            if stalled_s >= self._stop_after_s:
+                await self._stop(stalled_s)
+            if now - max(reported_at, self._progress_at) >= self._report_after_s:
+                reported_at = now
+                self._report(f"no progress for {stalled_s:.0f} s. {self.describe()}")
+
+    async def _stop(self, stalled_s: float) -> None:
+        where = await self._dump_stacks()
+        raise StalledError(
+            f"nothing was finished for {stalled_s:.0f} s (recovery.stall_stop_s = {self._stop_after_s:g}). "
+            f"{self.describe()} The stacks of all processes are in {where}. If a step honestly takes that long, raise "
+            "recovery.stall_stop_s; else start the run again: it goes on from its last checkpoint."
+        )
+
+    def describe(self) -> str:
+        """Who waits for what, longest first."""
+        now = self._clock()
+        waits = sorted(self._waits.values(), key=lambda wait: wait.since_s)
+        shown = "; ".join(f"{w.role} for {w.what} since {now - w.since_s:.0f} s" for w in waits[:MAX_SHOWN])
+        more = f"; and {len(waits) - MAX_SHOWN} more" if len(waits) > MAX_SHOWN else ""
+        return f"Waiting: {shown or 'nobody'}{more}. Last finished: {self._last}."
