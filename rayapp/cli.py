@@ -203,10 +203,9 @@ def report(
     out: Annotated[Path | None, typer.Option(help="Folder to write to; default RUN/report")] = None,
 ) -> None:
     """Write a report of a run: one HTML file that needs nothing else, and a PNG of each chart."""
-    from rayapp.view.report import write_report
+    from rayapp.view.command import report_command
 
-    written = write_report(run, out)
-    typer.echo(f"{written.page}\n{len(written.plots)} plots beside it")
+    report_command(run, out)
 
 
 @app.command(epilog="Examples:\n\n  rayapp plan configs/coding_8gpu.yaml --gpu h100")

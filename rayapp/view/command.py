@@ -1,10 +1,11 @@
-"""`rayapp view`: opens the runs, picks an address, serves until Ctrl-C. Called by the CLI only."""
+"""`rayapp view` and `rayapp report` as the CLI calls them: opens runs, picks an address, serves until Ctrl-C."""
 
 from __future__ import annotations
 
 import secrets
 import socket
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import typer
@@ -20,14 +21,12 @@ def view_command(uris: Sequence[str], *, host: str, port: int, tokenizer: Path |
         InputError: no such run, or the port is taken.
         UserError: a package of the page is missing.
     """
-    try:
+    with explaining_missing_packages("rayapp view"):
         import uvicorn
 
         from rayapp.view.run import ViewedRun
         from rayapp.view.server import make_app
         from rayapp.view.source import open_source
-    except ModuleNotFoundError as error:
-        raise UserError(f"rayapp view needs the package {error.name}: pip install 'rayapp[view]'") from None
     runs = [ViewedRun(open_source(uri), tokenizer) for uri in uris]
     for run in runs:
         run.refresh()  # the first page has rows at once; the rest comes while people look
@@ -41,6 +40,28 @@ def view_command(uris: Sequence[str], *, host: str, port: int, tokenizer: Path |
             make_app(runs, token=secret), log_level="warning", server_header=False, timeout_graceful_shutdown=2
         )
         uvicorn.Server(settings).run(sockets=[listening])
+
+
+def report_command(uri: str, out: Path | None) -> None:
+    """Write a report and say where it is.
+
+    Raises:
+        InputError: no such run, or it has no step yet.
+        UserError: a package is missing.
+    """
+    with explaining_missing_packages("rayapp report"):
+        from rayapp.view.report import write_report
+    written = write_report(uri, out)
+    typer.echo(f"{written.page}\n{len(written.plots)} plots beside it")
+
+
+@contextmanager
+def explaining_missing_packages(command: str) -> Iterator[None]:
+    """Raises UserError with the way out where an import in the block fails."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        raise UserError(f"{command} needs the package {error.name}: pip install 'rayapp[view]'") from None
 
 
 def bind(host: str, port: int) -> socket.socket:

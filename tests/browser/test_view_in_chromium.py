@@ -218,6 +218,8 @@ async def test_a_run_that_goes_on_updates_the_page_by_itself(opened: Opened, run
 async def test_runs_are_compared_with_their_curves_and_what_differs(browser: Any, serve: Any, run: Path) -> None:
     other = run.with_name("other-run")
     write_step(other, 1, reward=0.25)
+    with (other / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 2, "reward/mean": 0.25, "reward/solved/mean": 0.5}\n')
     (other / "config.yaml").write_text(yaml.safe_dump({"train": {"num_steps": 8}, "algorithm": {"clip": 0.3}}))
     opened = Opened(await browser.new_page(), await serve(run, other))
 
@@ -225,6 +227,9 @@ async def test_runs_are_compared_with_their_curves_and_what_differs(browser: Any
 
     assert await opened.text("figure[data-key=Reward] .series .name") == ["my-run", "other-run"]
     assert await opened.text("table.settings tbody tr") == ["algorithm.clip 0.2 0.3"]
+    # only the second run has this metric: it keeps the second colour
+    only_other = opened.page.locator("figure[data-key='Tests passed'] .swatch")
+    assert await only_other.evaluate("one => one.style.getPropertyValue('--colour')") == "var(--c1)"
     await opened.page.get_by_role("checkbox", name="other-run").uncheck()
     await opened.page.wait_for_url("**runs=0*")
     assert opened.errors == []

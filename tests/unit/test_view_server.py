@@ -211,3 +211,17 @@ def test_a_folder_that_is_no_run_ends_with_the_users_exit_code(tmp_path: Path) -
     from rayapp.cli import run as run_command
 
     assert run_command(["view", str(tmp_path)]) == 2
+
+
+@pytest.mark.parametrize("command", ["view", "report"])
+def test_a_missing_package_is_told_with_the_way_out(run: Path, command: str) -> None:
+    program = (
+        f"import sys; sys.modules['duckdb'] = None; from rayapp.cli import run; sys.exit(run(['{command}', '{run}']))"
+    )
+
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False
+    )
+
+    assert done.returncode == 2
+    assert done.stderr == f"error: rayapp {command} needs the package duckdb: pip install 'rayapp[view]'\n"

@@ -9,17 +9,22 @@ const hovering = new EventTarget();
 
 // series: [{name, steps: [...], values: [...]}]; options: {title, unit, floor, ceiling, smooth, onStep}
 export function chart(series, options) {
-  const shown = series.filter((one) => one.steps.length);
+  // A series without values keeps its colour, so that a run has the same one in every chart.
+  const shown = series.map((one, i) => ({...one, colour: colour(i)})).filter((one) => one.steps.length);
   const figure = h("figure", {class: "chart card", tabindex: 0, role: "group", "aria-label": summary(shown, options), "data-key": options.title});
   const heading = h("figcaption", {}, h("h3", {}, visible(options.title)), options.choice, h("span", {class: "quiet at"}));
   const legend = h("div", {class: "legend"});
-  const values = shown.map((one, i) => {
+  const values = shown.map((one) => {
     const value = h("span", {class: "value"});
-    legend.append(h("span", {class: "series"}, h("i", {class: "swatch", vars: {"--colour": colour(i)}}), h("span", {class: "name", title: one.name}, visible(one.label ?? one.name)), value));
+    legend.append(h("span", {class: "series"}, h("i", {class: "swatch", vars: {"--colour": one.colour}}), h("span", {class: "name", title: one.name}, visible(one.label ?? one.name)), value));
     return value;
   });
   const plot = h("div", {class: "plot"});
   figure.append(heading, plot, legend);
+  if (!shown.length) {
+    plot.append(h("p", {class: "quiet"}, "No values."));
+    return figure;
+  }
   const steps = [...new Set(shown.flatMap((one) => one.steps))].sort((a, b) => a - b);
   let cursor = null, line = null, scaleX = null;
 
@@ -91,16 +96,16 @@ function drawing(series, {width, floor, ceiling, smooth, onStep}) {
   for (const tick of niceTicks(x0, x1, Math.max(2, Math.floor(width / 90))).filter((t) => t >= x0 && t <= x1 && Number.isInteger(t)))
     root.append(svg("text", {class: "tick", x: scaleX(tick), y: HEIGHT - 5, "text-anchor": "middle"}, number(tick)));
   root.append(line);
-  series.forEach((one, i) => {
-    const draw = (values, cls) => root.append(svg("path", {class: cls, d: path(one.steps, values, scaleX, scaleY), vars: {"--colour": colour(i)}}));
+  series.forEach((one) => {
+    const draw = (values, cls) => root.append(svg("path", {class: cls, d: path(one.steps, values, scaleX, scaleY), vars: {"--colour": one.colour}}));
     if (smooth > 1) draw(one.values, "line faint");
     draw(smooth > 1 ? smoothed(one.values, smooth) : one.values, "line");
-    if (one.steps.length === 1) root.append(svg("circle", {class: "dot", cx: scaleX(one.steps[0]), cy: scaleY(one.values[0]), r: 3, vars: {"--colour": colour(i)}}));
+    if (one.steps.length === 1) root.append(svg("circle", {class: "dot", cx: scaleX(one.steps[0]), cy: scaleY(one.values[0]), r: 3, vars: {"--colour": one.colour}}));
   });
   return {root, line, scaleX, stepAt: (px) => x0 + ((px - LEFT) / (width - LEFT - RIGHT)) * (x1 - x0)};
 }
 
-export const colour = (i) => `var(--c${i % NUM_COLOURS})`;
+const colour = (i) => `var(--c${i % NUM_COLOURS})`;
 
 function path(steps, values, scaleX, scaleY) {
   return steps.map((step, i) => `${i ? "L" : "M"}${scaleX(step).toFixed(1)} ${scaleY(values[i]).toFixed(1)}`).join("");
