@@ -93,7 +93,9 @@ class MetricsTracker:
     def __init__(self, run_name: str, num_steps: int) -> None:
         self._reporter = Reporter(run_name)
         # A run that never saved is as old as its start: so that the alert on old checkpoints sees it.
-        self._reporter.report({"run/num_steps": float(num_steps), "timing_s/checkpoint": 0.0, "timing_s/step": 0.0})
+        self._reporter.report(
+            {"run/num_steps": float(num_steps), "timing_s/checkpoint_write": 0.0, "timing_s/step": 0.0}
+        )
 
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._repeat_for_ever, name="repeat metrics", daemon=True)

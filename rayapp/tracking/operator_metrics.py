@@ -67,7 +67,7 @@ METRICS: tuple[Metric, ...] = (
         help="When the last step ended",
     ),
     Metric(
-        name="rl_last_checkpoint_timestamp_seconds", kind="timestamp", source="timing_s/checkpoint", unit="time",
+        name="rl_last_checkpoint_timestamp_seconds", kind="timestamp", source="timing_s/checkpoint_write", unit="time",
         help="When the last checkpoint was saved, or the run started: work after it is lost in a crash",
     ),
     Metric(name="rl_reward_mean", kind="gauge", source="reward/mean", help="Mean reward of valid trajectories"),

@@ -66,6 +66,8 @@ def head(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 def started_head(auth: str, home: Path) -> Iterator[Head]:
     environment = {key: value for key, value in os.environ.items() if not key.startswith("RAY_")}
     environment |= {"HOME": str(home), "RAY_AUTH_MODE": auth, "RAY_USAGE_STATS_ENABLED": "0", "PYTHONPATH": str(ROOT)}
+    # On a machine with other work Ray gives itself up for dead: its agent has 30 s to start, and a few to answer.
+    environment |= {"RAY_agent_register_timeout_ms": "600000", "RAY_health_check_timeout_ms": "120000"}
     # `python` of the entrypoint is the one of this environment.
     environment["PATH"] = f"{RAY.parent}{os.pathsep}{os.environ['PATH']}"
     if auth == "token":
@@ -85,7 +87,7 @@ def started_head(auth: str, home: Path) -> Iterator[Head]:
             )
         try:
             head = Head(f"http://127.0.0.1:{dashboard}", metrics, environment)
-            until(lambda: is_ready(head), f"no Ray: {Path(folder, 'start.log').read_text()}", process)
+            until(lambda: is_ready(head), "no Ray:", process, why=Path(folder, "start.log").read_text)
             yield head
         finally:
             end(process, folder)
@@ -127,7 +129,7 @@ def until(
 ) -> None:
     deadline = time.monotonic() + DEADLINE_S
     while not condition():
-        assert process is None or process.poll() is None, failure
+        assert process is None or process.poll() is None, f"{failure} {why()}"
         assert time.monotonic() < deadline, f"{failure} {why()}"
         time.sleep(0.5)
 
@@ -185,8 +187,8 @@ def test_job_that_can_not_start_fails_with_its_own_message(head: Head, tmp_path:
 def test_stopped_job_has_the_time_to_save(head: Head, tmp_path: Path) -> None:
     program = ROOT / "tests" / "data" / "slow_save.py"
     submitted = head.run(
-        str(RAY), "job", "submit", "--no-wait", "--submission-id", "slow", "--address", head.address, "--working-dir", ".",
-        "--runtime-env", "runtime_env/job.yaml", "--", "python", str(program), str(tmp_path),
+        str(RAY), "job", "submit", "--no-wait", "--submission-id", "slow", "--address", head.address, "--working-dir",
+        ".", "--runtime-env", "runtime_env/job.yaml", "--", "python", str(program), str(tmp_path),
     )  # fmt: skip
     assert submitted.returncode == 0, submitted.stdout + submitted.stderr
     until(lambda: "training" in get(f"{head.address}/api/jobs/slow/logs"), "the job does not start")

@@ -8,25 +8,26 @@ from rayapp.config import Config
 from rayapp.driver import saving_when_stopped
 from rayapp.interrupts import run_until_done
 from rayapp.run_folder import RunFolder
+from rayapp.saving import CheckpointSaver, saving
 from rayapp.store import TrajectoryStore
 
 RAYS_OWN_GRACE_S = 3.0
 
 
 class Learners:
-    async def save_checkpoint(self, folder, version):
+    async def begin_checkpoint(self, folder, version):
         await asyncio.sleep(2 * RAYS_OWN_GRACE_S)
         folder.mkdir()
         (folder / "weights").write_text(str(version))
 
-
-class Cluster:
-    learners = Learners()
+    async def checkpoint_done(self):
+        return True
 
 
 async def train(folder):
     store = TrajectoryStore(groups_per_step=2, max_staleness=0, version=3, num_groups=10)
-    async with saving_when_stopped(Cluster(), folder, store):
+    saver = CheckpointSaver(Learners(), folder, asynchronous=True)
+    async with saving(saver), saving_when_stopped(saver, folder, store):
         print("training", flush=True)
         await asyncio.Event().wait()
 
