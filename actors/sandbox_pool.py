@@ -20,6 +20,8 @@ from rayapp.types import SandboxSpec
 
 log = logging.getLogger(__name__)
 TEND_EVERY_S = 5.0
+CLOSE_TIMEOUT_S = 15.0
+"""Well below the driver's deadline for `close`: past that this process is killed in the middle of ending sandboxes."""
 
 
 class SandboxPool:
@@ -121,7 +123,7 @@ class SandboxPool:
         chores, self._chores = self._chores, []
         for chore in chores:
             chore.cancel()
-        left = await self._pool.close()
+        left = await self._pool.close(timeout_s=CLOSE_TIMEOUT_S)
         if left:
             # The reaper is not dismissed: it hears no more, and tries for longer than this process can wait.
             log.error("%d sandboxes may be left: rayapp sandbox reap --run %s --dry-run", len(left), self._run_name)
