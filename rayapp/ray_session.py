@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import socket
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -45,7 +47,8 @@ def ray_session(config: Config) -> Iterator[RaySession]:
     os.environ.setdefault("RAY_worker_niceness", "0")
     import ray
 
-    context, is_own = _connect(config)
+    with _own_sigterm():
+        context, is_own = _connect(config)
     try:
         yield RaySession(dashboard_url=context.dashboard_url or "", is_own=is_own)
     finally:
@@ -77,6 +80,25 @@ def _connect(config: Config) -> tuple[Any, bool]:
         except ConnectionError:
             log.info("no Ray runs here: starting one")
     return ray.init(address="local", object_store_memory=config.cluster.object_store_mib * MIB, **common), True
+
+
+@contextmanager
+def _own_sigterm() -> Iterator[None]:
+    """Keep this process's answer to SIGTERM. `ray.init` replaces it by an exit at once with code 15, and prints stacks.
+
+    Restoring Python's handler removes Ray's native one too, as there is one per signal and process.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    handler = signal.getsignal(signal.SIGTERM)
+    try:
+        yield
+    finally:
+        if handler is not None:
+            signal.signal(signal.SIGTERM, handler)
+            # As asyncio had it: system calls go on instead of failing with EINTR.
+            signal.siginterrupt(signal.SIGTERM, False)
 
 
 def _check_reachable(address: str) -> None:
