@@ -1,0 +1,123 @@
+"""Tensor parallelism over two CPU ranks: the sharded server takes a learner's weights and computes its log-probs."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import pytest_asyncio
+
+from actors.learner import Learner
+from actors.vllm_server import VllmServer
+from rayapp.config import Config
+from rayapp.types import Group, Prompt, Reward, RolloutStatus, SamplingParams, Trajectory
+from rayapp.weights.buckets import WeightBucket
+
+pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(600)]
+
+MAX_LOG_PROB_DIFFERENCE = 0.05
+"""bfloat16 has 8 bits of mantissa: logits of size 4 differ by up to 1/64 between two orders of summation."""
+
+
+class Reference:
+    """A value that is awaited, as Ray's references are."""
+
+    def __init__(self, value: WeightBucket) -> None:
+        self.value = value
+
+    def __await__(self):  # type: ignore[no-untyped-def]
+        yield from asyncio.sleep(0).__await__()
+        return self.value
+
+
+def config(model: Path) -> Config:
+    return Config.model_validate(
+        {
+            "model": {"path": str(model)},
+            "cluster": {"device": "cpu"},
+            "rollout": {"max_prompt_tokens": 64, "max_completion_tokens": 32},
+            "learner": {"max_tokens_per_microbatch": 256},
+            "server": {"kv_cache_gib": 1, "tensor_parallel_size": 2},
+        }
+    )
+
+
+@pytest.fixture(scope="module")
+def two_ranks() -> Iterator[None]:
+    """Each rank on a core of its own, where there are two."""
+    before = os.environ.get("VLLM_CPU_OMP_THREADS_BIND")
+    cores = sorted(os.sched_getaffinity(0))
+    os.environ["VLLM_CPU_OMP_THREADS_BIND"] = f"{cores[0]}|{cores[1 % len(cores)]}"
+    yield
+    if before is None:
+        del os.environ["VLLM_CPU_OMP_THREADS_BIND"]
+    else:
+        os.environ["VLLM_CPU_OMP_THREADS_BIND"] = before
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def server(tiny_model: Path, two_ranks: None) -> AsyncIterator[VllmServer]:
+    started = VllmServer(config(tiny_model), 0, must_sync=True)
+    await started.start()
+    yield started
+    await started.close()
+
+
+@pytest.fixture(scope="module")
+def moved(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny model, four heads, with every weight moved as an optimizer step would."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    folder = tmp_path_factory.mktemp("moved")
+    for file in tiny_model.iterdir():
+        (folder / file.name).write_bytes(file.read_bytes())
+    model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.bfloat16)
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.02)
+    model.save_pretrained(folder)
+    return folder
+
+
+def as_group(prompt: list[int], completion: np.ndarray) -> Group:
+    """One trajectory, as the learner takes it."""
+    tokens = np.concatenate([prompt, completion]).astype(np.int32)
+    mask = np.arange(tokens.size) >= len(prompt)
+    trajectory = Trajectory(
+        token_ids=tokens,
+        response_mask=mask,
+        rollout_log_probs=np.zeros(tokens.size, np.float32),
+        completion_text="",
+        reward=Reward(value=0.0),
+        status=RolloutStatus.COMPLETED,
+        min_policy_version=1,
+        max_policy_version=1,
+    )
+    rendered = Prompt(task="t", text="", token_ids=np.array(prompt, np.int32))
+    return Group(group_id=0, prompt=rendered, trajectories=(trajectory,))
+
+
+async def test_two_ranks_take_the_learners_weights_and_sample_with_its_log_probs(
+    server: VllmServer, moved: Path
+) -> None:
+    learner = Learner(config(moved), 0, 1, "", 0)
+    prompt = [72, 75, 84, 85]
+    try:
+        buckets = list(learner.export_weights(100_000))
+        await server.load_weights(1, [Reference(bucket) for bucket in buckets])
+        sampled = await server.generate(
+            "group=0/trajectory=0", prompt, SamplingParams(max_tokens=24, seed=7), min_policy_version=1
+        )
+        expected = learner.log_probs_of(as_group(prompt, sampled.token_ids))[0]
+    finally:
+        learner.close()
+
+    assert sampled.policy_version == 1
+    assert sampled.token_ids.size == expected.size
+    assert np.abs(sampled.log_probs - expected).max() < MAX_LOG_PROB_DIFFERENCE
