@@ -17,6 +17,8 @@ RANK = '''
 import sys
 from pathlib import Path
 import numpy as np
+import time
+
 from actors.learner import Learner
 from actors.learner_group import assign_by_tokens
 from rayapp.config import Config
