@@ -140,9 +140,16 @@ def assert_same_gradient(found: dict[str, torch.Tensor], expected: dict[str, tor
     share_prefixes=st.booleans(),
     checkpointing=st.booleans(),
     chunk=st.sampled_from([16, 1024]),
+    cpu_offload=st.booleans(),
 )
 def test_any_packing_and_split_gives_the_plain_gradient(
-    tiny_model: Path, seed: int, max_tokens: int, share_prefixes: bool, checkpointing: bool, chunk: int
+    tiny_model: Path,
+    seed: int,
+    max_tokens: int,
+    share_prefixes: bool,
+    checkpointing: bool,
+    chunk: int,
+    cpu_offload: bool,
 ) -> None:
     groups = make_groups(seed)
     config = make_config(
@@ -151,6 +158,7 @@ def test_any_packing_and_split_gives_the_plain_gradient(
         share_prefixes=share_prefixes,
         activation_checkpointing=checkpointing,
         log_prob_chunk_tokens=chunk,
+        cpu_offload=cpu_offload,
     )
     assert_same_gradient(gradient_of_step(config, groups), plain_gradient(tiny_model, groups))
 
