@@ -176,7 +176,7 @@ def test_two_learners_on_a_running_ray_are_ended_by_sigterm_go_on_and_finish(
     assert [record["step"] for record in found] == list(range(1, last + 1))
     assert all(math.isfinite(value) for record in found for value in record.values())
     assert found[-1]["learner/kl_to_reference"] > 0.0  # the reference is the model that training began with
-    assert "rollout_corr/rollout_is_mean" in found[-1], sorted(found[-1])
+    assert any(key.startswith("rollout_corr/") for key in found[-1]), sorted(found[-1])
     assert max(record["staleness/max"] for record in found) == 1.0
     assert (folder / "final" / "model.safetensors").exists()
     assert running_ray.look() == {"actors": [], "answer": 42}
