@@ -133,7 +133,8 @@ def test_a_full_disk_ends_the_run_with_the_last_checkpoint_whole_and_says_how_to
 
     code, output = run([*namespace, "sh", "-c", ON_A_SMALL_DISK, "sh", str(disk), str(kept), *command])
 
-    assert code == 1, output
+    # 1 where a learner could not write its part of a checkpoint, 2 where the driver could not write to the run folder.
+    assert code in (1, 2), output
     assert "No space left on device" in output
     assert "The last whole checkpoint is intact" in output
     assert "start the same command again" in output
