@@ -12,6 +12,7 @@ from rayapp.verl_import.rules import Landing, Values
 
 _BATCH = "data.train_batch_size"
 _TP = "actor_rollout_ref.rollout.tensor_model_parallel_size"
+_MODEL = "actor_rollout_ref.model"
 _MAX_TURNS_WITHOUT_LIMIT = 32
 
 
@@ -42,24 +43,30 @@ def microbatch_tokens(key: str, value: Any, values: Values) -> Landing:
 
 
 def gpus(key: str, value: Any, values: Values) -> Landing:
-    """verl's servers and learners take turns on the same GPUs; here each has its own."""
+    """Servers and learners take turns on the same GPUs, as in verl."""
     total, tp = int(values["trainer.n_gpus_per_node"]) * int(values["trainer.nnodes"]), int(values[_TP])
-    servers = max(1, total // 2 // tp)
-    learners = total - servers * tp
-    if learners < 1:
+    if total % tp:
         raise ConfigError(
-            f"trainer.n_gpus_per_node x trainer.nnodes = {total} GPUs are too few: a server of {tp} ({_TP}) and a "
-            f"learner need {tp + 1}, because here they don't share GPUs. Add GPUs or lower {_TP}."
+            f"trainer.n_gpus_per_node x trainer.nnodes = {total} GPUs can't be split into servers of {_TP} = {tp}. "
+            f"Use a divisor of {total}."
         )
     settings = {
         "cluster.device": "gpu",
+        "cluster.placement": "colocated",
         "cluster.num_gpus": total,
-        "server.num_servers": servers,
-        "learner.num_learners": learners,
+        "server.num_servers": total // tp,
+        "learner.num_learners": total,
     }
-    return Landing(
-        settings=settings, note=f"{servers} servers x TP {tp} + {learners} learners, each on GPUs of its own"
-    )
+    return Landing(settings=settings, note=f"{total // tp} servers x TP {tp} on the GPUs of {total} learners")
+
+
+def lora(key: str, value: Any, values: Values) -> Landing:
+    """Adapters; verl's alpha is 16 where none is given."""
+    if not value:
+        return Landing(settings={"learner.lora.rank": 0})
+    settings = {"learner.lora.rank": int(value), "learner.lora.alpha": int(values.get(f"{_MODEL}.lora_alpha", 16))}
+    modules = values.get(f"{_MODEL}.target_modules", "all-linear")
+    return Landing(settings=settings | {"learner.lora.target_modules": as_list(modules)})
 
 
 def num_steps(key: str, value: Any, values: Values) -> Landing:

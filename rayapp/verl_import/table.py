@@ -15,7 +15,7 @@ _ACTOR, _ROLLOUT, _MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.rollout
 _OPTIM, _TURNS, _VAL = f"{_ACTOR}.optim", f"{_ROLLOUT}.multi_turn", f"{_ROLLOUT}.val_kwargs"
 _NO_CRITIC = "no critic: the advantage comes from the group"
 _ALWAYS = "always so here"
-_OFFLOAD = "memory is saved by activation checkpointing here; parameters stay where they are"
+_OFFLOAD = "learners keep theirs on the GPU between steps; rayapp.learner.cpu_offload=true if that is too much"
 _LOG_PROBS = "log-probs are computed in micro-batches of learner.max_tokens_per_microbatch"
 _SAMPLING = "it would bias the importance ratio, so training samples the model's own distribution"
 _VLLM_OWN = "vLLM's own default is taken"
@@ -130,7 +130,9 @@ LEARNER: dict[str, Rule] = {
     f"{_MODEL}.trust_remote_code": to("model.trust_remote_code", bool),
     f"{_MODEL}.enable_gradient_checkpointing": to("learner.activation_checkpointing", bool),
     f"{_MODEL}.use_remove_padding": no_effect("sequences are always packed, never padded"),
-    f"{_MODEL}.lora_rank": only(0, why="all weights are trained"),
+    f"{_MODEL}.lora_rank": sums.lora,
+    f"{_MODEL}.lora_alpha": no_effect("counts where lora_rank is set"),
+    f"{_MODEL}.target_modules": no_effect("counts where lora_rank is set"),
     f"{_MODEL}.custom_chat_template": only(None, why="give a .jinja file as agent.chat_template"),
     f"{_MODEL}.use_fused_kernels": no_effect("the head is computed in chunks (learner.log_prob_chunk_tokens)"),
     f"{_MODEL}.use_shm": no_effect(_NOT_READ),
@@ -153,7 +155,7 @@ LEARNER: dict[str, Rule] = {
     f"{_OPTIM}.total_training_steps": no_effect("the schedule ends with the run"),
     f"{_ACTOR}.fsdp_config.param_offload": no_effect(_OFFLOAD),
     f"{_ACTOR}.fsdp_config.optimizer_offload": no_effect(_OFFLOAD),
-    f"{_ACTOR}.fsdp_config.offload_policy": no_effect(_OFFLOAD),
+    f"{_ACTOR}.fsdp_config.offload_policy": to("learner.cpu_offload", bool),
     f"{_ACTOR}.fsdp_config.fsdp_size": only(-1, why="all learners are one FSDP group"),
     f"{_ACTOR}.fsdp_config.*": no_effect("the learner's own FSDP2 settings are taken"),
     f"{_ACTOR}.checkpoint.save_contents": sums.contents,
@@ -166,7 +168,7 @@ LEARNER: dict[str, Rule] = {
     "actor_rollout_ref.ref.log_prob_max_token_len_per_gpu": no_effect(_LOG_PROBS),
     "actor_rollout_ref.ref.fsdp_config.*": no_effect("the reference is sharded like the policy"),
     "actor_rollout_ref.ref.strategy": no_effect("the reference is sharded like the policy"),
-    "actor_rollout_ref.hybrid_engine": no_effect("servers and learners are processes of their own"),
+    "actor_rollout_ref.hybrid_engine": no_effect("cluster.placement is colocated"),
     "critic.*": no_effect(_NO_CRITIC),
 }
 
@@ -181,7 +183,7 @@ ROLLOUT: dict[str, Rule] = {
     f"{_ROLLOUT}.ignore_eos": only(False, why="the policy ends its turns itself"),
     f"{_ROLLOUT}.tensor_model_parallel_size": to("server.tensor_parallel_size", int),
     f"{_ROLLOUT}.gpu_memory_utilization": to(
-        "server.gpu_memory_utilization", float, note="could be more: servers share their GPUs with nobody here"
+        "server.gpu_memory_utilization", float, note="as in verl, what the learners leave"
     ),
     f"{_ROLLOUT}.enforce_eager": to("server.enforce_eager", bool),
     f"{_ROLLOUT}.max_num_seqs": to("server.max_num_seqs", int),

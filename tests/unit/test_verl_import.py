@@ -115,8 +115,9 @@ def test_the_seeds_job_means_the_same_here(seed_yaml: Path) -> None:
     assert (config.train.num_steps, config.checkpoint.every_steps, config.eval.every_steps) == (1, 1, 20)
     assert config.checkpoint.save_contents == ("hf_model", "model")
     assert config.server.tensor_parallel_size == 2
-    # 8 GPUs: half of them in servers of 2, the others are learners.
-    assert (config.server.num_servers, config.learner.num_learners, config.cluster.num_gpus) == (2, 4, 8)
+    # 8 learners, and on their GPUs 4 servers of 2.
+    assert (config.server.num_servers, config.learner.num_learners, config.cluster.num_gpus) == (4, 8, 8)
+    assert config.cluster.placement == "colocated"
 
 
 def test_verls_defaults_count_where_the_user_says_nothing(seed_yaml: Path) -> None:
@@ -157,7 +158,7 @@ def test_an_unknown_key_fails_and_every_unknown_key_is_named(seed_yaml: Path) ->
         ("algorithm.use_kl_in_reward=True", "term of the loss"),
         ("actor_rollout_ref.actor.ppo_mini_batch_size=5", "does not divide"),
         ("actor_rollout_ref.rollout.name=sglang", "vLLM"),
-        ("trainer.n_gpus_per_node=2", "too few"),
+        ("trainer.n_gpus_per_node=3", "can't be split"),
         ("algorithm.adv_estimator=gae", "critic"),
         ("actor_rollout_ref.rollout.n=1", "rollout.group_size"),
         ("~data.seed", "key=value"),
@@ -177,6 +178,12 @@ def test_without_a_number_of_steps_epochs_and_rows_give_it(seed_yaml: Path, tmp_
     )
 
     assert found.config.train.num_steps == 6  # 3 x floor(40 / 16)
+
+
+def test_adapters_come_over(seed_yaml: Path) -> None:
+    config = imported(seed_yaml, "actor_rollout_ref.model.lora_rank=8").config
+
+    assert (config.learner.lora.rank, config.learner.lora.alpha) == (8, 16)  # 16 is verl's default
 
 
 def test_a_key_of_ours_can_be_set_beside_verls(seed_yaml: Path) -> None:
