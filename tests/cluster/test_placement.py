@@ -20,11 +20,16 @@ pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(400)]
 GPUS_PER_NODE = 4
 
 
-class Probe:
-    """Stands where a server or a learner would, and says what it sees."""
+def probe_class() -> type:
+    """Made in a function: Ray then sends the class itself, as its processes can't import a test."""
 
-    def facts(self) -> tuple[str, str]:
-        return os.environ.get("CUDA_VISIBLE_DEVICES", "unset"), ray.get_runtime_context().get_node_id()
+    class Probe:
+        """Stands where a server or a learner would, and says what it sees."""
+
+        def facts(self) -> tuple[str, str]:
+            return os.environ.get("CUDA_VISIBLE_DEVICES", "unset"), ray.get_runtime_context().get_node_id()
+
+    return Probe
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +57,7 @@ def config(placement: str, *, num_servers: int, tp: int, num_learners: int) -> C
 
 def probe(role: str, name: str, seat: Seat) -> Any:
     return (
-        ray.remote(Probe)
+        ray.remote(probe_class())
         .options(
             name=name,
             num_cpus=0.1,
