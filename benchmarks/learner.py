@@ -5,7 +5,7 @@
 RUN is a run folder with trajectories. Groups whose rewards are equal are left out for both: we would skip them. The
 padded learner is what one writes first: transformers with SDPA under bfloat16 autocast, rows padded to the longest of
 the batch, whole logits, fused AdamW. They alternate; shown are medians over rounds after one of warming up. Tokens are
-those of the trajectories, however many each computes. `--tokens-only` counts what prefix sharing saves, without training.
+those of the trajectories, however many each computes. `--tokens-only` counts what prefix sharing saves; nothing trains.
 """
 
 from __future__ import annotations

@@ -390,8 +390,8 @@ def test_a_checkpoint_of_adapters_holds_them_alone_and_goes_on_to_the_last_digit
         expected = weights(learner)
     size = sum(path.stat().st_size for path in (tmp_path / "c").iterdir())
     # Rank 4 a layer: q, o 2 x 4 x 256, k, v 2 x 4 x 192, MLP 3 x 4 x 384 = 8192 numbers. On 2 layers, with two moments,
-    # in float32: 197 kB and DCP's own headers; all 0.3M weights would take 3.6 MB.
-    assert 196_608 <= size < 400_000
+    # in float32: 197 kB, and about 2 kB of DCP's own for each of 28 x 4 tensors; all 0.3M weights would take 3.6 MB.
+    assert 196_608 <= size < 600_000
     with learner_of(tiny_model, changes) as learner:
         assert learner.load_checkpoint(str(tmp_path / "c")) == 1
         step(learner, 2, two_groups(2))
