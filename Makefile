@@ -1,12 +1,15 @@
 # make train   create .venv, fetch the model, train CONFIG          make test    run all tests
 # make bench   one GRPO step against TRL                            make lint    ruff and mypy
 # make venv    only the environment                                 make format  let ruff rewrite the code
+# make test JOBS=1 ARGS="-x tests/unit"   one after the other, and only these
 # Variables: CONFIG=configs/coding_cpu.yaml  ARGS="train.num_steps=50"  DEVICE=cpu|gpu  INSTALLER=auto|uv|pip  PYTHON=python3.12
 
 CONFIG ?= configs/coding_cpu.yaml
 DEVICE ?= cpu
 INSTALLER ?= auto
 ARGS ?=
+# Files of tests that run side by side: most of their time is waiting, for deadlines and for processes that start.
+JOBS ?= 2
 BIN := .venv/bin
 
 # The first interpreter that is new enough and can make environments: a version manager's stub or a Python without
@@ -25,7 +28,7 @@ train: venv
 	@$(BIN)/rayapp train $(CONFIG) $(ARGS)
 
 test: venv
-	@$(BIN)/python -m pytest $(ARGS)
+	@$(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadfile $(ARGS)
 
 bench: venv
 	@$(BIN)/python benchmarks/grpo_step.py $(ARGS)
