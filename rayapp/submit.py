@@ -21,7 +21,7 @@ import yaml
 
 from rayapp.config import Config
 from rayapp.config_loading import load_config, to_yaml
-from rayapp.errors import ConfigError, DeadlineError, InputError
+from rayapp.errors import ConfigError, DeadlineError, InputError, RayappError
 
 RUNTIME_ENV = Path(__file__).parents[1] / "runtime_env" / "job.yaml"
 RUN_NAME, CONFIG = "run_name", "config"
@@ -166,7 +166,9 @@ def _explained(address: str) -> Iterator[None]:
             f"no Ray dashboard answers at {address} ({_first_line(error)}). Is the address that of the dashboard (port "
             "8265), and does Ray run? With KubeRay: kubectl port-forward service/NAME-head-svc 8265"
         ) from None
-    except RuntimeError as error:
+    except Exception as error:  # boundary: Ray raises RuntimeError, or AuthenticationError for a wrong token
+        if isinstance(error, RayappError):
+            raise
         text = str(error)
         if any(sign in text for sign in ("401", "403", "Unauthori", "uthentica", "token")):
             raise ConfigError(
