@@ -1,7 +1,7 @@
 """Where every actor of a run is right now: a stack dump that needs nothing from a process that may hang.
 
-Used by `rayapp.cluster` when a run has stalled. py-spy reads the stacks from outside, in a task on each actor's node; it
-comes with ray[default]. Where the kernel forbids that (containers without SYS_PTRACE), the dump says so.
+Used by `rayapp.cluster` when a run has stalled. py-spy reads the stacks from outside, in a task on each actor's node;
+it comes with ray[default]. Where the kernel forbids that (containers without SYS_PTRACE), the dump says so.
 """
 
 from __future__ import annotations

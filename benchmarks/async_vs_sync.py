@@ -1,8 +1,8 @@
 """Steps per second with max_staleness 0 and 1 where tools are slow: python -m benchmarks.async_vs_sync [--steps 12]
 
 Servers and learners are stand-ins that take the seconds given here (by default those of the CPU config: 2 s to
-generate, 10 s to train), tools take log-normal seconds of mean 5. Driver, store, workers and Ray are real. Everything in
-it sleeps, so the ratio holds on a busy machine too.
+generate, 10 s to train), tools take log-normal seconds of mean 5. Driver, store, workers and Ray are real. All of it
+sleeps, so the ratio holds on a busy machine too.
 """
 
 from __future__ import annotations

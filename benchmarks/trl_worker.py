@@ -79,7 +79,7 @@ def main():
         output_dir=WORK["output_dir"],
         use_cpu=WORK["device"] == "cpu",
         bf16=False,  # the parameters are bfloat16 already; autocast on top would only cost time
-        # All prompts are generated together; the gradient is taken a group at a time: at once it needs 13 GB for logits.
+        # All prompts are generated together; the gradient is taken a group at a time: at once it takes 13 GB.
         per_device_train_batch_size=WORK["group_size"],
         gradient_accumulation_steps=len(WORK["prompts"]),
         num_generations=WORK["group_size"],

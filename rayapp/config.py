@@ -277,7 +277,7 @@ class Config(FrozenModel):
     run: RunSection = RunSection()
     model: ModelSection = ModelSection()
     tasks: tuple[str, ...] = ("sort_numbers", "max_subarray_sum")
-    """Names of shipped tasks, or paths of .yaml or .py files. Prompts go round them in a seeded order. Not together with
+    """Names of shipped tasks, or paths of .yaml or .py files. Prompts go round them in a seeded order. Not with
     data files: with those, none is the default."""
     data: DataSection = DataSection()
     agent: AgentSection = AgentSection()
@@ -326,10 +326,9 @@ class Config(FrozenModel):
     @classmethod
     def _data_in_place_of_tasks(cls, values: Any) -> Any:
         """Data files without a word about tasks mean: no tasks."""
-        if isinstance(values, dict) and "tasks" not in values and isinstance(values.get("data"), dict):
-            if values["data"].get("train_files") or values["data"].get("eval_files"):
-                return values | {"tasks": []}
-        return values
+        data = values.get("data") if isinstance(values, dict) and "tasks" not in values else None
+        has_files = isinstance(data, dict) and (data.get("train_files") or data.get("eval_files"))
+        return values | {"tasks": []} if has_files else values
 
     @model_validator(mode="after")
     def _values_agree(self) -> Self:

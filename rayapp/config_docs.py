@@ -1,8 +1,9 @@
-"""Writes docs/configure.md from the schema: `python -m rayapp.config_docs > docs/configure.md`. A test keeps it current."""
+"""Writes docs/configure.md from the schema: `python -m rayapp.config_docs > docs/configure.md`. Tested."""
 
 from __future__ import annotations
 
 import ast
+import itertools
 import inspect
 from collections.abc import Iterator
 from pathlib import Path
@@ -57,7 +58,7 @@ def _docstrings(model: type[BaseModel]) -> dict[str, str]:
     classes = (node for node in ast.parse(source).body if isinstance(node, ast.ClassDef))
     body = next(node.body for node in classes if node.name == model.__name__)
     found: dict[str, str] = {}
-    for field, note in zip(body, body[1:], strict=False):
+    for field, note in itertools.pairwise(body):
         is_note = isinstance(note, ast.Expr) and isinstance(note.value, ast.Constant)
         if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and is_note:
             assert isinstance(note, ast.Expr)

@@ -76,8 +76,8 @@ class RunFolder:
             )
         if resume == "never" and has_run:
             raise RunFolderError(
-                f"{self.path} holds a run already, and run.resume is never. Choose another run.name, delete the folder, "
-                "or go on with run.resume=auto."
+                f"{self.path} holds a run already, and run.resume is never. Choose another run.name, delete the "
+                "folder, or go on with run.resume=auto."
             )
         if checkpoint is not None and not checkpoint.is_resumable:
             raise RunFolderError(

@@ -53,9 +53,7 @@ def battered(
 ) -> tuple[Path, str, int]:
     """Run folder, output and exit code of the run."""
     folder = tmp_path_factory.mktemp("recovery")
-    config = short_run(
-        folder / "outputs", train={"num_steps": NUM_STEPS}, checkpoint={"every_steps": CHECKPOINT_EVERY}
-    )
+    config = short_run(folder / "outputs", train={"num_steps": NUM_STEPS}, checkpoint={"every_steps": CHECKPOINT_EVERY})
     (folder / "config.yaml").write_text(yaml.safe_dump(config))
     run_folder, log = folder / "outputs" / "run", folder / "log"
     with log.open("wb") as output:

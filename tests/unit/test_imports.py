@@ -15,7 +15,19 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 FILES = sorted([*(ROOT / "rayapp").rglob("*.py"), *(ROOT / "actors").rglob("*.py")])
-PARTS = ("agent", "algo", "engines", "learner", "rollout", "sandbox", "storage", "tasks", "tools", "tracking", "weights")
+PARTS = (
+    "agent",
+    "algo",
+    "engines",
+    "learner",
+    "rollout",
+    "sandbox",
+    "storage",
+    "tasks",
+    "tools",
+    "tracking",
+    "weights",
+)
 
 
 def module_name(path: Path) -> str:

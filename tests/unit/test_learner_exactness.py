@@ -38,7 +38,7 @@ def trajectory(prompt: list[int], response: list[int], reward: float, *, valid: 
 
 
 def make_groups(seed: int, *, with_invalid: bool = False) -> list[Group]:
-    """Two groups; two trajectories of each begin alike, and two are the same, as small models' completions often are."""
+    """Two groups; two trajectories of each begin alike, and two are the same, as those of small models often are."""
     rng = np.random.default_rng(seed)
     groups = []
     for group_id in range(2):
@@ -93,8 +93,8 @@ def full_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 def plain_gradient(tiny_model: Path, groups: list[Group]) -> dict[str, torch.Tensor]:
-    """GRPO on a padded batch: -sum(advantage x log-prob) / number of response tokens, as arXiv:2402.03300 has it when the
-    policy is the one that sampled."""
+    """GRPO on a padded batch: -sum(advantage x log-prob) / number of response tokens, as arXiv:2402.03300 has it when
+    the policy is the one that sampled."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)

@@ -47,7 +47,8 @@ def test_a_learner_in_bfloat16_by_hand() -> None:
     assert plan.optimizer == 8 * 500
     assert plan.reference == 0
     # A layer, a token: norms 2 x (4 x 8 + 2 x 8) = 96; inputs of projections 2 x 2 x 8 = 32; queries, output 2 x 4
-    # heads and keys, values 2 x 2 heads of 2 numbers of 2 bytes = 48; MLP 4 x 2 x 20 = 160. Together 336. The last norm: (4 + 2 x 2) x 8 = 64.
+    # heads and keys, values 2 x 2 heads of 2 numbers of 2 bytes = 48; MLP 4 x 2 x 20 = 160. Together 336. The last
+    # norm: (4 + 2 x 2) x 8 = 64.
     assert plan.activations == 3 * 1000 * 336 + 1000 * 64
     # Kept 4 x 16 x 50 = 3200; one more chunk (2 + 8) x 16 x 50 = 8000, the gradient (2 + 4) x 50 x 8 = 2400.
     assert plan.head == 3200 + 8000

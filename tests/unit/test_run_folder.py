@@ -39,7 +39,8 @@ def latest_version(folder: RunFolder) -> int | None:
 
 def test_a_second_run_in_the_same_folder_is_refused_with_the_first_ones_process_id(tmp_path: Path) -> None:
     code = (
-        "import sys; from pathlib import Path; from rayapp.config import Config; from rayapp.run_folder import RunFolder\n"
+        "import sys; from pathlib import Path\n"
+        "from rayapp.config import Config; from rayapp.run_folder import RunFolder\n"
         "with RunFolder.open(Config.model_validate({'run': {'output_dir': sys.argv[1], 'name': 'r'}})):\n"
         "    print('open', flush=True); sys.stdin.read()"
     )

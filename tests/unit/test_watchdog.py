@@ -43,7 +43,9 @@ async def test_a_stall_is_reported_then_stopped_with_who_waits_for_what() -> Non
             with dog.waiting("driver", "groups of step 4"), dog.waiting("group 7", "rollout-worker-0"):
                 clock.now_s = 0.02
                 await turns()
-                assert lines[0].startswith("no progress for 0 s. Waiting: driver for groups of step 4 since 0 s; group 7")
+                assert lines[0].startswith(
+                    "no progress for 0 s. Waiting: driver for groups of step 4 since 0 s; group 7"
+                )
                 clock.now_s = 0.04
                 await asyncio.sleep(10)
 

@@ -29,8 +29,8 @@ def locate(packages: Sequence[str]) -> tuple[str, ...]:
         folders = [Path(folder) for folder in spec.submodule_search_locations or ()]
         if any(Path("/tmp") in folder.resolve().parents for folder in folders):
             raise SandboxConfigError(
-                f"package {package!r} lies in {folders[0]}, below /tmp, where a sandbox sees its own empty folder: make "
-                "the environment elsewhere"
+                f"package {package!r} lies in {folders[0]}, below /tmp, where a sandbox sees its own empty folder: "
+                "make the environment elsewhere"
             )
         found += map(str, folders)
         found += [str(libs) for folder in folders if (libs := folder.parent / f"{package}.libs").is_dir()]

@@ -1,4 +1,4 @@
-"""Fetch GSM8K once and write it as verl's rows: train.parquet and test.parquet. Runs in the dataset Job, see dataset.yaml.
+"""Fetch GSM8K once and write it as verl's rows: train.parquet and test.parquet. For the Job in dataset.yaml.
 
 Reads DATASET_NAME (hub name, or a folder with train.jsonl and test.jsonl), DATASET_CONFIG, DATASET_REVISION and
 OUTPUT_DIR from its environment; installs nothing.
