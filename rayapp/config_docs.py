@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import ast
-import itertools
 import inspect
+import itertools
 from collections.abc import Iterator
 from pathlib import Path
 

@@ -81,7 +81,7 @@ async def test_a_save_that_failed_ends_the_run_after_the_next_step_with_the_one_
     learners = Learners()
     learners.may_end.set()
     saver = CheckpointSaver(learners, folder, asynchronous=True)
-    with pytest.raises(CheckpointError, match="disk is full"):  # noqa: PT012 - the error must not come before check
+    with pytest.raises(CheckpointError, match="disk is full"):
         async with saving(saver):
             await saver.begin(2, next_group_id=4)
             await saver.finish()
@@ -94,7 +94,7 @@ async def test_a_save_that_failed_ends_the_run_after_the_next_step_with_the_one_
 
 
 async def test_what_is_being_written_when_the_run_fails_never_counts(folder: RunFolder) -> None:
-    with pytest.raises(RuntimeError, match="lost"):  # noqa: PT012 - one block, as in the driver
+    with pytest.raises(RuntimeError, match="lost"):
         saver = CheckpointSaver(Learners(), folder, asynchronous=True)
         async with saving(saver):
             await saver.begin(2, next_group_id=4)
