@@ -182,6 +182,9 @@ class ServerSection(FrozenModel):
     """Share of the GPU's memory that vLLM takes; unused on CPU."""
     kv_cache_gib: int = Field(2, ge=1)
     """KV cache on CPU; unused on GPU."""
+    kv_block_tokens: Literal[0, 16, 32, 64, 128] = 0
+    """Tokens of one block of the KV cache. Only whole blocks of a prompt are computed once for a group. 0 is vLLM's
+    choice: on CPU 128, which is more than many prompts have."""
     max_num_seqs: int = Field(64, ge=1)
     """Sequences decoded at once."""
     enforce_eager: bool = True

@@ -108,7 +108,7 @@ def _check_tokenizer(folder: Path) -> None:
         raise InputError(f"model.path {str(folder)!r} has no tokenizer (tokenizer.json, tokenizer.model or vocab.json)")
     file = folder / "tokenizer.json"
     if file.is_file():
-        from tokenizers import Tokenizer  # type: ignore[import-untyped]
+        from tokenizers import Tokenizer
 
         try:
             Tokenizer.from_file(str(file))

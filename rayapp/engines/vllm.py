@@ -268,6 +268,7 @@ def _engine_args(config: Config) -> dict[str, Any]:
         "tensor_parallel_size": server.tensor_parallel_size,
         "distributed_executor_backend": "mp" if server.tensor_parallel_size > 1 else "uni",
         "gpu_memory_utilization": server.gpu_memory_utilization,
+        "block_size": server.kv_block_tokens or None,
         "max_num_seqs": server.max_num_seqs,
         "enforce_eager": server.enforce_eager,
         "enable_prefix_caching": True,
