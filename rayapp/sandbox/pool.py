@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import secrets
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -91,7 +92,8 @@ class LeasePool:
         self._holder_timeout_s = holder_timeout_s
         self._idle_timeout_s = idle_timeout_s
         self._clock = clock
-        self._ids = itertools.count(1)
+        # Not from 1: a pool that replaces a dead one must not give the ids that its predecessor's callers still hold.
+        self._ids = itertools.count(secrets.randbits(40) << 20)
         self._leases: dict[int, _Held] = {}
         self._lanes: dict[SandboxSpec, _Lane] = {}
         self._heard_of: dict[str, float] = {}

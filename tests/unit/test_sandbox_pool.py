@@ -99,6 +99,14 @@ async def test_releasing_twice_frees_one_place() -> None:
     assert p.stats()["sandbox/leased"] == 1
 
 
+async def test_a_lease_of_a_pool_that_died_frees_nothing_in_its_successor() -> None:
+    old = await pool().acquire("a", timeout_s=1)
+    successor = pool()
+    await successor.acquire("b", timeout_s=1)
+    successor.release(old.lease_id)
+    assert successor.stats()["sandbox/leased"] == 1
+
+
 async def test_a_caller_cancelled_in_the_moment_of_its_grant_keeps_nothing() -> None:
     p = pool(max_leases=1)
     first = await p.acquire("a", timeout_s=1)
