@@ -119,6 +119,9 @@ def our_processes(running: dict[int, str]) -> list[str]:
         "/ray/",
         "ray.scripts.scripts",
         "ray-dashboard",
+        "ray.util.client",
+        "ray::DashboardAgent",
+        "ray::RuntimeEnvAgent",
         "default_worker",
     )
     return [line for line in running.values() if not any(name in line for name in ray_itself)]
