@@ -6,11 +6,15 @@ address. What the process held is what a member restores.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 from actors.handles import Handle, RolloutWorkerHandle, SandboxPoolHandle, VllmServerHandle
 from actors.spawn import restart
+from rayapp.errors import DeadlineError, ProcessDiedError
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +60,11 @@ class WorkerMember(_Member):
     pool: SandboxPoolHandle
 
     async def revive(self) -> None:
-        await self.pool.reclaim(self.handle.name)
+        try:
+            await self.pool.reclaim(self.handle.name)
+        except (ProcessDiedError, DeadlineError) as error:
+            # The pool is being replaced too, and a new one has lent nothing to anybody.
+            log.warning("%s: nothing to reclaim: %s", self.handle.name, error)
         await self.handle.ready(self.start_timeout_s)
 
 

@@ -6,6 +6,9 @@ starts them all again from the last checkpoint.
 
     up --ping fails--> down --kill, revive (process, engine, current weights)--> up
                          '--restarts used up--> RestartsUsedUpError ends the run
+
+Pings judge a process that is up. One that is being started has a deadline of its own, `revive_timeout_s`: on a busy
+machine a fresh process answers late, and taking it for hung would end it again and again.
 """
 
 from __future__ import annotations
@@ -91,7 +94,7 @@ class Supervisor:
             RestartsUsedUpError: a member died too often.
         """
         for name, member in self._members.items():
-            self._incarnations[name] = await member.ping(self._limits.ping_timeout_s)
+            self._incarnations[name] = await member.ping(self._limits.revive_timeout_s)
         async with asyncio.TaskGroup() as tasks:
             watches = [tasks.create_task(self._watch(name), name=f"watch {name}") for name in self._members]
             try:
@@ -158,8 +161,8 @@ class Supervisor:
                     await self._revive(member)
                 break
             except RayappError as error:
-                # One that died again is started by Ray; any other is still there, and of no use.
-                reason, must_kill = str(error), not isinstance(error, ProcessDiedError)
+                # Asked, and not read from the error: it may be about another process that this one needs.
+                reason, must_kill = str(error), await self._is_still(member, self._incarnations[member.name])
             except TimeoutError:
                 reason, must_kill = f"it was not ready again within {self._limits.revive_timeout_s:g} s.", True
         seconds = time.monotonic() - started
@@ -178,7 +181,8 @@ class Supervisor:
     async def _born(self, member: Member) -> str:
         try:
             return await member.incarnation(self._limits.ping_timeout_s)
-        except ProcessUnavailableError:
+        except (ProcessUnavailableError, DeadlineError):
+            # Not there yet, or there and still importing: how long that may take is `revive_timeout_s`.
             return ""
 
     def _count(self, name: str, reason: str) -> None:

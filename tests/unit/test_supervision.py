@@ -21,26 +21,32 @@ LIMITS = Limits(max_restarts=2, ping_every_s=0.001, ping_timeout_s=1.0, revive_t
 class Process:
     """A member whose life the test directs. `state` is up, dead (Ray starts it at once), hanging, or broken."""
 
-    def __init__(self, name: str = "vllm-server-0", *, revives: bool = True) -> None:
+    def __init__(
+        self, name: str = "vllm-server-0", *, revives: bool = True, is_starved: bool = False, needs: int = 0
+    ) -> None:
         self.name = name
+        self._is_starved = is_starved
+        self._needs_unmet = needs
         self.state = "up"
         self.start = 1
         self.num_unanswered = 0
+        self.unanswered_with: type[DeadlineError | ProcessUnavailableError] = ProcessUnavailableError
         self.log: list[str] = []
         self._revives = revives
 
-    def die(self) -> None:
-        """Ray takes a moment: two calls find nobody, the third finds the next start."""
+    def die(self, *, is_starved: bool = False) -> None:
+        """Ray takes a moment: two calls find nobody, the third finds the next start. Starved: they are not answered."""
         self.start += 1
         self.num_unanswered = 2
         self.state = "new"
+        self.unanswered_with = DeadlineError if is_starved else ProcessUnavailableError
 
     async def incarnation(self, timeout_s: float) -> str:
         if self.state == "hanging":
             raise DeadlineError(f"{self.name}.ping did not answer")
         if self.num_unanswered:
             self.num_unanswered -= 1
-            raise ProcessUnavailableError(f"{self.name}.ping: can't be reached")
+            raise self.unanswered_with(f"{self.name}.incarnation: no answer")
         return f"start {self.start}"
 
     async def ping(self, timeout_s: float) -> str:
@@ -51,12 +57,15 @@ class Process:
 
     async def kill(self) -> None:
         self.log.append("killed")
-        self.die()
+        self.die(is_starved=self._is_starved)
 
     async def revive(self) -> None:
         if not self._revives:
             self.die()
             raise ProcessDiedError("it died again")
+        if self._needs_unmet:
+            self._needs_unmet -= 1
+            raise ProcessUnavailableError("another process that it needs is gone")
         self.log.append(f"revived {self.start}")
         self.state = "up"
 
@@ -93,6 +102,26 @@ async def test_a_process_that_ray_has_started_again_unnoticed_is_made_ready() ->
         process.start += 1  # it answers, but as another incarnation
         await eventually(lambda: process.log)
     assert process.log == ["revived 2"]
+
+
+async def test_one_that_answers_late_while_it_starts_is_not_taken_for_hung() -> None:
+    process = Process(is_starved=True)
+    supervisor = Supervisor([process], LIMITS)
+    async with supervisor.watching():
+        process.state = "hanging"
+        await eventually(lambda: len(process.log) == 2)
+        await supervisor.settled()
+    assert process.log == ["killed", "revived 2"]
+    assert dict(supervisor.restarts) == {"vllm-server-0": 1}
+
+
+async def test_one_that_lives_but_could_not_be_made_ready_is_started_again_and_not_waited_for() -> None:
+    # It does not die when what it needs is gone: nobody but us would start it again.
+    process = Process("rollout-worker-0", needs=1)
+    async with Supervisor([process], LIMITS).watching():
+        process.die()
+        await eventually(lambda: "revived 3" in process.log)
+    assert process.log == ["killed", "revived 3"]
 
 
 async def test_many_callers_that_see_one_death_cause_one_restart_and_all_wait_for_it() -> None:
