@@ -1,14 +1,16 @@
 """Typed handles of the Ray actors: what the driver and the workers call, with jump-to-definition and deadlines.
 
-A handle is plain data (a Ray handle and a name) and travels to other actors. Each method names the call, its deadline
+A handle is plain data and travels to other actors as its name. Each method names the call, its deadline
 and its types; the work is in the class of the same name without `Handle`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
+
+import ray
 
 from actors.calls import answer
 from rayapp.errors import EngineDeadError, ProcessDiedError
@@ -27,6 +29,12 @@ class Handle:
     actor: Any
     name: str
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        # As a reference, an argument of a constructor would have to outlive every restart of the actor it made (Ray
+        # says so in red at each start); a name is looked up again each time.
+        others = tuple(getattr(self, field.name) for field in fields(self) if field.name not in ("actor", "name"))
+        return _found, (type(self), self.name, others)
+
     async def call(self, method: str, ref: Any, timeout_s: float) -> Any:
         return await answer(ref, timeout_s=timeout_s, what=f"{self.name}.{method}")
 
@@ -34,6 +42,10 @@ class Handle:
         """Which start of the process answers. Not for learners: they answer only between steps."""
         incarnation: str = await self.call("incarnation", self.actor.incarnation.remote(), timeout_s)
         return incarnation
+
+
+def _found(kind: type[Handle], name: str, others: tuple[Any, ...]) -> Handle:
+    return kind(ray.get_actor(name), name, *others)
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,9 +167,9 @@ class SandboxPoolHandle(Handle):
         facts: Facts = await self.call("ready", self.actor.ready.remote(), timeout_s)
         return facts
 
-    async def acquire(self, holder: str, spec: SandboxSpec, *, timeout_s: float) -> Lease:
+    async def acquire(self, holder: str, spec: SandboxSpec, *, timeout_s: float, lease_id: int | None = None) -> Lease:
         # The pool keeps the caller's deadline itself; the margin is for a pool that hangs.
-        ref = self.actor.acquire.remote(holder, spec, timeout_s=timeout_s)
+        ref = self.actor.acquire.remote(holder, spec, timeout_s=timeout_s, lease_id=lease_id)
         lease: Lease = await self.call("acquire", ref, timeout_s + 10.0)
         return lease
 

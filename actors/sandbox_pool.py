@@ -13,6 +13,7 @@ from actors.handles import SandboxReaperHandle
 from actors.incarnation import INCARNATION
 from actors.metrics import Reporter
 from rayapp.errors import RayappError
+from rayapp.logs import label_logs
 from rayapp.sandbox.config import SandboxConfig
 from rayapp.sandbox.leases import Fate, Lease
 from rayapp.sandbox.pool_build import build_pool, labels_of
@@ -35,6 +36,7 @@ class SandboxPool:
     """
 
     def __init__(self, config: SandboxConfig, run_name: str) -> None:
+        label_logs(run_name)
         self._config = config
         self._run_name = run_name
         self._pool = build_pool(config, run_name)
@@ -94,9 +96,9 @@ class SandboxPool:
         if ended:
             log.warning("ended %d stray sandboxes of run %s", ended, self._run_name)
 
-    async def acquire(self, holder: str, spec: SandboxSpec, *, timeout_s: float) -> Lease:
+    async def acquire(self, holder: str, spec: SandboxSpec, *, timeout_s: float, lease_id: int | None = None) -> Lease:
         """See `LeasePool.acquire`."""
-        return await self._pool.acquire(holder, spec, timeout_s=timeout_s)
+        return await self._pool.acquire(holder, spec, timeout_s=timeout_s, lease_id=lease_id)
 
     async def release(self, lease_id: int, fate: Fate) -> None:
         """See `LeasePool.release`."""

@@ -11,24 +11,29 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping
+import secrets
+from collections.abc import Callable, Coroutine, Mapping
 from typing import Protocol
 
-from rayapp.errors import RayappError, SandboxConfigError, SandboxError
+from rayapp.errors import DeadlineError, ProcessUnavailableError, RayappError, SandboxConfigError, SandboxError
 from rayapp.protocols import Sandbox, SandboxProvider
 from rayapp.sandbox.leased import LeasedSandbox
 from rayapp.sandbox.leases import Fate, Lease, RemoteProvider
 from rayapp.types import SandboxSpec
 
 log = logging.getLogger(__name__)
+_RELEASE_ATTEMPTS = 30
+_CLOSE_WAIT_S = 1.0
 
 
 class Pool(Protocol):
     """The sandbox-pool actor's handle, or in tests the actor's plain class."""
 
-    async def acquire(self, holder: str, spec: SandboxSpec, *, timeout_s: float) -> Lease: ...
+    async def acquire(self, holder: str, spec: SandboxSpec, *, timeout_s: float, lease_id: int) -> Lease: ...
 
-    async def release(self, lease_id: int, fate: Fate) -> None: ...
+    async def release(self, lease_id: int, fate: Fate) -> None:
+        """Idempotent; of a lease that is still waited for, or not heard of yet, it takes the wish back."""
+        ...
 
     async def heartbeat(self, holder: str) -> None: ...
 
@@ -44,6 +49,7 @@ class PoolClient:
         ttl_s: a local sandbox ends after this long, should nobody else end it.
         heartbeat_every_s: how often the pool hears that this process lives.
         on_exec: told the provider and the seconds of every execution, for the metrics.
+        retry_every_s: between attempts to give back a lease to a pool that does not answer.
     """
 
     def __init__(
@@ -56,7 +62,9 @@ class PoolClient:
         remote: Mapping[str, RemoteProvider] | None = None,
         heartbeat_every_s: float = 10.0,
         on_exec: Callable[[str, float], None] = lambda provider, seconds: None,
+        retry_every_s: float = 2.0,
     ) -> None:
+        self._retry_every_s = retry_every_s
         self._pool = pool
         self._local = local
         self._remote = dict(remote or {})
@@ -80,27 +88,49 @@ class PoolClient:
             sandbox = await self._sandbox(lease, spec, timeout_s)
         except BaseException as error:
             fate = Fate.UNBORN if isinstance(error, SandboxError) else Fate.DIRTY
-            await asyncio.shield(self._pool.release(lease.lease_id, fate))
+            await asyncio.shield(self._give_back(lease.lease_id, fate))
             raise
         return lease, LeasedSandbox(sandbox, lease.fallback_from, self._on_exec)
 
     async def _lease(self, spec: SandboxSpec, timeout_s: float) -> Lease:
-        asked = asyncio.ensure_future(self._pool.acquire(self._holder, spec, timeout_s=timeout_s))
+        # The id is ours, so that a lease whose grant never arrives can be given up all the same.
+        lease_id = secrets.randbits(62)
         try:
-            return await asyncio.shield(asked)
-        except asyncio.CancelledError:
-            # The pool's process does not hear of it: it would lend a sandbox that nobody uses and nobody gives back.
-            late = asyncio.create_task(self._give_back(asked), name=f"give a late lease of {self._holder} back")
-            self._late.add(late)
-            late.add_done_callback(self._late.discard)
+            return await self._pool.acquire(self._holder, spec, timeout_s=timeout_s, lease_id=lease_id)
+        except SandboxError:
+            raise  # the pool's own answer: there is no lease
+        except (RayappError, asyncio.CancelledError):
+            # The pool may still grant it, or has: a sandbox that nobody uses and nobody gives back.
+            self._in_background(self._give_back(lease_id, Fate.DIRTY), f"give up lease {lease_id} of {self._holder}")
             raise
 
-    async def _give_back(self, asked: asyncio.Future[Lease]) -> None:
+    async def _give_back(self, lease_id: int, fate: Fate) -> None:
+        """Now, or by and by if the pool does not answer: what ran in the sandbox has its result meanwhile."""
         try:
-            lease = await asked
-            await self._pool.release(lease.lease_id, Fate.DIRTY)
+            await self._pool.release(lease_id, fate)
+        except (DeadlineError, ProcessUnavailableError) as error:
+            log.warning("%s: lease %d is given back later: %s", self._holder, lease_id, error)
+            again = self._give_back_again(lease_id, fate)
+            self._in_background(again, f"give lease {lease_id} of {self._holder} back")
         except RayappError as error:
-            log.info("%s: a lease that nobody waits for any more: %s", self._holder, error)
+            # The pool is gone, and with it all leases.
+            log.warning("%s: lease %d is not given back: %s", self._holder, lease_id, error)
+
+    async def _give_back_again(self, lease_id: int, fate: Fate) -> None:
+        for _ in range(_RELEASE_ATTEMPTS):
+            await asyncio.sleep(self._retry_every_s)
+            try:
+                return await self._pool.release(lease_id, fate)
+            except (DeadlineError, ProcessUnavailableError) as error:
+                log.info("%s: lease %d: %s", self._holder, lease_id, error)
+            except RayappError as error:
+                return log.warning("%s: lease %d is not given back: %s", self._holder, lease_id, error)
+        log.warning("%s: lease %d could not be given back; it ends by its time to live", self._holder, lease_id)
+
+    def _in_background(self, work: Coroutine[object, object, None], name: str) -> None:
+        task = asyncio.create_task(work, name=name)
+        self._late.add(task)
+        task.add_done_callback(self._late.discard)
 
     async def _sandbox(self, lease: Lease, spec: SandboxSpec, timeout_s: float) -> Sandbox:
         remote = self._remote.get(lease.provider)
@@ -124,7 +154,7 @@ class PoolClient:
             # What ran in it has its result, and that is worth keeping. The provider's own time limit ends the sandbox.
             log.warning("%s: sandbox %s was not ended: %s", self._holder, sandbox.id, error)
         finally:
-            await self._pool.release(lease.lease_id, fate)
+            await self._give_back(lease.lease_id, fate)
 
     async def _beat(self) -> None:
         while True:
@@ -140,8 +170,11 @@ class PoolClient:
         if self._heart is not None:
             self._heart.cancel()
             self._heart = None
+        if self._late:
+            await asyncio.wait(self._late, timeout=_CLOSE_WAIT_S)
         for late in self._late:
             late.cancel()
+        await asyncio.gather(*self._late, return_exceptions=True)
         providers = [provider for provider in (self._local, *self._remote.values()) if provider is not None]
         await asyncio.gather(*(provider.close() for provider in providers))
 

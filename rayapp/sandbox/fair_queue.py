@@ -45,6 +45,16 @@ class FairQueue(Generic[T]):
             del self._waiting[holder]
         return item
 
+    def first(self) -> T:
+        """What `pop` would return; it stays.
+
+        Raises:
+            IndexError: nobody waits.
+        """
+        if not self._waiting:
+            raise IndexError("nobody waits")
+        return next(iter(next(iter(self._waiting.values())).values()))
+
     def remove(self, holder: str, key: int) -> bool:
         """Take one out of turn. False if it is not there any more."""
         items = self._waiting.get(holder)

@@ -28,6 +28,7 @@ from rayapp.types import SandboxSpec
 __all__ = ["Fate", "Lease", "LeasePool", "Source"]
 _MIN_NAP_S = 0.005
 _MAX_NAP_S = 5.0
+_GIVEN_UP_KEPT = 1024
 Turn = asyncio.Future[Lease]
 
 
@@ -43,7 +44,8 @@ class Source:
 class _Lane:
     """Callers that want the same kind of sandbox."""
 
-    queue: FairQueue[tuple[str, Turn]]
+    queue: FairQueue[tuple[str, int, Turn]]
+    """Holder, id of the lease, turn."""
     used_at: float
     """When somebody last asked for this kind."""
     num_wanted_ready: int = 0
@@ -95,6 +97,8 @@ class LeasePool:
         # Not from 1: a pool that replaces a dead one must not give the ids that its predecessor's callers still hold.
         self._ids = itertools.count(secrets.randbits(40) << 20)
         self._leases: dict[int, _Held] = {}
+        self._turns: dict[int, Turn] = {}
+        self._given_up: dict[int, None] = {}
         self._lanes: dict[SandboxSpec, _Lane] = {}
         self._heard_of: dict[str, float] = {}
         self._num_waiting = 0
@@ -102,9 +106,14 @@ class LeasePool:
         self._nap: asyncio.TimerHandle | None = None
         self._is_closed = False
 
-    async def acquire(self, holder: str, spec: SandboxSpec | None = None, *, timeout_s: float) -> Lease:
+    async def acquire(
+        self, holder: str, spec: SandboxSpec | None = None, *, timeout_s: float, lease_id: int | None = None
+    ) -> Lease:
         """A lease, once it is this caller's turn.
 
+        Args:
+            lease_id: chosen at random by a caller in another process: with it the lease can be given up by `release`
+                before its grant has arrived, or when the grant was lost on the way.
         Raises:
             SandboxUnavailableError: none was free within timeout_s, or too many wait already.
             SandboxConfigError: waiting can't help.
@@ -112,9 +121,12 @@ class LeasePool:
         self._check_open()
         self.reclaim_expired()
         self.heartbeat(holder)
+        key = next(self._ids) if lease_id is None else lease_id
+        if key in self._given_up:
+            raise SandboxUnavailableError(f"lease {key} was given up before it was asked for")
         lane = self._lane(spec or SandboxSpec())
-        key, turn = next(self._ids), asyncio.get_running_loop().create_future()
-        lane.queue.push(holder, key, (holder, turn))
+        turn = self._turns[key] = asyncio.get_running_loop().create_future()
+        lane.queue.push(holder, key, (holder, key, turn))
         self._num_waiting += 1
         started_at = self._clock()
         try:
@@ -135,6 +147,8 @@ class LeasePool:
         except BaseException:
             self._give_up(lane, holder, key, turn)
             raise
+        finally:
+            del self._turns[key]
 
     def _granted(self, turn: Turn, started_at: float) -> Lease:
         lease = turn.result()
@@ -157,15 +171,26 @@ class LeasePool:
         return f"{text} Last failures: {'; '.join(errors)}" if errors else text
 
     def release(self, lease_id: int, fate: Fate = Fate.DIRTY) -> None:
-        """Give a lease back. Releasing it twice, or after it was reclaimed, is no error."""
+        """Give a lease back, or give up waiting for it. Doing so twice, or after it was reclaimed, is no error."""
         held = self._leases.pop(lease_id, None)
         if held is None:
+            self._withdraw(lease_id)
             return
         if held.member is None or held.source.keeper is None:
             held.source.supply.return_place(was_made=fate is not Fate.UNBORN)
         else:
             held.source.keeper.give_back(held.member, is_clean=fate is Fate.CLEAN)
         self.pump()
+
+    def _withdraw(self, lease_id: int) -> None:
+        turn = self._turns.get(lease_id)
+        if turn is None:
+            # Calls may overtake each other: should it still be asked for, nobody would be there to use it.
+            self._given_up[lease_id] = None
+            if len(self._given_up) > _GIVEN_UP_KEPT:
+                del self._given_up[next(iter(self._given_up))]
+        elif not turn.done():
+            turn.set_exception(SandboxUnavailableError(f"lease {lease_id} was given up while it was waited for"))
 
     def heartbeat(self, holder: str) -> None:
         """The holder lives."""
@@ -213,6 +238,7 @@ class LeasePool:
         self._wake_in(nap_s)
 
     def _serve_one(self, spec: SandboxSpec, lane: _Lane) -> bool:
+        self._drop_gone(lane)
         if not lane.queue or len(self._leases) >= self._max_leases:
             return False
         skipped: list[str] = []
@@ -228,13 +254,19 @@ class LeasePool:
             skipped.append(supply.name)
         return False
 
+    def _drop_gone(self, lane: _Lane) -> None:
+        # A caller that gave up leaves the queue only when its own task runs again: a grant must not go to it meanwhile.
+        while lane.queue and lane.queue.first()[2].done():
+            lane.queue.pop()
+            self._num_waiting -= 1
+
     def _grant(self, lane: _Lane, source: Source, member: Member | None, skipped: tuple[str, ...]) -> None:
-        holder, turn = lane.queue.pop()
+        holder, lease_id, turn = lane.queue.pop()
         self._num_waiting -= 1
         if member is None:
             source.supply.lend_place()
         lease = Lease(
-            lease_id=next(self._ids),
+            lease_id=lease_id,
             holder=holder,
             expires_at=self._clock() + self._ttl_s,
             provider=source.supply.name,
@@ -296,7 +328,7 @@ class LeasePool:
         """Fail everybody who waits for this kind: waiting longer can't help."""
         lane = self._lanes.get(spec)
         while lane is not None and lane.queue:
-            _, turn = lane.queue.pop()
+            _, _, turn = lane.queue.pop()
             self._num_waiting -= 1
             if not turn.done():
                 turn.set_exception(error)

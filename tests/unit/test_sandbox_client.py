@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from rayapp.errors import SandboxDeadlineError
+from rayapp.errors import DeadlineError, SandboxDeadlineError, SandboxUnavailableError
 from rayapp.sandbox.client import PoolClient
 from rayapp.sandbox.fake import FakeProvider
 from rayapp.sandbox.leases import Fate, Lease
@@ -18,18 +18,29 @@ SPEC = SandboxSpec()
 
 
 class FarPool:
-    """A pool in another process: a caller that gives up is not heard of there."""
+    """A pool in another process: a caller that gives up is not heard of there, and answers can be lost."""
 
     def __init__(self, pool: LeasePool) -> None:
+        self.lost_grants = 0
+        """So many of the next answers to `acquire` never arrive."""
+        self.lost_releases = 0
+        """So many of the next calls of `release` never arrive."""
         self._pool = pool
         self._calls: set[asyncio.Task[Lease]] = set()
 
-    async def acquire(self, holder: str, spec: SandboxSpec, *, timeout_s: float) -> Lease:
-        call = asyncio.create_task(self._pool.acquire(holder, spec, timeout_s=timeout_s))
+    async def acquire(self, holder: str, spec: SandboxSpec, *, timeout_s: float, lease_id: int) -> Lease:
+        call = asyncio.create_task(self._pool.acquire(holder, spec, timeout_s=timeout_s, lease_id=lease_id))
         self._calls.add(call)
+        if self.lost_grants:
+            self.lost_grants -= 1
+            await asyncio.sleep(0)
+            raise DeadlineError("sandbox-pool.acquire did not answer")
         return await asyncio.shield(call)
 
     async def release(self, lease_id: int, fate: Fate) -> None:
+        if self.lost_releases:
+            self.lost_releases -= 1
+            raise DeadlineError("sandbox-pool.release did not answer")
         self._pool.release(lease_id, fate)
 
     async def heartbeat(self, holder: str) -> None:
@@ -37,9 +48,14 @@ class FarPool:
 
 
 def make() -> tuple[LeasePool, FakeProvider, PoolClient]:
+    return make_far()[:3]
+
+
+def make_far(retry_every_s: float = 1.0) -> tuple[LeasePool, FakeProvider, PoolClient, FarPool]:
     pool = LeasePool(max_leases=1, max_waiting=10, ttl_s=1000)
-    provider = FakeProvider(name="local")
-    return pool, provider, PoolClient(FarPool(pool), provider, holder="worker", ttl_s=60)
+    provider, far = FakeProvider(name="local"), FarPool(pool)
+    client = PoolClient(far, provider, holder="worker", ttl_s=60, retry_every_s=retry_every_s)
+    return pool, provider, client, far
 
 
 def leased(pool: LeasePool) -> float:
@@ -63,8 +79,60 @@ async def test_a_caller_that_gives_up_while_it_waits_leaves_no_lease_behind() ->
     await asyncio.wait({second})
     await first.__aexit__()
 
-    # Granted to the caller that is gone, and given back for it.
-    await until(lambda: pool.stats()["sandbox/granted"] == 2 and leased(pool) == 0)
+    # Taken out of the queue, or granted to nobody and given back: the next caller finds the place free.
+    await until(lambda: pool.stats()["sandbox/waiting"] == 0 and leased(pool) == 0)
+    async with client.lease(SPEC, timeout_s=5):
+        assert leased(pool) == 1
+    await client.close()
+
+
+async def test_a_lease_granted_after_its_caller_was_told_of_a_deadline_is_given_back() -> None:
+    pool, _, client, far = make_far()
+    first = client.lease(SPEC, timeout_s=5)
+    await first.__aenter__()
+    far.lost_grants = 1
+
+    with pytest.raises(DeadlineError):
+        await client.lease(SPEC, timeout_s=60).__aenter__()
+    await first.__aexit__()
+
+    await until(lambda: pool.stats()["sandbox/waiting"] == 0 and leased(pool) == 0)
+    await client.close()
+
+
+async def test_a_lease_whose_grant_was_lost_on_the_way_is_given_back_at_once() -> None:
+    pool, _, client, far = make_far()
+    far.lost_grants = 1
+
+    with pytest.raises(DeadlineError):
+        await client.lease(SPEC, timeout_s=60).__aenter__()
+
+    assert pool.stats()["sandbox/granted"] == 1
+    await until(lambda: leased(pool) == 0)
+    await client.close()
+
+
+async def test_giving_a_lease_back_is_tried_again_until_the_pool_answers() -> None:
+    pool, _, client, far = make_far(retry_every_s=0.001)
+
+    async with client.lease(SPEC, timeout_s=5) as sandbox:
+        result = await sandbox.run_code("pass", timeout_s=5)
+        far.lost_releases = 3
+
+    assert result.ok
+    await until(lambda: leased(pool) == 0)
+    assert far.lost_releases == 0
+    await client.close()
+
+
+async def test_a_lease_given_up_before_the_pool_heard_of_it_is_never_granted() -> None:
+    pool, _, client = make()
+    pool.release(77)
+
+    with pytest.raises(SandboxUnavailableError, match="given up"):
+        await pool.acquire("worker", SPEC, timeout_s=5, lease_id=77)
+
+    assert leased(pool) == 0
     await client.close()
 
 

@@ -117,6 +117,28 @@ async def test_a_caller_cancelled_in_the_moment_of_its_grant_keeps_nothing() -> 
     assert p.stats()["sandbox/leased"] == 0
 
 
+async def test_a_caller_that_gives_up_in_the_moment_a_place_is_free_does_not_stop_the_others() -> None:
+    p = pool(max_leases=1)
+    first = await p.acquire("a", timeout_s=1)
+    gone = await started(p.acquire("b", timeout_s=1))
+    third = await started(p.acquire("c", timeout_s=1))
+    gone.cancel()  # its place in the queue is still there when the lease comes back
+    p.release(first.lease_id)
+    assert (await third).holder == "c"
+    assert p.stats()["sandbox/waiting"] == 0
+
+
+async def test_a_lease_that_is_still_waited_for_can_be_given_up_by_its_id() -> None:
+    p = pool(max_leases=1)
+    first = await p.acquire("a", timeout_s=1)
+    waiting = await started(p.acquire("b", timeout_s=1, lease_id=7))
+    p.release(7)
+    with pytest.raises(SandboxUnavailableError, match="given up"):
+        await waiting
+    p.release(first.lease_id)
+    assert p.stats()["sandbox/leased"] == p.stats()["sandbox/waiting"] == 0
+
+
 @settings(max_examples=60, deadline=None)
 @given(choices=st.lists(st.integers(0, 999), min_size=10, max_size=80), max_leases=st.integers(1, 4))
 def test_under_any_order_of_calls_no_lease_is_lost_and_the_bound_holds(choices: list[int], max_leases: int) -> None:

@@ -146,8 +146,8 @@ class _Caller:
     def __init__(self, pool: LeasePool) -> None:
         self._pool = pool
 
-    async def acquire(self, holder: str, spec: SandboxSpec, *, timeout_s: float) -> Lease:
-        return await self._pool.acquire(holder, spec, timeout_s=timeout_s)
+    async def acquire(self, holder: str, spec: SandboxSpec, *, timeout_s: float, lease_id: int) -> Lease:
+        return await self._pool.acquire(holder, spec, timeout_s=timeout_s, lease_id=lease_id)
 
     async def release(self, lease_id: int, fate: Fate) -> None:
         self._pool.release(lease_id, fate)
