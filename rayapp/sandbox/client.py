@@ -120,11 +120,13 @@ class PoolClient:
         for _ in range(_RELEASE_ATTEMPTS):
             await asyncio.sleep(self._retry_every_s)
             try:
-                return await self._pool.release(lease_id, fate)
+                await self._pool.release(lease_id, fate)
+                return
             except (DeadlineError, ProcessUnavailableError) as error:
                 log.info("%s: lease %d: %s", self._holder, lease_id, error)
             except RayappError as error:
-                return log.warning("%s: lease %d is not given back: %s", self._holder, lease_id, error)
+                log.warning("%s: lease %d is not given back: %s", self._holder, lease_id, error)
+                return
         log.warning("%s: lease %d could not be given back; it ends by its time to live", self._holder, lease_id)
 
     def _in_background(self, work: Coroutine[object, object, None], name: str) -> None:
