@@ -161,7 +161,8 @@ PARTS: dict[str, tuple[Callable[[SandboxPoolHandle], Awaitable[Numbers]], Sandbo
 async def measure(part: str) -> Numbers:
     """One part with a pool of its own."""
     what, config, num_ready = PARTS[part]
-    pool = SandboxPoolHandle(spawn("sandbox-pool", f"sandbox-pool-{part}", config, f"bench-{part}"), "sandbox-pool")
+    name = f"sandbox-pool-{part}"
+    pool = SandboxPoolHandle(spawn("sandbox-pool", name, config, f"bench-{part}"), name)
     try:
         await pool.ready(120.0)
         await pool.prefetch(SPEC, num_ready)

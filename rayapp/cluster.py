@@ -37,6 +37,7 @@ from rayapp.errors import (
     RestartsUsedUpError,
     first_error,
 )
+from rayapp.interrupts import to_the_end
 from rayapp.protocols import Tracker
 from rayapp.ray_session import RaySession, ray_session
 from rayapp.sandbox.config import DaytonaConfig, E2BConfig
@@ -167,8 +168,8 @@ async def open_cluster(
         except BaseExceptionGroup as group:
             raise first_error(group) from group
         finally:
-            # Shielded: a second Ctrl-C must not leave a paid sandbox or an engine process behind.
-            await asyncio.shield(started.close())
+            # A second Ctrl-C must not leave a paid sandbox or an engine process behind.
+            await to_the_end(started.close())
 
 
 class _Started:
@@ -392,7 +393,7 @@ async def open_learners(config: Config, *, report: Report = lambda text: None) -
             await asyncio.gather(*(_report_ready(h.name, h.ready(timeout_s), report) for h in handles))
             yield LearnerGroup(tuple(handles))
         finally:
-            await asyncio.shield(started.close())
+            await to_the_end(started.close())
 
 
 def _learners_use_gpus(config: Config) -> bool:

@@ -62,6 +62,12 @@ def run_training(config: Config) -> None:
     """
     check_inputs(config, training=True)
     with RunFolder.open(config) as folder:
+        if folder.is_finished:
+            print(
+                f"{folder.path} has its {config.train.num_steps} steps, and the model is in {folder.path / 'final'}. "
+                "For more, raise train.num_steps; for another run, choose another run.name."
+            )
+            return
         run_until_done(_run(config, folder))
 
 

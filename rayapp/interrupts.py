@@ -58,3 +58,23 @@ async def uninterrupted(coroutine: Coroutine[Any, Any, T]) -> T:
         if not task.done():
             await task
         raise
+
+
+async def to_the_end(coroutine: Coroutine[Any, Any, T]) -> T:
+    """Run cleanup to its end however often it is interrupted; it has deadlines of its own. A cancellation comes after.
+
+    With `asyncio.shield` alone a second signal would let the caller go on, close the connection to Ray and end the
+    actors before they gave back what they hold.
+    """
+    task = asyncio.ensure_future(coroutine)
+    cancelled: asyncio.CancelledError | None = None
+    while not task.done():
+        try:
+            await asyncio.shield(task)
+        except asyncio.CancelledError as error:
+            if task.cancelled():
+                raise
+            cancelled = error
+    if cancelled is not None:
+        raise cancelled
+    return task.result()

@@ -30,6 +30,9 @@ from rayapp.types import Group
 RAY_COPIES = "working_dir_files"
 """Folder of a Ray node that holds what jobs uploaded."""
 
+EXPORTED = "rayapp.json"
+"""In `final/`: of which run and step it is."""
+
 
 class RunFolder:
     """An open run folder; make one with `RunFolder.open`.
@@ -93,6 +96,15 @@ class RunFolder:
         """The newest whole checkpoint; torn ones are passed over."""
         return self.checkpoints.latest()
 
+    @property
+    def is_finished(self) -> bool:
+        """True once the last step is saved and exported: there is nothing left to do for this config."""
+        marker, checkpoint = self.path / "final" / EXPORTED, self.latest_checkpoint()
+        if checkpoint is None or checkpoint.version < self._config.train.num_steps or not marker.exists():
+            return False
+        # A run that was given more steps and died before it exported has the model of its first end there.
+        return bool(json.loads(marker.read_text())["step"] == checkpoint.version)
+
     def begin_checkpoint(self, version: int) -> Path:
         """An empty folder to write checkpoint `version` into."""
         return self.checkpoints.begin(version)
@@ -119,12 +131,13 @@ class RunFolder:
 
     @contextmanager
     def pending_final(self) -> Iterator[Path]:
-        """An empty folder that becomes `final/` when the block succeeds."""
+        """An empty folder that becomes `final/` when the block succeeds: the model after the last step."""
         pending, final = self.path / ".pending-final", self.path / "final"
         with explain_full_disk(pending):
             shutil.rmtree(pending, ignore_errors=True)
             pending.mkdir()
             yield pending
+            write_text(pending / EXPORTED, json.dumps({"run": self.path.name, "step": self._config.train.num_steps}))
             shutil.rmtree(final, ignore_errors=True)
             pending.rename(final)
 

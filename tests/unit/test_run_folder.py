@@ -156,3 +156,29 @@ def test_a_full_disk_gives_one_message_and_leaves_the_last_checkpoint_whole(tmp_
 def test_the_device_that_is_always_full_is_explained_too() -> None:
     with pytest.raises(RunFolderError, match="No space left on device"), explain_full_disk(Path("/dev/full")):
         Path("/dev/full").write_text("x")
+
+
+def test_a_run_is_finished_when_its_last_step_is_saved_and_exported(tmp_path: Path) -> None:
+    with RunFolder.open(config(tmp_path, train__num_steps=4)) as folder:
+        assert not folder.is_finished
+        save(folder, 4)
+        assert not folder.is_finished  # it died before the export
+        with folder.pending_final() as pending:
+            (pending / "model.safetensors").write_bytes(b"m")
+        assert folder.is_finished
+
+
+def test_a_finished_run_that_gets_more_steps_is_not_finished_before_the_model_of_the_last_is_exported(
+    tmp_path: Path,
+) -> None:
+    with RunFolder.open(config(tmp_path, train__num_steps=4)) as folder:
+        save(folder, 4)
+        with folder.pending_final():
+            pass
+    with RunFolder.open(config(tmp_path, train__num_steps=6)) as folder:
+        assert not folder.is_finished
+        save(folder, 6)
+        assert not folder.is_finished  # final/ is the model of step 4
+        with folder.pending_final():
+            pass
+        assert folder.is_finished
