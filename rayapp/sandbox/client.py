@@ -49,6 +49,7 @@ class PoolClient:
         ttl_s: a local sandbox ends after this long, should nobody else end it.
         heartbeat_every_s: how often the pool hears that this process lives.
         on_exec: told the provider and the seconds of every execution, for the metrics.
+        create_timeout_s: longest wait for a sandbox that this process makes itself, whatever its caller would wait.
         retry_every_s: between attempts to give back a lease to a pool that does not answer.
     """
 
@@ -62,8 +63,10 @@ class PoolClient:
         remote: Mapping[str, RemoteProvider] | None = None,
         heartbeat_every_s: float = 10.0,
         on_exec: Callable[[str, float], None] = lambda provider, seconds: None,
+        create_timeout_s: float = 90.0,
         retry_every_s: float = 2.0,
     ) -> None:
+        self._create_timeout_s = create_timeout_s
         self._retry_every_s = retry_every_s
         self._pool = pool
         self._local = local
@@ -144,7 +147,8 @@ class PoolClient:
                 f"the pool lent a sandbox of {lease.provider}, which {self._holder} has no access to: both must "
                 "run with the same sandbox.providers"
             )
-        return await maker.create(spec, labels={"holder": self._holder}, ttl_s=self._ttl_s, timeout_s=timeout_s)
+        wait_s = min(timeout_s, self._create_timeout_s)
+        return await maker.create(spec, labels={"holder": self._holder}, ttl_s=self._ttl_s, timeout_s=wait_s)
 
     async def release(self, lease: Lease, sandbox: LeasedSandbox) -> None:
         """Give the lease back. A local sandbox is ended first: the other order would let one too many run."""

@@ -25,6 +25,9 @@ class LocalConfig(_Frozen):
 class _Remote(_Frozen):
     max_sandboxes: int = Field(20, ge=1)
     """Sandboxes alive at once: the account's quota, less what others use. A smaller quota is found out and kept to."""
+    answer_within_s: float = Field(20.0, gt=0, le=60)
+    """How long a call to a sandbox may take that runs no code, and how much longer than the code's own time limit one
+    that does: the way there and back, and starting an interpreter. A sandbox that takes longer has failed."""
 
 
 class _Created(_Remote):

@@ -30,7 +30,7 @@ class DaytonaProvider(ServiceProvider):
     """See `rayapp.sandbox.leases.RemoteProvider`."""
 
     def __init__(self, config: DaytonaConfig, *, api_key: str) -> None:
-        super().__init__(DaytonaService(config, api_key))
+        super().__init__(DaytonaService(config, api_key), answer_within_s=config.answer_within_s)
 
 
 class DaytonaService:

@@ -38,7 +38,7 @@ class E2BProvider(ServiceProvider):
 
     def __init__(self, config: E2BConfig, *, api_key: str) -> None:
         service = SdkService(config, api_key) if config.dialect == "e2b" else KruiseService(config, api_key)
-        super().__init__(service)
+        super().__init__(service, answer_within_s=config.answer_within_s)
 
 
 class SdkService:

@@ -46,6 +46,7 @@ class KeeperRules:
     min_ready: int
     max_uses: int
     kill_timeout_s: float = 20.0
+    """`answer_within_s` of the provider."""
     grace_s: float = GRACE_S
     """A provider object keeps its own deadlines; this much later we stop waiting for it."""
 

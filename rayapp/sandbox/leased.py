@@ -18,8 +18,8 @@ from rayapp.sandbox.leases import Fate
 from rayapp.types import CallReport, ExecResult
 
 T = TypeVar("T")
-MARGIN_S = 15.0
-"""Providers keep their own deadlines; this much later we stop waiting for them."""
+MARGIN_S = 65.0
+"""Providers keep their own deadlines, `answer_within_s` among them; past all of those we stop waiting for them."""
 
 
 class LeasedSandbox:

@@ -47,14 +47,17 @@ class McpProvider:
         sandbox_id = f"mcp-{uuid.uuid4().hex}"
         channel = McpChannel(sandbox_id, session, self._config, spec, time.monotonic() + ttl_s, self._ended)
         self._living[sandbox_id] = (channel, dict(labels))
-        return RemoteSandbox(self.name, Connection(sandbox_id=sandbox_id), channel, spec)
+        return self._sandbox(Connection(sandbox_id=sandbox_id), channel, spec)
 
     def attach(self, connection: Connection, spec: SandboxSpec) -> RemoteSandbox:
         """A sandbox of this object. A session can't be handed to another process."""
         known = self._living.get(connection.sandbox_id)
         if known is None:
             raise SandboxGoneError(f"sandbox {connection.sandbox_id} is not of this process, or has ended")
-        return RemoteSandbox(self.name, connection, known[0], spec)
+        return self._sandbox(connection, known[0], spec)
+
+    def _sandbox(self, connection: Connection, channel: McpChannel, spec: SandboxSpec) -> RemoteSandbox:
+        return RemoteSandbox(self.name, connection, channel, spec, margin_s=self._config.answer_within_s)
 
     def _headers(self, spec: SandboxSpec, ttl_s: float) -> dict[str, str]:
         headers = {

@@ -85,9 +85,9 @@ class _Builder:
             breaker=breaker,
             cooldown_s=config.breaker_cooldown_s,
         )
-        return Source(supply, self._keeper(supply, provider))
+        return Source(supply, self._keeper(supply, provider, section.answer_within_s))
 
-    def _keeper(self, supply: Supply, provider: RemoteProvider) -> Keeper:
+    def _keeper(self, supply: Supply, provider: RemoteProvider, answer_within_s: float) -> Keeper:
         config = self._config
         rules = KeeperRules(
             create_timeout_s=config.create_timeout_s,
@@ -95,6 +95,7 @@ class _Builder:
             idle_timeout_s=config.idle_timeout_s,
             min_ready=config.min_ready,
             max_uses=config.max_uses,
+            kill_timeout_s=answer_within_s,
             grace_s=self._grace_s,
         )
         return Keeper(

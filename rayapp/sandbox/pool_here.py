@@ -31,7 +31,12 @@ async def open_pool(config: SandboxConfig, name: str) -> AsyncIterator[tuple[Poo
     """
     pool = build_pool(config, name)
     client = PoolClient(
-        _Here(pool), local_provider(config), remote=remote_providers(config), holder=name, ttl_s=config.lease_ttl_s
+        _Here(pool),
+        local_provider(config),
+        remote=remote_providers(config),
+        holder=name,
+        ttl_s=config.lease_ttl_s,
+        create_timeout_s=config.create_timeout_s,
     )
     tending = asyncio.create_task(_tend(pool, config), name=f"tend sandboxes of {name}")
     try:

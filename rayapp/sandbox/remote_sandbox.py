@@ -19,8 +19,6 @@ from rayapp.sandbox.leases import Connection
 from rayapp.types import CallReport, ExecResult, SandboxSpec
 
 T = TypeVar("T")
-MARGIN_S = 20.0
-"""For the way to the provider and back, and to start an interpreter there. Not the code's time."""
 MAX_CODE_CHARS = 1 << 20
 _CALLS_OUTPUT_BYTES = 65536
 
@@ -49,9 +47,16 @@ class Channel(Protocol):
 
 
 class RemoteSandbox:
-    """See `rayapp.protocols.Sandbox`."""
+    """See `rayapp.protocols.Sandbox`.
 
-    def __init__(self, provider: str, connection: Connection, channel: Channel, spec: SandboxSpec) -> None:
+    Args:
+        margin_s: for the way to the provider and back, and to start an interpreter there. Not the code's time.
+    """
+
+    def __init__(
+        self, provider: str, connection: Connection, channel: Channel, spec: SandboxSpec, *, margin_s: float
+    ) -> None:
+        self._margin_s = margin_s
         self.connection = connection
         self._provider = provider
         self._channel = channel
@@ -74,7 +79,7 @@ class RemoteSandbox:
             if stdin:
                 raise ValueError("stateful code of a remote sandbox reads no stdin: run it with stateful=False")
             run = self._channel.run_session(code, timeout_s=timeout_s, max_output_bytes=max_output_bytes)
-            return await self._in_time(run, timeout_s + MARGIN_S)
+            return await self._in_time(run, timeout_s + self._margin_s)
         return await self._run_job({"kind": "script", "code": code, "stdin": stdin}, timeout_s, max_output_bytes)
 
     async def call_function(
@@ -139,7 +144,7 @@ class RemoteSandbox:
             "max_output_bytes": max_output_bytes,
             "env": dict(self._spec.env),
         }
-        found = await self._find_report(full, nonce, timeout_s + MARGIN_S)
+        found = await self._find_report(full, nonce, timeout_s + self._margin_s)
         if found is not None:
             return remote_program.read_report(found, max_output_bytes=max_output_bytes)
         # The program ended and said nothing: the code killed its watcher, or the whole sandbox.

@@ -47,10 +47,15 @@ class Service(Protocol):
 
 
 class ServiceProvider:
-    """See `rayapp.sandbox.leases.RemoteProvider`."""
+    """See `rayapp.sandbox.leases.RemoteProvider`.
 
-    def __init__(self, service: Service) -> None:
+    Args:
+        answer_within_s: see the field of this name in the provider's configuration.
+    """
+
+    def __init__(self, service: Service, *, answer_within_s: float) -> None:
         self._service = service
+        self._answer_within_s = answer_within_s
         self._maker = uuid.uuid4().hex
         self._made: set[str] = set()
         self._late: set[asyncio.Task[object]] = set()
@@ -90,7 +95,8 @@ class ServiceProvider:
         return self._sandbox(connection, spec)
 
     def _sandbox(self, connection: Connection, spec: SandboxSpec) -> RemoteSandbox:
-        return RemoteSandbox(self.name, connection, self._service.channel(connection), spec)
+        channel = self._service.channel(connection)
+        return RemoteSandbox(self.name, connection, channel, spec, margin_s=self._answer_within_s)
 
     async def list(self, labels: Mapping[str, str], *, timeout_s: float = 30.0) -> AsyncIterator[str]:
         try:

@@ -48,6 +48,9 @@ class FaultRun:
     """Executions at once, for each provider."""
     timeout_s: float = 20.0
     """Of an honest program: long, since a slow machine must not make a wrong verdict."""
+    answer_within_s: float = 10.0
+    """What a call may take beyond that. A call that hangs costs the sum of both."""
+    create_timeout_s: float = 10.0
     hung_after_s: float = 600.0
     """An execution that takes longer counts as hung. Two waits for a lease and two executions fit in."""
     hang_s: float = 600.0
@@ -105,6 +108,7 @@ class _Services:
         def faults(offset: int) -> Faults:
             return Faults(share=run.share, seed=run.seed + offset, hang_s=run.hang_s)
 
+        self._answer_within_s = run.answer_within_s
         self.e2b = e2b_stub.E2BStub(faults=faults(1))
         self.daytona = daytona_stub.DaytonaStub(faults=faults(2))
         self.mcp = mcp_stub.McpStub(faults=faults(3))
@@ -116,8 +120,9 @@ class _Services:
 
     @asynccontextmanager
     async def running(self, max_sandboxes: int) -> AsyncIterator[None]:
-        limits = {"max_sandboxes": max_sandboxes, "creations_per_s": 1000.0, "creation_burst": 1000}
-        sessions = {"template": "code-interpreter", "max_sandboxes": max_sandboxes}
+        common = {"max_sandboxes": max_sandboxes, "answer_within_s": self._answer_within_s}
+        limits = {"creations_per_s": 1000.0, "creation_burst": 1000, **common}
+        sessions = {"template": "code-interpreter", **common}
         async with self.e2b.running() as e2b, self.daytona.running() as daytona, self.mcp.running() as mcp:
             self.sections = {
                 "e2b": E2BConfig.model_validate({"api_url": e2b, "sandbox_url": e2b, **limits}),
@@ -193,7 +198,7 @@ async def _run_pool(
     config = SandboxConfig(
         providers=tuple(services.sections[name] for name in order),
         max_leases=run.concurrency,
-        create_timeout_s=10.0,
+        create_timeout_s=run.create_timeout_s,
         sweep_every_s=5.0,
         breaker_cooldown_s=1.0,
         lease_ttl_s=2 * run.hung_after_s,
@@ -201,7 +206,14 @@ async def _run_pool(
     async with AsyncExitStack() as stack:
         pool = build_pool(config, f"faults-{order[0]}", providers=_all(services, config), grace_s=2.0)
         stack.push_async_callback(_close, pool, outcome)
-        client = PoolClient(_Caller(pool), None, remote=_all(services, config), holder=order[0], ttl_s=900.0)
+        client = PoolClient(
+            _Caller(pool),
+            None,
+            remote=_all(services, config),
+            holder=order[0],
+            ttl_s=900.0,
+            create_timeout_s=config.create_timeout_s,
+        )
         stack.push_async_callback(client.close)
         chores = asyncio.create_task(_tend(pool, config.sweep_every_s))
         stack.callback(chores.cancel)
