@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import Any
 
 import ray
@@ -24,7 +25,10 @@ Facts = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Handle:
-    """A named actor."""
+    """A named actor.
+
+    Calls that take long have a name of their own in the dashboard: which actor does what, in which step.
+    """
 
     actor: Any
     name: str
@@ -56,7 +60,7 @@ class VllmServerHandle(Handle):
     sync_timeout_s: float
 
     async def ready(self, timeout_s: float) -> Facts:
-        facts: Facts = await self.call("start", self.actor.start.remote(), timeout_s)
+        facts: Facts = await self.call("start", self.actor.start.options(name=f"{self.name}.start").remote(), timeout_s)
         return facts
 
     async def ping(self, timeout_s: float) -> str:
@@ -73,7 +77,8 @@ class VllmServerHandle(Handle):
         min_policy_version: int,
         cohort_size: int = 1,
     ) -> Completion:
-        ref = self.actor.generate.remote(request_id, list(prompt_ids), sampling, min_policy_version, cohort_size)
+        method = self.actor.generate.options(name=f"{self.name}.generate {request_id}")
+        ref = method.remote(request_id, list(prompt_ids), sampling, min_policy_version, cohort_size)
         try:
             completion: Completion = await self.call("generate", ref, self.request_timeout_s)
         except ProcessDiedError as error:
@@ -82,7 +87,8 @@ class VllmServerHandle(Handle):
 
     async def load_weights(self, version: int, buckets: Sequence[ObjectRef]) -> Facts:
         # A list of references and not the references themselves: the server maps each bucket when it needs it.
-        ref = self.actor.load_weights.remote(version, list(buckets))
+        method = self.actor.load_weights.options(name=f"{self.name}.load_weights step={version}")
+        ref = method.remote(version, list(buckets))
         facts: Facts = await self.call("load_weights", ref, self.sync_timeout_s)
         return facts
 
@@ -116,18 +122,21 @@ class LearnerHandle(Handle):
         groups: Sequence[ObjectRef],
     ) -> dict[str, float]:
         """`groups` are references; Ray resolves top-level arguments in the learner's process, not here."""
-        ref = self.actor.train_step.options(name=f"learner.train_step step={step}").remote(
-            step, summaries, assignment, *groups
-        )
+        method = self.actor.train_step.options(name=f"{self.name}.train_step step={step}")
+        ref = method.remote(step, summaries, assignment, *groups)
         metrics: dict[str, float] = await self.call("train_step", ref, self.step_timeout_s)
         return metrics
 
-    def export_weights(self, bucket_bytes: int) -> Any:
+    def export_weights(self, version: int, bucket_bytes: int) -> Any:
         """Streams references to `WeightBucket`; owned by the caller. Ranks other than 0 yield nothing."""
-        return self.actor.export_weights.options(num_returns="streaming").remote(bucket_bytes)
+        method = self.actor.export_weights.options(
+            num_returns="streaming", name=f"{self.name}.export_weights step={version}"
+        )
+        return method.remote(bucket_bytes)
 
     async def begin_checkpoint(self, folder: str, version: int) -> None:
-        await self.call("begin_checkpoint", self.actor.begin_checkpoint.remote(folder, version), self.step_timeout_s)
+        method = self.actor.begin_checkpoint.options(name=f"{self.name}.begin_checkpoint step={version}")
+        await self.call("begin_checkpoint", method.remote(folder, version), self.step_timeout_s)
 
     async def checkpoint_done(self) -> bool:
         """Answered between two steps."""
@@ -135,13 +144,13 @@ class LearnerHandle(Handle):
         return done
 
     async def load_checkpoint(self, folder: str) -> int:
-        version: int = await self.call(
-            "load_checkpoint", self.actor.load_checkpoint.remote(folder), self.step_timeout_s
-        )
+        method = self.actor.load_checkpoint.options(name=f"{self.name}.load_checkpoint {Path(folder).parent.name}")
+        version: int = await self.call("load_checkpoint", method.remote(folder), self.step_timeout_s)
         return version
 
     async def export_hf(self, folder: str) -> None:
-        await self.call("export_hf", self.actor.export_hf.remote(folder), self.step_timeout_s)
+        method = self.actor.export_hf.options(name=f"{self.name}.export_hf final")
+        await self.call("export_hf", method.remote(folder), self.step_timeout_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,7 +216,8 @@ class RolloutWorkerHandle(Handle):
 
     async def run_group(self, request: GroupRequest) -> tuple[GroupSummary, ObjectRef]:
         """Returns the summary and a *reference* to the Group."""
-        method = self.actor.run_group.options(num_returns=2, name=f"rollout group={request.group_id}")
+        name = f"{self.name}.run_group step={request.policy_version + 1} group={request.group_id}"
+        method = self.actor.run_group.options(num_returns=2, name=name)
         group_ref, summary_ref = method.remote(request)
         # The group's own deadline is kept in the worker; this one is for a worker that hangs.
         summary: GroupSummary = await self.call("run_group", summary_ref, self.group_deadline_s + 60.0)
@@ -217,9 +227,9 @@ class RolloutWorkerHandle(Handle):
         num_prompts: int = await self.call("num_eval_prompts", self.actor.num_eval_prompts.remote(), timeout_s)
         return num_prompts
 
-    async def evaluate(self, index: int, cohort: tuple[int, ...]) -> GroupSummary:
-        """Samples of one prompt, for their numbers only."""
-        method = self.actor.evaluate.options(num_returns=2, name=f"evaluate prompt={index}")
+    async def evaluate(self, index: int, cohort: tuple[int, ...], step: int) -> GroupSummary:
+        """Samples of one prompt after `step`, for their numbers only."""
+        method = self.actor.evaluate.options(num_returns=2, name=f"{self.name}.evaluate step={step} prompt={index}")
         _, summary_ref = method.remote(index, cohort)
         summary: GroupSummary = await self.call("evaluate", summary_ref, self.group_deadline_s + 60.0)
         return summary

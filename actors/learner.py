@@ -5,6 +5,8 @@ Every method but `ready` and `log_probs_of` is collective: the driver calls it o
 
 from __future__ import annotations
 
+import logging
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,8 +16,11 @@ from rayapp.learner.checkpoint import SaveInProgress, begin_save, load_learner
 from rayapp.learner.distributed import end_ranks, start_ranks
 from rayapp.learner.export import export_buckets, export_hf
 from rayapp.learner.scoring import log_probs_of
+from rayapp.logs import about, label_logs
 from rayapp.types import FloatArray, Group, GroupSummary
 from rayapp.weights.buckets import WeightBucket
+
+log = logging.getLogger(__name__)
 
 
 class Learner:
@@ -29,6 +34,7 @@ class Learner:
     """
 
     def __init__(self, config: Config, rank: int, world_size: int, master_address: str, master_port: int) -> None:
+        label_logs(config.run.name)
         self._config = config
         ranks = start_ranks(config, rank, world_size, master_address, master_port)
         try:
@@ -61,7 +67,10 @@ class Learner:
         Raises:
             LearnerError: groups and summaries don't match, or a trajectory is longer than a micro-batch.
         """
-        return self._learner.train_step(step, summaries, assignment[self._learner.ranks.rank], groups)
+        with about(step=step):
+            metrics = self._learner.train_step(step, summaries, assignment[self._learner.ranks.rank], groups)
+            log.info("trained on %d groups: loss %.4g", len(groups), metrics.get("learner/loss", math.nan))
+        return metrics
 
     def export_weights(self, bucket_bytes: int) -> Iterator[WeightBucket]:
         """Weights in bfloat16 under their Hugging Face names. All ranks gather; only rank 0 yields."""

@@ -47,13 +47,13 @@ class LearnerGroup:
 
         return await self.train_step(step, summaries, [ray.put(group) for group in groups])
 
-    async def export_weights(self, bucket_bytes: int) -> AsyncIterator[Any]:
+    async def export_weights(self, version: int, bucket_bytes: int) -> AsyncIterator[Any]:
         """References to rank 0's `WeightBucket`s, each as soon as it is in the object store.
 
         Raises:
             LearnersLostError: a learner is gone.
         """
-        streams = [handle.export_weights(bucket_bytes) for handle in self.handles]
+        streams = [handle.export_weights(version, bucket_bytes) for handle in self.handles]
         try:
             async for ref in streams[0]:
                 yield ref

@@ -57,6 +57,11 @@ def _resources(num_gpus: int, num_servers: int, num_learners: int) -> dict[str, 
     return {"CPU": round(cpus, 4)} | ({"GPU": float(num_gpus)} if num_gpus else {})
 
 
+def group_name(run_name: str) -> str:
+    """Of a run's placement group in the dashboard."""
+    return f"{run_name}: servers and learners"
+
+
 class Placement:
     """The run's reserved bundles; make it with `reserve`, give it back with `release`."""
 
@@ -73,7 +78,9 @@ class Placement:
             ConfigError: the cluster can't hold it, or did not within timeout_s; says what was asked and what there is.
         """
         bundles = bundles_of(config, on_gpu=on_gpu, with_learners=with_learners)
-        group = placement_group([bundle.resources for bundle in bundles], strategy="PACK", name=config.run.name)
+        group = placement_group(
+            [bundle.resources for bundle in bundles], strategy="PACK", name=group_name(config.run.name)
+        )
         try:
             await answer(group.ready(), timeout_s=timeout_s, what="placement group")
             shared = [bundle for bundle in bundles if bundle.server is not None and bundle.learners]

@@ -7,6 +7,7 @@ not take finished groups with it.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 
 from actors.handles import SandboxPoolHandle, VllmServerHandle
@@ -14,12 +15,15 @@ from actors.incarnation import INCARNATION
 from actors.metrics import Reporter
 from rayapp.config import Config
 from rayapp.errors import RayappError
+from rayapp.logs import about, label_logs
 from rayapp.rollout.order import ANY_VERSION, GroupRequest, evaluation_seed, is_first_turn
 from rayapp.rollout.shaping import shape_group
 from rayapp.rollout.sources import Groups, open_groups
 from rayapp.sandbox.client import PoolClient
 from rayapp.sandbox.providers import local_provider, remote_providers
 from rayapp.types import Completion, Group, GroupSummary, SamplingParams
+
+log = logging.getLogger(__name__)
 
 
 class ServerEngine:
@@ -54,6 +58,7 @@ class RolloutWorker:
     def __init__(
         self, config: Config, index: int, servers: tuple[VllmServerHandle, ...], pool: SandboxPoolHandle
     ) -> None:
+        label_logs(config.run.name)
         self._config = config
         self._index = index
         self._servers = servers
@@ -85,13 +90,18 @@ class RolloutWorker:
     async def run_group(self, request: GroupRequest) -> tuple[Group, GroupSummary]:
         """One group of training; Ray stores the two results as two objects."""
         config = self._config
-        group, summary = await self._sample(
-            request,
-            num_samples=config.rollout.group_size,
-            temperature=config.rollout.temperature,
-            seed=config.run.seed,
-        )
-        return shape_group(group, summary, config)
+        with about(step=request.policy_version + 1, group=request.group_id):
+            group, summary = await self._sample(
+                request,
+                num_samples=config.rollout.group_size,
+                temperature=config.rollout.temperature,
+                seed=config.run.seed,
+            )
+            log.info(
+                "%d trajectories of %s in %.1f s: mean reward %.3f, %s", summary.rewards.size, summary.task,
+                summary.time_total_s, summary.rewards.mean(), ", ".join(sorted(set(summary.statuses))),
+            )  # fmt: skip
+            return shape_group(group, summary, config)
 
     async def evaluate(self, index: int, cohort: tuple[int, ...]) -> tuple[Group, GroupSummary]:
         """Samples of the `index`-th prompt for evaluation: seeds apart from training's, whatever the weights are.

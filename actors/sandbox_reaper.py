@@ -12,6 +12,7 @@ import logging
 
 import ray
 
+from rayapp.logs import label_logs
 from rayapp.sandbox.config import SandboxConfig
 from rayapp.sandbox.providers import listing_providers
 from rayapp.sandbox.reaper import Reaper
@@ -30,6 +31,7 @@ class SandboxReaper:
     """
 
     def __init__(self, config: SandboxConfig, run_name: str) -> None:
+        label_logs(run_name)
         self._run_name = run_name
         self._reaper = Reaper(listing_providers(config), grace_s=config.reaper_grace_s)
         # From here on and not from the first beat: a driver that dies in between must not leave this process for ever.

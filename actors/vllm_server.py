@@ -6,6 +6,7 @@ It refuses to generate with weights other than those a caller asks for, and with
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import time
 from typing import Any
@@ -15,10 +16,12 @@ from actors.metrics import Reporter
 from rayapp.config import Config
 from rayapp.engines.vllm import VllmEngine
 from rayapp.errors import EngineDeadError, StaleVersionError, WeightSyncError
+from rayapp.logs import about, label_logs
 from rayapp.rollout.order import ANY_VERSION
 from rayapp.types import Completion, SamplingParams
 from rayapp.weights.buckets import TensorEntry, WeightBucket
 
+log = logging.getLogger(__name__)
 REPORT_EVERY_S = 5.0
 
 
@@ -33,6 +36,7 @@ class VllmServer:
     """
 
     def __init__(self, config: Config, index: int, must_sync: bool = False) -> None:
+        label_logs(config.run.name)
         self._config = config
         self._index = index
         self._engine: VllmEngine | None = None
@@ -94,6 +98,8 @@ class VllmServer:
             await engine.load_weights(version, f"/proc/{os.getpid()}/fd/{file.fileno()}", entries)
             num_bytes = file.tell()
         self._not_servable = ""
+        with about(step=version):
+            log.info("holds policy version %d: %.0f MB in %.1f s", version, num_bytes / 1e6, time.monotonic() - started)
         return {"bytes": float(num_bytes), "copy_s": copied - started, "engine_s": time.monotonic() - copied}
 
     async def _copy_buckets(self, buckets: list[Any], file: Any) -> list[TensorEntry]:

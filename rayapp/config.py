@@ -269,6 +269,14 @@ class TrackingSection(FrozenModel):
     """offline keeps files in the run folder for `wandb sync`; online needs WANDB_API_KEY."""
     trajectories: bool = True
     """Write trajectories/step=NNNNNN.parquet."""
+    log_format: Literal["text", "json"] = "text"
+    """json: every process logs an object per line, with the ids of run, step, group, actor and task."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _list_means_trackers(cls, values: Any) -> Any:
+        """`tracking: [console, mlflow]` in a file is short for `tracking: {trackers: [console, mlflow]}`."""
+        return {"trackers": values} if isinstance(values, list | tuple) else values
 
 
 FEWER_GPUS = "Lower server.num_servers, server.tensor_parallel_size or learner.num_learners"

@@ -32,6 +32,7 @@ from rayapp.errors import (
 )
 from rayapp.failures import FailureBudget
 from rayapp.interrupts import run_until_done, uninterrupted
+from rayapp.logs import about, start_logs
 from rayapp.phases import Phases
 from rayapp.rollout.check import check_inputs
 from rayapp.rollout.order import GroupRequest, evaluation_waves
@@ -60,6 +61,7 @@ def run_training(config: Config) -> None:
             has ended.
         KeyboardInterrupt: Ctrl-C or SIGTERM; the steps done are saved and the actors have ended.
     """
+    start_logs(config)
     check_inputs(config, training=True)
     with RunFolder.open(config) as folder:
         if folder.is_finished:
@@ -89,6 +91,7 @@ def run_evaluation(config: Config) -> dict[str, float]:
     Returns:
         The metrics of a training step, over all samples; nothing is written.
     """
+    start_logs(config)
     check_inputs(config, training=False)
     return run_until_done(_evaluate_model(config))
 
@@ -108,15 +111,15 @@ async def evaluate(cluster: Cluster, version: int = 0) -> dict[str, float]:
     for wave in evaluation_waves(cluster.config, num_prompts):
         # All of a wave starts together where nothing else runs, so that the same weights give the same numbers.
         cohort = wave if cluster.is_synchronous else ()
-        summaries += await asyncio.gather(*(_evaluate_prompt(cluster, index, cohort) for index in wave))
+        summaries += await asyncio.gather(*(_evaluate_prompt(cluster, index, cohort, version) for index in wave))
     return summarize_step(summaries, version=version) | summarize_passes(summaries)
 
 
-async def _evaluate_prompt(cluster: Cluster, index: int, cohort: tuple[int, ...]) -> GroupSummary:
+async def _evaluate_prompt(cluster: Cluster, index: int, cohort: tuple[int, ...], step: int) -> GroupSummary:
     """One prompt; again, once what it was lost with is replaced."""
     for _ in range(MAX_ISSUES):
         try:
-            return await cluster.rollout_worker(index).evaluate(index, cohort)
+            return await cluster.rollout_worker(index).evaluate(index, cohort, step)
         except LOST_GROUP:
             await cluster.supervisor.settled()
             cohort = ()
@@ -183,10 +186,11 @@ async def train(config: Config, cluster: Cluster, folder: RunFolder, tracker: Ru
     async with saving(saver), saving_when_stopped(saver, folder, store), unstalled(run.watchdog), feeding(run):
         for step in range(version + 1, config.train.num_steps + 1):
             phases = Phases(on_change=partial(_enter_phase, run))
-            with phases("rollout"), run.watchdog.waiting("driver", f"groups of step {step}"):
-                groups = await store.take(config.train.groups_per_step)
-            # A stop waits for a step that has begun to train: half of one can't be saved.
-            await uninterrupted(train_step(run, step, groups, phases))
+            with about(step=step):
+                with phases("rollout"), run.watchdog.waiting("driver", f"groups of step {step}"):
+                    groups = await store.take(config.train.groups_per_step)
+                # A stop waits for a step that has begun to train: half of one can't be saved.
+                await uninterrupted(train_step(run, step, groups, phases))
         await saver.finish()
 
 
@@ -336,7 +340,8 @@ async def feed(run: Run) -> None:
             cohort = tuple(ids) if run.cluster.is_synchronous else ()
             for group_id in ids:
                 request = GroupRequest(group_id=group_id, policy_version=version, cohort=cohort)
-                tasks.create_task(generate(run, request), name=f"group={group_id}")
+                with about(step=version + 1, group=group_id):
+                    tasks.create_task(generate(run, request), name=f"group={group_id}")
 
 
 async def generate(run: Run, request: GroupRequest) -> None:

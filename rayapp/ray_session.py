@@ -14,6 +14,7 @@ from typing import Any
 
 from rayapp.config import Config
 from rayapp.errors import ConfigError
+from rayapp.logs import hand_over, label_logs
 
 log = logging.getLogger(__name__)
 MIB = 1 << 20
@@ -49,6 +50,8 @@ def ray_session(config: Config) -> Iterator[RaySession]:
 
     with _own_sigterm():
         context, is_own = _connect(config)
+    hand_over()
+    label_logs(config.run.name)
     try:
         yield RaySession(dashboard_url=context.dashboard_url or "", is_own=is_own)
     finally:
@@ -64,6 +67,8 @@ def _connect(config: Config) -> tuple[Any, bool]:
         "logging_level": logging.ERROR,
         "log_to_driver": config.cluster.log_to_driver,
     }
+    if config.tracking.log_format == "json":
+        common["logging_config"] = ray.LoggingConfig(encoding="JSON", additional_log_standard_attrs=["name"])
     address = config.cluster.address or os.environ.get("RAY_ADDRESS", "")
     if address and address != "local":
         try:

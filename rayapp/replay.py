@@ -18,6 +18,7 @@ from rayapp.cluster import open_learners
 from rayapp.config import Config
 from rayapp.errors import InputError, RunFolderError
 from rayapp.interrupts import run_until_done
+from rayapp.logs import start_logs
 from rayapp.model_check import check_model
 from rayapp.phases import Phases
 from rayapp.rollout.group import summarize_group
@@ -39,6 +40,7 @@ def run_replay(config: Config, recorded: Path) -> None:
         UserError: nothing was recorded there, or this run's folder holds another run.
     """
     config = apart_from(config, recorded)
+    start_logs(config)
     check_model(config)
     files = trajectory_files(recorded, config.train.num_steps)
     with RunFolder.open(config) as folder:

@@ -1,11 +1,13 @@
-"""What a person sees while a run goes on: a live display on a terminal, one line a step anywhere else.
+"""What a person sees while a run goes on: a live display on a terminal, one line a step anywhere else, or a log record.
 
-Made by `make_trackers`, fed by the driver. Both consoles show the same numbers; a step that lacks one shows a dash.
+Made by `make_trackers`, fed by the driver. All consoles show the same numbers; a step that lacks one shows a dash.
 Neither ever writes to a file of the run.
 """
 
 from __future__ import annotations
 
+import logging
+import math
 import sys
 import time
 from collections import deque
@@ -18,6 +20,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+log = logging.getLogger(__name__)
 SPARK = "▁▂▃▄▅▆▇█"
 SPARK_STEPS = 40
 PACE_STEPS = 20
@@ -89,6 +92,33 @@ class LineConsole:
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         self.note(step_line(step, self._num_steps, metrics, seconds_left=self._pace.seconds_left(step, metrics)))
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+class LogConsole:
+    """The lines of `LineConsole` as log records, whose format is the logs'; a step's numbers go with its line.
+
+    Args:
+        num_steps: of the whole run.
+    """
+
+    def __init__(self, num_steps: int) -> None:
+        self._num_steps = num_steps
+        self._pace = Pace(num_steps)
+
+    def note(self, text: str) -> None:
+        log.info(text)
+
+    def phase(self, name: str) -> None:
+        """Phases change too often for a log."""
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        line = step_line(step, self._num_steps, metrics, seconds_left=self._pace.seconds_left(step, metrics))
+        # Not-a-number would make the line no JSON.
+        read = {key: metrics[key] for key, _ in FORMATS.values() if math.isfinite(metrics.get(key, math.nan))}
+        log.info(line, extra={"step": step, "metrics": read})
 
     def close(self) -> None:
         """Nothing is held."""

@@ -18,7 +18,7 @@ from rayapp.errors import ConfigError
 from rayapp.protocols import Tracker
 from rayapp.run_folder import RunFolder
 from rayapp.tracking.background import BackgroundTracker
-from rayapp.tracking.console import LineConsole, LiveConsole
+from rayapp.tracking.console import LineConsole, LiveConsole, LogConsole
 from rayapp.tracking.jsonl import JsonlTracker
 
 log = logging.getLogger(__name__)
@@ -32,7 +32,7 @@ class RunTracker:
         console: shows phases as well; None without the console tracker.
     """
 
-    def __init__(self, trackers: Mapping[str, Tracker], console: LineConsole | LiveConsole | None) -> None:
+    def __init__(self, trackers: Mapping[str, Tracker], console: LineConsole | LiveConsole | LogConsole | None) -> None:
         self._trackers = dict(trackers)
         self._console = console
         self._num_failed: dict[str, int] = {}
@@ -92,7 +92,7 @@ def _make(config: Config, path: Path) -> RunTracker:
     chosen = config.tracking.trackers
     _check_packages(chosen)
     trackers: dict[str, Tracker] = {}
-    console: LineConsole | LiveConsole | None = None
+    console: LineConsole | LiveConsole | LogConsole | None = None
     if "jsonl" in chosen:
         trackers["jsonl"] = JsonlTracker(path / "metrics.jsonl")
     if "console" in chosen:
@@ -155,8 +155,10 @@ def flattened(config: Config) -> dict[str, str]:
     return flat
 
 
-def _console(config: Config) -> LineConsole | LiveConsole:
+def _console(config: Config) -> LineConsole | LiveConsole | LogConsole:
     """Live only where somebody watches both streams: `rayapp train | tee log` must leave its lines in the log."""
+    if config.tracking.log_format == "json":
+        return LogConsole(config.train.num_steps)
     terminal = Console(stderr=True)
     if terminal.is_interactive and sys.stdout.isatty():
         return LiveConsole(config.train.num_steps, config.run.name, terminal)

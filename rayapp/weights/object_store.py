@@ -20,8 +20,8 @@ BUCKET_BYTES = 256 << 20
 class WeightSource(Protocol):
     """The learners."""
 
-    def export_weights(self, bucket_bytes: int) -> AsyncIterator[Any]:
-        """References to `WeightBucket`s."""
+    def export_weights(self, version: int, bucket_bytes: int) -> AsyncIterator[Any]:
+        """References to `WeightBucket`s of the weights as they are, which the caller knows by this version."""
         ...
 
 
@@ -63,7 +63,7 @@ class ObjectStoreTransport:
         async with self._is_syncing:
             try:
                 async with asyncio.timeout(self._timeout_s):
-                    buckets = [ref async for ref in source.export_weights(BUCKET_BYTES)]
+                    buckets = [ref async for ref in source.export_weights(version, BUCKET_BYTES)]
             except TimeoutError:
                 raise WeightSyncError(
                     f"the learners did not give version {version} within server.sync_timeout_s = {self._timeout_s:g} s"

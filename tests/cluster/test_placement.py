@@ -11,7 +11,7 @@ import ray
 from ray.cluster_utils import Cluster as FakeCluster
 
 from actors.calls import answer
-from actors.placement import Placement, bundles_of
+from actors.placement import Placement, bundles_of, group_name
 from actors.spawn import Seat, role_env
 from rayapp.config import Config
 from rayapp.errors import ConfigError
@@ -98,7 +98,7 @@ async def test_colocated_servers_see_exactly_the_gpus_of_their_two_learners(two_
         assert {node} == {learners[0][1], learners[1][1]}
     whose = {(node, device) for name, (devices, node) in found.items() if "learner" in name for device in devices}
     assert len(whose) == 8  # every GPU has one learner
-    assert groups["eight"] == "CREATED"
+    assert groups[group_name("eight")] == "CREATED"
 
 
 async def test_split_servers_and_learners_have_gpus_of_their_own_and_a_server_is_on_one_node(
@@ -125,7 +125,8 @@ async def test_what_cannot_be_placed_is_refused_with_what_was_asked_and_what_the
     assert "not be placed within cluster.start_timeout_s = 2 s" in message
     assert "Asked for: 1 x (CPU 0.1, GPU 8), each on one node" in message
     assert "2 node(s): CPU 2, GPU 4; CPU 2, GPU 4" in message
-    assert "wide" not in {g["name"] for g in ray.util.placement_group_table().values() if g["state"] != "REMOVED"}
+    groups = ray.util.placement_group_table().values()
+    assert group_name("wide") not in {group["name"] for group in groups if group["state"] != "REMOVED"}
 
 
 def test_without_gpus_the_same_bundles_hold_cpu_shares_only() -> None:

@@ -101,7 +101,7 @@ class Learners:
     refs: tuple[str, ...] = ("first", "second")
     sizes: list[int] = field(default_factory=list)
 
-    async def export_weights(self, bucket_bytes: int) -> AsyncIterator[str]:
+    async def export_weights(self, version: int, bucket_bytes: int) -> AsyncIterator[str]:
         self.sizes.append(bucket_bytes)
         for ref in self.refs:
             yield ref
