@@ -11,10 +11,16 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import json
 import os
+import resource
+import selectors
+import signal
 import subprocess
 import sys
+import tempfile
+import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,6 +43,9 @@ PROGRAMS: list[dict[str, Any]] = [
     if program.get("status") != "banned" and program.get("compare", True)
 ]
 TIMEOUT_S = 3.0
+MAX_OUTPUT_BYTES = 4 << 20
+LIMITED = ("prlimit", f"--as={1 << 30}", "--cpu=5", f"--fsize={64 << 20}", "--nproc=256", "--core=0")
+"""None of those rules has them; without, endless output alone took 10 GB of this machine before its time was up."""
 INPUTS = [[83, 5, 41, 77, 2], [9, 8, 7], [4, 90, 13, 13, 1], [6, 1, 5], [50, 20, 70, 10]]
 EXPECTED = [sorted(items) for items in INPUTS]
 
@@ -142,19 +151,40 @@ RULES = (
 
 
 def run_plain(source: str) -> Run:
-    report = Path("/tmp", f"verdict-{os.getpid()}")
-    report.unlink(missing_ok=True)
-    argv = [sys.executable, "-I", "-c", source, str(report)]
-    process = subprocess.Popen(
-        argv, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True
-    )
-    try:
-        stdout, _ = process.communicate(timeout=TIMEOUT_S)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        stdout, _ = process.communicate()
-    text = report.read_text() if report.exists() else ""
+    """Run a program the way of those rules: no isolation, a deadline, and limits that only keep this machine alive."""
+    with tempfile.TemporaryDirectory(prefix="verdict-") as folder:
+        report = Path(folder, "report")
+        argv = [*LIMITED, sys.executable, "-I", "-c", source, str(report)]
+        process = subprocess.Popen(
+            argv, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True
+        )
+        try:
+            stdout = _read_capped(process, time.monotonic() + TIMEOUT_S)
+            process.wait(TIMEOUT_S / 10 if len(stdout) > MAX_OUTPUT_BYTES else TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            pass
+        finally:
+            # The whole group: a helper that outlives its parent would hold the pipe and the processor.
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        text = report.read_text(errors="replace")[:100] if report.exists() else ""
     return Run(status=process.returncode, lines=stdout.decode(errors="replace").splitlines(), report=text)
+
+
+def _read_capped(process: subprocess.Popen[bytes], deadline: float) -> bytes:
+    """What it writes until it ends, its time is up, or it has written more than anybody would keep."""
+    assert process.stdout is not None
+    taken = bytearray()
+    with selectors.DefaultSelector() as selector, process.stdout as stdout:
+        selector.register(stdout, selectors.EVENT_READ)
+        while len(taken) <= MAX_OUTPUT_BYTES and (left_s := deadline - time.monotonic()) > 0:
+            if selector.select(left_s):
+                chunk = os.read(stdout.fileno(), 65536)
+                if not chunk:
+                    break
+                taken += chunk
+    return bytes(taken)
 
 
 def paid_by(rule: Rule, code: str) -> bool:
@@ -213,6 +243,8 @@ def main() -> None:
         print(f"{name:14} paid {len(verdicts['fooled by']):2} of {number} hacks   {rules[name]}")
         for kind, programs in verdicts.items():
             print(f"{'':16}{kind}: {', '.join(programs) or 'none'}")
+    peaks = (resource.getrusage(who).ru_maxrss >> 10 for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    print("peak memory in MiB of this process, of the largest it started: " + ", ".join(map(str, peaks)))
 
 
 if __name__ == "__main__":
