@@ -285,6 +285,9 @@ FEWER_GPUS = "Lower server.num_servers, server.tensor_parallel_size or learner.n
 class Config(FrozenModel):
     """A whole run."""
 
+    trace_ratio: float = Field(0.1, ge=0.0, le=1.0)
+    """Share of the rollouts that MLflow, where it is a tracker, gets as traces: turns, generations, tool calls and
+    sandboxes with their texts. One takes about 15 ms, beside the training."""
     run: RunSection = RunSection()
     model: ModelSection = ModelSection()
     tasks: tuple[str, ...] = ("sort_numbers", "max_subarray_sum")

@@ -256,7 +256,9 @@ async def train_step(run: Run, step: int, groups: Sequence[StoredGroup[object]],
     staleness_version = store.version
     await store.release(step)
     with phases("record"):
-        await folder.write_trajectories(step, await cluster.fetch_groups(groups))
+        fetched = await cluster.fetch_groups(groups)
+        await folder.write_trajectories(step, fetched)
+        run.tracker.trace(step, fetched)
     metrics = summarize_step(summaries, version=staleness_version) | learner_metrics | sync_metrics
     metrics |= run.sampling.step_metrics()
     score = (metrics | eval_metrics).get(config.checkpoint.best_metric)

@@ -113,6 +113,20 @@ class Prompt:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ExecRecord:
+    """One execution in a sandbox for a tool call, as the tool saw it: with the way there and back."""
+
+    sandbox_id: str
+    provider: str
+    """Of the sandbox; `mcp` where a server keeps it."""
+    outcome: str
+    """ok, code_failed or code_stopped."""
+    started_at_s: float
+    """Unix time."""
+    duration_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CallRecord:
     """One tool call, run or refused."""
 
@@ -130,6 +144,8 @@ class CallRecord:
     duration_s: float = 0.0
     waited_s: float = 0.0
     """Part of duration_s before the tool could start (rate limit, free sandbox)."""
+    execs: tuple[ExecRecord, ...] = ()
+    """What ran in sandboxes for it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -171,7 +187,7 @@ class Trajectory:
     num_turns: int = 1
     time_generate_s: float = 0.0
     turns: tuple[TurnRecord, ...] = ()
-    """Each turn with its tool calls, for episodes of the agent loop; empty for a single completion."""
+    """Each turn with its tool calls. Empty for a trajectory that failed before the policy spoke."""
 
     @property
     def num_tokens(self) -> int:

@@ -89,4 +89,4 @@ async def _executed(tool: Tool, state: object, arguments: dict[str, object], rec
     except Exception as error:  # boundary: a tool is foreign code; the policy reads that it failed, the log reads why
         log.warning("tool %s crashed: %s: %s", record.name, type(error).__name__, error, exc_info=True)
         raise _RefusedError(f"{record.name} failed: {type(error).__name__}", "crash") from None
-    return replace(record, output=output.text, reward=output.reward, waited_s=output.waited_s)
+    return replace(record, output=output.text, reward=output.reward, waited_s=output.waited_s, execs=output.execs)

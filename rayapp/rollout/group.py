@@ -26,6 +26,7 @@ from rayapp.types import (
     RolloutStatus,
     SamplingParams,
     Trajectory,
+    TurnRecord,
 )
 
 
@@ -58,6 +59,7 @@ async def run_group(
     async def one(index: int) -> Trajectory:
         own = replace(sampling, seed=sampling_seed(request.group_id, index, seed=seed))
         request_id = f"{request.purpose}={request.group_id}/trajectory={index}"
+        started_at_s = time.time()
         try:
             async with asyncio.timeout(deadline_s):
                 completion = await engine.generate(request_id, prompt.token_ids.tolist(), own)
@@ -71,7 +73,7 @@ async def run_group(
             raise
         except EngineError as error:
             return failed_trajectory(prompt, request, "engine", str(error))
-        return _trajectory(prompt, completion, reward)
+        return _trajectory(prompt, completion, reward, started_at_s)
 
     trajectories = await gather_trajectories([one(index) for index in range(group_size)])
     group = Group(group_id=request.group_id, prompt=prompt, trajectories=tuple(trajectories))
@@ -88,8 +90,18 @@ async def gather_trajectories(coroutines: Sequence[Coroutine[Any, Any, Trajector
     return [task.result() for task in running]
 
 
-def _trajectory(prompt: Prompt, completion: Completion, reward: Reward) -> Trajectory:
+def _trajectory(prompt: Prompt, completion: Completion, reward: Reward, started_at_s: float) -> Trajectory:
     num_prompt, num_response = prompt.token_ids.size, completion.token_ids.size
+    turn = TurnRecord(
+        start=num_prompt,
+        end=num_prompt + num_response,
+        text=completion.text,
+        finish_reason=completion.finish_reason,
+        policy_version=completion.policy_version,
+        started_at_s=started_at_s,
+        queued_s=completion.time_queued_s,
+        generate_s=completion.time_generate_s,
+    )
     status = RolloutStatus.TRUNCATED if completion.finish_reason == "length" else RolloutStatus.COMPLETED
     if not reward.valid:
         status = RolloutStatus.ERROR_SANDBOX
@@ -103,6 +115,7 @@ def _trajectory(prompt: Prompt, completion: Completion, reward: Reward) -> Traje
         min_policy_version=completion.policy_version,
         max_policy_version=completion.policy_version,
         time_generate_s=completion.time_queued_s + completion.time_generate_s,
+        turns=(turn,),
     )
 
 

@@ -15,6 +15,7 @@ from typing import Any, Protocol
 
 from rayapp.errors import ConfigError
 from rayapp.protocols import SandboxSource
+from rayapp.types import ExecRecord
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,6 +60,8 @@ class ToolOutput:
     """The tool's own verdict on this call, recorded as an intermediate reward."""
     waited_s: float = 0.0
     """Seconds before the call could start (rate limit, free sandbox): not the tool's own time."""
+    execs: tuple[ExecRecord, ...] = ()
+    """What ran in sandboxes for it, for the trace of the rollout."""
 
 
 class ToolFailedError(Exception):

@@ -16,6 +16,7 @@ from rayapp.sandbox.bucket import TokenBucket
 from rayapp.tools.base import ToolFailedError, ToolOutput, ToolSchema
 from rayapp.tools.config import McpToolConfig
 from rayapp.tools.mcp_link import McpLink, RpcError
+from rayapp.types import ExecOutcome, ExecRecord
 
 _INFRASTRUCTURE = (-32001, -32002, -32003)
 """Codes of sandbox servers: key refused, no sandbox, the sandbox failed."""
@@ -53,6 +54,7 @@ class McpTool:
 
     async def execute(self, state: McpLink, arguments: Mapping[str, Any]) -> ToolOutput:
         waited_s = await self._wait_for_turn()
+        started_at_s, started = time.time(), time.monotonic()
         try:
             answer = await state.call(self.schema.name, arguments, timeout_s=self._config.timeout)
         except TimeoutError:
@@ -64,7 +66,8 @@ class McpTool:
         text = answer_text(answer)
         if answer.is_error:
             raise ToolFailedError(text or f"{self.schema.name} failed")
-        return ToolOutput(text=text, waited_s=waited_s)
+        ran = _execution(answer, started_at_s, time.monotonic() - started)
+        return ToolOutput(text=text, waited_s=waited_s, execs=ran)
 
     async def reward(self, state: McpLink) -> float | None:
         return None
@@ -98,6 +101,22 @@ def answer_text(answer: Any) -> str:
     if isinstance(content, dict) and isinstance(content.get("stdout"), str) and "exit_code" in content:
         return _command_text(content)
     return "\n".join(str(part.text) for part in answer.content if getattr(part, "text", None))
+
+
+def _execution(answer: Any, started_at_s: float, duration_s: float) -> tuple[ExecRecord, ...]:
+    """What a server that runs code says of the sandbox; nothing for any other server."""
+    content = answer.structured_content
+    if not isinstance(content, dict) or not isinstance(content.get("sandbox_id"), str):
+        return ()
+    outcome = ExecOutcome.CODE_FAILED if content.get("error") or content.get("exit_code") else ExecOutcome.OK
+    record = ExecRecord(
+        sandbox_id=content["sandbox_id"],
+        provider="mcp",
+        outcome=outcome.value,
+        started_at_s=started_at_s,
+        duration_s=duration_s,
+    )
+    return (record,)
 
 
 def _code_text(content: Mapping[str, Any]) -> str:

@@ -19,7 +19,7 @@ from rayapp.errors import ConfigError, SandboxConfigError, SandboxError
 from rayapp.protocols import Sandbox, SandboxLease
 from rayapp.tools.base import ToolBase, ToolContext, ToolOutput, ToolSchema
 from rayapp.tools.config import parse
-from rayapp.types import ExecResult, SandboxSpec, StopCause
+from rayapp.types import ExecRecord, ExecResult, SandboxSpec, StopCause
 
 
 class PythonToolConfig(BaseModel):
@@ -95,11 +95,19 @@ class PythonTool(ToolBase):
         started = time.monotonic()
         sandbox = state.sandbox or await self._borrow(state)
         waited_s = time.monotonic() - started
+        started_at_s, started = time.time(), time.monotonic()
         result = await sandbox.run_code(code, timeout_s=self._own.timeout, stateful=self._own.stateful)
+        ran = ExecRecord(
+            sandbox_id=sandbox.id,
+            provider=sandbox.provider,
+            outcome=result.outcome.value,
+            started_at_s=started_at_s,
+            duration_s=time.monotonic() - started,
+        )
         state.num_calls += 1
         if not self._own.stateful:
             await self.release(state)
-        return ToolOutput(text=result_text(result, stateful=self._own.stateful), waited_s=waited_s)
+        return ToolOutput(text=result_text(result, stateful=self._own.stateful), waited_s=waited_s, execs=(ran,))
 
     async def _borrow(self, state: _State) -> Sandbox:
         lease = self._sandboxes.lease(self._spec, timeout_s=self._own.lease_timeout)

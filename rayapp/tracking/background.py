@@ -1,6 +1,6 @@
 """A tracker that talks to a service, in a thread of its own: a server that hangs must not make training wait.
 
-    driver --log--> queue (bounded) --> thread --> the tracker (made there, on its first record)
+    driver --log, trace--> queue (bounded) --> thread --> the tracker (made there, on its first record)
 
 What failed in the thread is raised at the next call, where RunTracker counts it. Records wait in memory while a service
 is slow; when `MAX_WAITING` of them do, further ones are refused, which counts as a failure as well.
@@ -10,17 +10,28 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from typing import Generic, Protocol, TypeVar
 
 from rayapp.protocols import Tracker
+from rayapp.tracking.traces import TracedRollout, chosen_rollouts
+from rayapp.types import Group
 
 MAX_WAITING = 1000
+MAX_WAITING_TRACES = 4
+"""Steps. Their groups stay in the object store until they are written."""
 CLOSE_TIMEOUT_S = 30.0
 
-Record = tuple[int, dict[str, float]]
+T = TypeVar("T", bound=Tracker)
 
 
-class BackgroundTracker:
+class RolloutTracer(Tracker, Protocol):
+    """A tracker that takes whole rollouts too."""
+
+    def trace(self, rollouts: Sequence[TracedRollout]) -> None: ...
+
+
+class BackgroundTracker(Generic[T]):
     """Runs a tracker in a daemon thread.
 
     Args:
@@ -28,11 +39,11 @@ class BackgroundTracker:
         make: makes the tracker for the run's first step; may take long or fail, and is tried again at the next record.
     """
 
-    def __init__(self, name: str, make: Callable[[int], Tracker], *, close_timeout_s: float = CLOSE_TIMEOUT_S) -> None:
+    def __init__(self, name: str, make: Callable[[int], T], *, close_timeout_s: float = CLOSE_TIMEOUT_S) -> None:
         self._name = name
         self._make = make
         self._close_timeout_s = close_timeout_s
-        self._records: queue.Queue[Record | None] = queue.Queue(MAX_WAITING)
+        self._records: queue.Queue[tuple[int, Callable[[T], None]] | None] = queue.Queue(MAX_WAITING)
         self._errors: queue.SimpleQueue[Exception] = queue.SimpleQueue()
         # A daemon: a service that never answers must not keep the process from ending.
         self._thread = threading.Thread(target=self._work, name=f"tracker-{name}", daemon=True)
@@ -45,8 +56,12 @@ class BackgroundTracker:
             Exception: what an earlier record failed with, or queue.Full; this record is handed over all the same if it
                 can be.
         """
+        values = dict(metrics)
+        self._put(step, lambda tracker: tracker.log(step, values))
+
+    def _put(self, step: int, work: Callable[[T], None]) -> None:
         try:
-            self._records.put_nowait((step, dict(metrics)))
+            self._records.put_nowait((step, work))
         except queue.Full:
             raise queue.Full(f"{MAX_WAITING} steps wait for {self._name}, which is too slow or hangs") from None
         self._raise_first()
@@ -75,11 +90,12 @@ class BackgroundTracker:
             raise self._errors.get()
 
     def _work(self) -> None:
-        tracker: Tracker | None = None
+        tracker: T | None = None
         while (record := self._records.get()) is not None:
             try:
-                tracker = tracker or self._make(record[0])
-                tracker.log(*record)
+                step, work = record
+                tracker = tracker or self._make(step)
+                work(tracker)
             except Exception as error:  # boundary: the driver's next call raises it
                 self._errors.put(error)
         try:
@@ -87,3 +103,49 @@ class BackgroundTracker:
                 tracker.close()
         except Exception as error:  # boundary: as above
             self._errors.put(error)
+
+
+class BackgroundTracer(BackgroundTracker[RolloutTracer]):
+    """As `BackgroundTracker`, for a tracker that takes a share of the rollouts too.
+
+    Args:
+        ratio: of all rollouts, see `chosen_rollouts`.
+        seed: draws them.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        make: Callable[[int], RolloutTracer],
+        *,
+        ratio: float,
+        seed: int,
+        close_timeout_s: float = CLOSE_TIMEOUT_S,
+    ) -> None:
+        super().__init__(name, make, close_timeout_s=close_timeout_s)
+        self._ratio = ratio
+        self._seed = seed
+        self._places = threading.Semaphore(MAX_WAITING_TRACES)
+
+    def trace(self, step: int, groups: Sequence[Group]) -> None:
+        """Hand over the rollouts of a step that are to be traced.
+
+        Raises:
+            Exception: as `log`; queue.Full: this step's traces are left out.
+        """
+        chosen = chosen_rollouts(step, groups, self._ratio, seed=self._seed)
+        if not chosen:
+            return
+        if not self._places.acquire(blocking=False):
+            raise queue.Full(
+                f"traces of {MAX_WAITING_TRACES} steps wait for {self._name}; those of step {step} are left out. Lower "
+                "tracking.trace_ratio."
+            )
+
+        def write(tracker: RolloutTracer) -> None:
+            try:
+                tracker.trace(chosen)
+            finally:
+                self._places.release()
+
+        self._put(step, write)

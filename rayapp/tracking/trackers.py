@@ -16,10 +16,13 @@ from rich.console import Console
 from rayapp.config import Config
 from rayapp.errors import ConfigError
 from rayapp.protocols import Tracker
+from rayapp.rollout.prompts import load_tokenizer
 from rayapp.run_folder import RunFolder
-from rayapp.tracking.background import BackgroundTracker
+from rayapp.tracking.background import BackgroundTracer, BackgroundTracker, RolloutTracer
 from rayapp.tracking.console import LineConsole, LiveConsole, LogConsole
 from rayapp.tracking.jsonl import JsonlTracker
+from rayapp.tracking.traces import Decode
+from rayapp.types import Group
 
 log = logging.getLogger(__name__)
 
@@ -59,6 +62,13 @@ class RunTracker:
         for name, tracker in self._trackers.items():
             with self._guarded(name):
                 tracker.log(step, metrics)
+
+    def trace(self, step: int, groups: Sequence[Group]) -> None:
+        """The rollouts of one step to every tracker that takes them."""
+        for name, tracker in self._trackers.items():
+            if isinstance(tracker, BackgroundTracer):
+                with self._guarded(name):
+                    tracker.trace(step, groups)
 
     @contextmanager
     def _guarded(self, name: str) -> Iterator[None]:
@@ -100,6 +110,9 @@ def _make(config: Config, path: Path) -> RunTracker:
     for name, make in _SERVICES.items():
         if name in chosen:
             trackers[name] = BackgroundTracker(name, partial(make, config, path))
+    if "mlflow" in chosen:
+        ratio, seed = config.tracking.trace_ratio, config.run.seed
+        trackers["mlflow"] = BackgroundTracer("mlflow", partial(_mlflow, config, path), ratio=ratio, seed=seed)
     return RunTracker(trackers, console)
 
 
@@ -119,11 +132,21 @@ def _tensorboard(config: Config, path: Path, first_step: int) -> Tracker:
     return TensorboardTracker(path / "tensorboard", first_step)
 
 
-def _mlflow(config: Config, path: Path, first_step: int) -> Tracker:
+def _mlflow(config: Config, path: Path, first_step: int) -> RolloutTracer:
     from rayapp.tracking.mlflow_tracker import MlflowTracker
 
     section = config.tracking
-    return MlflowTracker(path, uri=section.mlflow_uri, experiment=section.project, parameters=flattened(config))
+    return MlflowTracker(
+        path,
+        uri=section.mlflow_uri,
+        experiment=section.project,
+        parameters=flattened(config),
+        load_decode=partial(_load_decode, config),
+    )
+
+
+def _load_decode(config: Config) -> Decode:
+    return partial(load_tokenizer(config).decode, skip_special_tokens=False)
 
 
 def _wandb(config: Config, path: Path, first_step: int) -> Tracker:

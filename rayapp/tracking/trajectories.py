@@ -17,13 +17,22 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from rayapp.errors import InputError
-from rayapp.types import CallRecord, Group, Prompt, Reward, RolloutStatus, Trajectory, TurnRecord
+from rayapp.types import CallRecord, ExecRecord, Group, Prompt, Reward, RolloutStatus, Trajectory, TurnRecord
 
 SCHEMA_VERSION = "1"
 _KEY = b"rayapp.schema_version"
 # One trajectory of a big step can be read without its neighbours' tokens.
 ROWS_PER_ROW_GROUP = 512
 
+_EXEC = pa.struct(
+    [
+        ("sandbox_id", pa.string()),
+        ("provider", pa.string()),
+        ("outcome", pa.string()),
+        ("started_at_s", pa.float64()),
+        ("duration_s", pa.float64()),
+    ]
+)
 _CALL = pa.struct(
     [
         ("name", pa.string()),
@@ -34,6 +43,7 @@ _CALL = pa.struct(
         ("started_at_s", pa.float64()),
         ("duration_s", pa.float64()),
         ("waited_s", pa.float64()),
+        ("execs", pa.list_(_EXEC)),
     ]
 )
 _TURN = pa.struct(
@@ -179,4 +189,9 @@ def _trajectory(row: dict[str, Any]) -> Trajectory:
 
 
 def _turn(record: dict[str, Any]) -> TurnRecord:
-    return TurnRecord(**record | {"calls": tuple(CallRecord(**call) for call in record["calls"])})
+    return TurnRecord(**record | {"calls": tuple(_call(call) for call in record["calls"])})
+
+
+def _call(record: dict[str, Any]) -> CallRecord:
+    # Files written before executions were recorded have no such field.
+    return CallRecord(**record | {"execs": tuple(ExecRecord(**one) for one in record.get("execs") or ())})
