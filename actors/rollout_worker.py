@@ -19,6 +19,7 @@ from rayapp.logs import about, label_logs
 from rayapp.rollout.order import ANY_VERSION, GroupRequest, evaluation_seed, is_first_turn
 from rayapp.rollout.shaping import shape_group
 from rayapp.rollout.sources import Groups, open_groups
+from rayapp.routing import neighbours, server_in_cohort
 from rayapp.sandbox.client import PoolClient
 from rayapp.sandbox.providers import local_provider, remote_providers
 from rayapp.types import Completion, Group, GroupSummary, SamplingParams
@@ -138,9 +139,11 @@ class RolloutWorker:
         return self._groups
 
     def _engine(self, request: GroupRequest, num_samples: int) -> ServerEngine:
-        position = request.group_id % len(self._servers)
-        neighbours = [g for g in request.cohort if g % len(self._servers) == position]
-        return ServerEngine(self._servers[position], request, max(1, len(neighbours) * num_samples))
+        num_servers = len(self._servers)
+        position = request.server
+        if position is None:
+            position = server_in_cohort(request, num_servers) if request.cohort else request.group_id % num_servers
+        return ServerEngine(self._servers[position], request, neighbours(request, num_servers) * num_samples)
 
     def _observe_exec(self, provider: str, seconds: float) -> None:
         self._reporter.observe("rl_sandbox_exec_seconds", seconds, provider=provider)

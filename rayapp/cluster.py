@@ -75,6 +75,10 @@ class Cluster:
     def rollout_worker(self, group_id: int) -> RolloutWorkerHandle:
         return self.rollout_workers[group_id % len(self.rollout_workers)]
 
+    def server_is_up(self, index: int) -> bool:
+        """False while it is being replaced."""
+        return self.supervisor.is_up(self.servers[index].name)
+
     async def sync_weights(self, version: int) -> dict[str, float]:
         """Give every server the learners' weights under this version. Returns `weight_sync/*` metrics.
 

@@ -36,6 +36,7 @@ from rayapp.logs import about, start_logs
 from rayapp.phases import Phases
 from rayapp.rollout.check import check_inputs
 from rayapp.rollout.order import GroupRequest, evaluation_waves
+from rayapp.routing import Router
 from rayapp.run_folder import RunFolder
 from rayapp.saving import CheckpointSaver, saving
 from rayapp.store import StoredGroup, TrajectoryStore
@@ -81,7 +82,7 @@ async def _run(config: Config, folder: RunFolder) -> None:
             await train_through_losses(config, cluster, folder, tracker)
             tracker.phase("exporting")
             await export_final(cluster, folder)
-            tracker.note(f"final model: {folder.path / 'final'}")
+            tracker.note(f"final model: {folder.uri}/final")
     write_reward_plot(folder.path)
 
 
@@ -182,6 +183,7 @@ async def train(config: Config, cluster: Cluster, folder: RunFolder, tracker: Ru
         sampling=sampling,
         failures=FailureBudget(config.rollout.max_failed_ratio),
         watchdog=_watchdog(cluster, folder, tracker),
+        router=Router(len(cluster.servers), is_up=cluster.server_is_up),
     )
     async with saving(saver), saving_when_stopped(saver, folder, store), unstalled(run.watchdog), feeding(run):
         for step in range(version + 1, config.train.num_steps + 1):
@@ -206,6 +208,7 @@ class Run:
     sampling: DynamicSampling
     failures: FailureBudget
     watchdog: Watchdog
+    router: Router
 
 
 def _enter_phase(run: Run, name: str) -> None:
@@ -270,7 +273,9 @@ async def train_step(run: Run, step: int, groups: Sequence[StoredGroup[object]],
         | eval_metrics
         | phases.metrics(summaries)
         | ledger_metrics(store)
+        | run.router.metrics()
         | run.failures.metrics()
+        | folder.storage_metrics()
     )
     run.tracker.log(step, metrics)
 
@@ -356,8 +361,8 @@ async def generate(run: Run, request: GroupRequest) -> None:
     for _ in range(MAX_ISSUES):
         try:
             worker = cluster.rollout_worker(group_id)
-            with run.watchdog.waiting(f"group {group_id}", worker.name):
-                summary, ref = await worker.run_group(request)
+            with run.watchdog.waiting(f"group {group_id}", worker.name), run.router.placed(request) as placed:
+                summary, ref = await worker.run_group(placed)
         except LOST_GROUP as error:
             version = run.store.reissue(group_id, type(error).__name__)
             run.tracker.note(f"group {group_id} is issued again: {error}")

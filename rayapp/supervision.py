@@ -82,6 +82,7 @@ class Supervisor:
         self._limits = limits
         self._report = report
         self._locks = {name: asyncio.Lock() for name in self._members}
+        self._down: set[str] = set()
         self.restarts: Counter[str] = Counter()
         """By name, over the run."""
         self.seconds_down = 0.0
@@ -115,6 +116,10 @@ class Supervisor:
             RestartsUsedUpError: a member died too often.
         """
         await asyncio.gather(*(self._check(name) for name in self._members))
+
+    def is_up(self, name: str) -> bool:
+        """False while it is being replaced."""
+        return name not in self._down
 
     async def condemn(self, name: str, reason: str) -> None:
         """A member answers, but must not go on as it is: replace it."""
@@ -152,6 +157,7 @@ class Supervisor:
         self._report(f"lost {member.name}: {reason}")
         log.warning("lost %s: %s", member.name, reason)
         started = time.monotonic()
+        self._down.add(member.name)
         while True:
             self._count(member.name, reason)
             try:
@@ -165,6 +171,7 @@ class Supervisor:
                 reason, must_kill = str(error), await self._is_still(member, self._incarnations[member.name])
             except TimeoutError:
                 reason, must_kill = f"it was not ready again within {self._limits.revive_timeout_s:g} s.", True
+        self._down.discard(member.name)
         seconds = time.monotonic() - started
         self.seconds_down += seconds
         self._report(f"replaced {member.name} after {seconds:.1f} s (restart {self.restarts[member.name]})")

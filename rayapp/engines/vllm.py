@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 
 from rayapp.config import Config
+from rayapp.engines.concurrency import ConcurrencyLimit, Gate
 from rayapp.engines.vllm_stats import EngineLoad
 from rayapp.errors import EngineDeadError, EngineError, WeightSyncError
 from rayapp.types import Completion, SamplingParams
@@ -37,6 +38,7 @@ class _Request:
         self.request_id = request_id
         self.prompt_ids = prompt_ids
         self.sampling = sampling
+        self.created_s = time.monotonic()
         self.queue: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
 
     def order(self) -> tuple[object, ...]:
@@ -49,21 +51,25 @@ class VllmEngine:
 
     Args:
         engine: vLLM's AsyncLLM.
-        load: among its stat loggers.
+        load: among its stat loggers, which tell the gate.
+        gate: where requests wait that no cohort waits for.
     """
 
-    def __init__(self, engine: Any, load: EngineLoad) -> None:
+    def __init__(self, engine: Any, load: EngineLoad, gate: Gate) -> None:
         self._engine = engine
         self._load = load
+        self._gate = gate
         self.policy_version = 0
         self._is_paused = False
         self._is_asleep = False
         self._waiting: list[_Request] = []
 
     @classmethod
-    async def start(cls, config: Config) -> VllmEngine:
+    async def start(cls, config: Config, **engine_args: Any) -> VllmEngine:
         """Load the model and be ready to generate.
 
+        Args:
+            engine_args: of vLLM's, in place of those that follow from the configuration.
         Raises:
             EngineError: vLLM could not start; the message holds its reason.
         """
@@ -72,18 +78,20 @@ class VllmEngine:
         from vllm.v1.engine.async_llm import AsyncLLM
 
         try:
-            load = EngineLoad()
-            engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**_engine_args(config)), stat_loggers=[load.factory])
+            gate = Gate(ConcurrencyLimit(ceiling=config.server.max_num_seqs))
+            load = EngineLoad(lambda kv_used, num: gate.observe(kv_used=kv_used, num_preempted=num))
+            args = AsyncEngineArgs(**_engine_args(config) | engine_args)
+            engine = AsyncLLM.from_engine_args(args, stat_loggers=[load.factory])
             await engine.collective_rpc("die_with", args=(os.getpid(),))
         except Exception as error:  # boundary: vLLM raises whatever its dependencies raise
             raise EngineError(
                 f"vLLM did not start with {config.model.path}: {type(error).__name__}: {error}"
             ) from error
-        return cls(engine, load)
+        return cls(engine, load, gate)
 
     def load(self) -> dict[str, float]:
-        """See `EngineLoad.scalars`."""
-        return self._load.scalars()
+        """See `EngineLoad.scalars` and `Gate.scalars`."""
+        return self._load.scalars() | self._gate.scalars()
 
     async def generate(
         self, request_id: str, prompt_ids: Sequence[int], sampling: SamplingParams, *, cohort_size: int = 1
@@ -97,8 +105,17 @@ class VllmEngine:
             EngineDeadError: the engine's process is gone.
             EngineError: it refuses this request.
         """
-        started = time.monotonic()
-        queue = await self._admit(_Request(request_id, prompt_ids, sampling), cohort_size)
+        request = _Request(request_id, prompt_ids, sampling)
+        if cohort_size > 1:
+            # All of a cohort starts at once: which of it ran together must not follow from what the cache held.
+            with self._gate.passing():
+                return await self._sample(request, cohort_size)
+        async with self._gate.seat(request.order()):
+            return await self._sample(request, 1)
+
+    async def _sample(self, request: _Request, cohort_size: int) -> Completion:
+        started, request_id = request.created_s, request.request_id
+        queue = await self._admit(request, cohort_size)
         admitted = time.monotonic()
         try:
             output = await queue.get()

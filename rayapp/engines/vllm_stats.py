@@ -6,16 +6,23 @@ vLLM calls here is decided by the names of the methods.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 
 class EngineLoad:
-    """A stat logger of vLLM's that remembers. One per engine; the rank's number is not used."""
+    """A stat logger of vLLM's that remembers. One per engine; the rank's number is not used.
 
-    def __init__(self) -> None:
+    Args:
+        on_step: told after each step of the engine the share of the KV cache in use, and how many sequences it threw
+            out.
+    """
+
+    def __init__(self, on_step: Callable[[float, int], None] = lambda kv_used, num_preempted: None) -> None:
         self._running = self._waiting = 0
         self._kv_used = 0.0
-        self._prefix_queries = self._prefix_hits = 0
+        self._prefix_queries = self._prefix_hits = self._preempted = 0
+        self._on_step = on_step
 
     def factory(self, vllm_config: Any, engine_index: int = 0) -> EngineLoad:
         """What vLLM calls to make the logger."""
@@ -25,6 +32,8 @@ class EngineLoad:
         self, scheduler_stats: Any, iteration_stats: Any, mm_cache_stats: Any = None, engine_idx: int = 0
     ) -> None:
         """After each step of the engine. None comes with steps that have no statistics."""
+        num_preempted = 0 if iteration_stats is None else iteration_stats.num_preempted_reqs
+        self._preempted += num_preempted
         if scheduler_stats is None:
             return
         self._running = scheduler_stats.num_running_reqs
@@ -32,6 +41,7 @@ class EngineLoad:
         self._kv_used = scheduler_stats.kv_cache_usage
         self._prefix_queries += scheduler_stats.prefix_cache_stats.queries
         self._prefix_hits += scheduler_stats.prefix_cache_stats.hits
+        self._on_step(self._kv_used, num_preempted)
 
     def log_engine_initialized(self) -> None:
         """Nothing to say."""
@@ -43,11 +53,13 @@ class EngineLoad:
         """Our engines never sleep."""
 
     def scalars(self) -> dict[str, float]:
-        """Requests running and waiting, share of the KV cache in use; tokens looked up and found since the start."""
+        """Requests running and waiting, share of the KV cache in use; tokens looked up and found, and sequences thrown
+        out to be computed again, since the start."""
         return {
             "running": float(self._running),
             "waiting": float(self._waiting),
             "kv_used": float(self._kv_used),
             "prefix_queries": float(self._prefix_queries),
             "prefix_hits": float(self._prefix_hits),
+            "preempted": float(self._preempted),
         }

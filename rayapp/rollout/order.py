@@ -33,6 +33,8 @@ class GroupRequest:
     cohort: tuple[int, ...] = ()
     """Ids of the groups that start together with this one. A server admits a cohort's requests in one go, so that the
     batches it computes, and with them the last bits of its log-probs, don't depend on arrival times. Empty: at once."""
+    server: int | None = None
+    """Index of the server that samples it, all turns of all its trajectories. None: whoever runs it deals it out."""
     purpose: Literal["group", "eval"] = "group"
     """First word of its requests' ids: evaluation meets training neither in a server's queue nor in its cache."""
 
