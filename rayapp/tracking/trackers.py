@@ -118,7 +118,7 @@ def _make(config: Config, path: Path) -> RunTracker:
 
 def _check_packages(chosen: Sequence[str]) -> None:
     """Raises ConfigError: a tracker was asked for by name, so its absence is told before anything starts."""
-    missing = [name for name in chosen if name in _SERVICES and find_spec(name) is None]
+    missing = [name for name in chosen if name in (*_SERVICES, "mlflow") and find_spec(name) is None]
     if missing:
         raise ConfigError(
             f"tracking.trackers names {', '.join(missing)}, but the package is not installed here: "
@@ -158,7 +158,6 @@ def _wandb(config: Config, path: Path, first_step: int) -> Tracker:
 
 _SERVICES: dict[str, Callable[[Config, Path, int], Tracker]] = {
     "tensorboard": _tensorboard,
-    "mlflow": _mlflow,
     "wandb": _wandb,
 }
 

@@ -270,3 +270,10 @@ def test_only_the_drivers_one_writer_opens_the_tracking_database() -> None:
         "rayapp/driver.py",
         "rayapp/replay.py",
     }
+
+
+def test_a_list_of_trackers_is_short_for_the_section() -> None:
+    config = Config.model_validate({"tracking": ["console", "jsonl", "mlflow"]})
+
+    assert config.tracking.trackers == ("console", "jsonl", "mlflow")
+    assert config.tracking.trace_ratio == 0.1
