@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from rayapp.config import CheckpointSection
 from rayapp.durable import explain_full_disk, fsync, write_text
+from rayapp.errors import CheckpointError
 
 MANIFEST = "manifest.json"
 RESUMABLE = frozenset({"model", "optimizer"})
@@ -49,11 +50,15 @@ class CheckpointFolder:
     Args:
         path: of the folder; made when the first checkpoint is.
         section: how many to keep, and what is in each.
+        in_use: true for a checkpoint that must stay for now, whatever its age.
     """
 
-    def __init__(self, path: Path, section: CheckpointSection) -> None:
+    def __init__(
+        self, path: Path, section: CheckpointSection, *, in_use: Callable[[Path], bool] = lambda path: False
+    ) -> None:
         self.path = path
         self._section = section
+        self._in_use = in_use
 
     def whole(self) -> list[Checkpoint]:
         """Every whole checkpoint, oldest first; torn ones are passed over."""
@@ -78,6 +83,12 @@ class CheckpointFolder:
         pending, target = self._pending(version), self.path / f"step={version:06d}"
         with explain_full_disk(pending):
             files = sorted(path for path in pending.rglob("*") if path.is_file())
+            if not files:
+                raise CheckpointError(
+                    f"{pending} is empty though the learners have saved: they wrote on another machine. Put the run "
+                    "folder (run.output_dir; with s3:// run.staging_dir) on a disk that the driver and the learners "
+                    "share."
+                )
             for path in files:
                 fsync(path)
             manifest = {
@@ -102,7 +113,7 @@ class CheckpointFolder:
     def _prune(self) -> None:
         kept = {c.path for c in to_keep(self.whole(), self._section.keep_last, self._section.keep_best)}
         for folder in self.path.glob("step=*"):
-            if folder not in kept:
+            if folder not in kept and not self._in_use(folder):
                 _remove(folder)
 
 
@@ -130,12 +141,13 @@ def _read(path: Path) -> Checkpoint | None:
     try:
         manifest: dict[str, Any] = json.loads((path / MANIFEST).read_text())
         whole = all((path / name).stat().st_size == size for name, size in manifest["files"].items())
-        return _checkpoint(path, manifest) if whole else None
+        return parse_manifest(path, manifest) if whole else None
     except (OSError, ValueError, KeyError, AttributeError, TypeError):
         return None
 
 
-def _checkpoint(path: Path, manifest: dict[str, Any]) -> Checkpoint:
+def parse_manifest(path: Path, manifest: dict[str, Any]) -> Checkpoint:
+    """The checkpoint at `path`, as its manifest describes it. Raises KeyError or TypeError: it is no manifest."""
     # Manifests of before save_contents have neither key: they held the model and the optimizer, and no score.
     return Checkpoint(
         version=manifest["version"],

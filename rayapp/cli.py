@@ -208,6 +208,16 @@ def report(
     report_command(run, out)
 
 
+@app.command(epilog="Examples:\n\n  rayapp sync ~/.cache/rayapp/runs/coding_8gpu-3f1c0a9b2d4e")
+def sync(
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Staging folder, as the run's message names it")],
+) -> None:
+    """Finish the uploads of a run on s3:// that ended, or was ended, before all of it was there."""
+    from rayapp.mirror.command import sync_command
+
+    sync_command(folder.expanduser())
+
+
 @app.command(epilog="Examples:\n\n  rayapp plan configs/coding_8gpu.yaml --gpu h100")
 def plan(
     config: ConfigFile,

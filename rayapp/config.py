@@ -7,14 +7,17 @@ nothing heavy, so that `rayapp --help` is instant.
 
 from __future__ import annotations
 
+import hashlib
 from pathlib import Path
 from typing import Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from rayapp.algo.names import NEEDS_NO_GROUP
 from rayapp.config_agent import AgentSection, DataSection, RewardSection
+from rayapp.errors import StorageConfigError
 from rayapp.sandbox.config import SandboxConfig
+from rayapp.storage.location import Location
 
 LossAggMode = Literal["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-sum-norm", "seq-mean-token-mean"]
 Dtype = Literal["float32", "bfloat16"]
@@ -30,13 +33,30 @@ class FrozenModel(BaseModel):
 class RunSection(FrozenModel):
     name: str = Field("run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$")
     """Names the run folder, the Ray namespace and the sandboxes' labels."""
-    output_dir: Path = Path("outputs")
-    """The run folder is `<output_dir>/<name>`."""
+    output_dir: str = Field("outputs", min_length=1)
+    """The run folder is `<output_dir>/<name>`: a path, or s3://bucket/prefix. Credentials are in the environment."""
+    staging_dir: Path = Path("~/.cache/rayapp/runs")
+    """For a run folder on s3://: where its files are until they are uploaded. The driver and the learners must share
+    it. It is emptied when a run ends and all of it is uploaded."""
     resume: Literal["auto", "never", "must"] = "auto"
     """auto: go on from the last whole checkpoint if there is one. never: refuse a folder that has a run in it.
     must: refuse to start from nothing."""
     seed: int = Field(0, ge=0, lt=2**31)
     """Draws prompts' order, sampling, hidden tests. The same seed and config give the same run (synchronous CPU)."""
+
+    @field_validator("output_dir", mode="before")
+    @classmethod
+    def _as_text(cls, value: Any) -> Any:
+        return str(value) if isinstance(value, Path) else value
+
+    @field_validator("output_dir", mode="after")
+    @classmethod
+    def _location(cls, value: str) -> str:
+        try:
+            Location.parse(value)
+        except StorageConfigError as error:
+            raise ValueError(str(error)) from error
+        return value
 
 
 class ModelSection(FrozenModel):
@@ -265,6 +285,9 @@ class TrackingSection(FrozenModel):
     """MLflow experiment and W&B project."""
     mlflow_uri: str = ""
     """MLflow tracking server. Empty: MLFLOW_TRACKING_URI, else `mlflow.db` in the run folder."""
+    trace_ratio: float = Field(0.1, ge=0.0, le=1.0)
+    """Share of the rollouts that MLflow, where it is a tracker, gets as traces: turns, generations, tool calls and
+    sandboxes with their texts. One takes about 15 ms, beside the training."""
     wandb_mode: Literal["offline", "online"] = "offline"
     """offline keeps files in the run folder for `wandb sync`; online needs WANDB_API_KEY."""
     trajectories: bool = True
@@ -285,9 +308,6 @@ FEWER_GPUS = "Lower server.num_servers, server.tensor_parallel_size or learner.n
 class Config(FrozenModel):
     """A whole run."""
 
-    trace_ratio: float = Field(0.1, ge=0.0, le=1.0)
-    """Share of the rollouts that MLflow, where it is a tracker, gets as traces: turns, generations, tool calls and
-    sandboxes with their texts. One takes about 15 ms, beside the training."""
     run: RunSection = RunSection()
     model: ModelSection = ModelSection()
     tasks: tuple[str, ...] = ("sort_numbers", "max_subarray_sum")
@@ -333,8 +353,18 @@ class Config(FrozenModel):
         return f"GPUs: {servers} servers x TP {tp} + {learners} learners = {self.num_gpus_needed}"
 
     @property
+    def run_uri(self) -> str:
+        """Where the run is kept: `<output_dir>/<name>`."""
+        return str(Location.parse(self.run.output_dir).join(self.run.name))
+
+    @property
     def run_folder(self) -> Path:
-        return self.run.output_dir / self.run.name
+        """Where the run is written on this machine: `run_uri`, or the staging folder of a run on s3://."""
+        if not Location.parse(self.run.output_dir).is_remote:
+            return Path(self.run_uri)
+        # Two buckets may hold runs of one name.
+        digest = hashlib.sha256(self.run_uri.encode()).hexdigest()[:12]
+        return self.run.staging_dir.expanduser() / f"{self.run.name}-{digest}"
 
     @model_validator(mode="before")
     @classmethod

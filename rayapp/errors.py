@@ -33,6 +33,7 @@
     │   ├── StorageExistsError          a conditional create lost: somebody else made it first
     │   ├── StorageCorruptError         what was read is not what was written
     │   ├── StorageFullError            the disk or the quota is full
+    │   ├── StorageIncompleteError      a run ended, and not all of it is uploaded: the message says how to go on
     │   └── StorageConfigError          retrying can't help (also a UserError)
     │       ├── StorageBucketError      the bucket doesn't exist
     │       ├── StoragePermissionError  these credentials may not do this
@@ -184,6 +185,10 @@ class StorageCorruptError(StorageError):
 
 class StorageFullError(StorageError):
     """The disk or the storage quota is full."""
+
+
+class StorageIncompleteError(StorageError):
+    """A run has ended and some of its files are on this machine only. The message names them and what finishes it."""
 
 
 class StorageConfigError(StorageError, UserError):

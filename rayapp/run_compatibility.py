@@ -13,6 +13,7 @@ from rayapp.errors import RunFolderError
 
 FREE_KEYS = (
     "run.output_dir",
+    "run.staging_dir",
     "run.resume",
     "train.num_steps",
     "cluster",

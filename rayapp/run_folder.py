@@ -1,6 +1,6 @@
 """The folder of one run: who may write it, what a resumed run keeps, and nothing in it that looks whole and isn't.
 
-    outputs/<run>/  run.lock  config.yaml  metrics.jsonl  rewards.png
+    outputs/<run>/  run.lock  format.json  config.yaml  metrics.jsonl  rewards.png
                     trajectories/step=000001.parquet   checkpoints/step=000010/{learner/, manifest.json}   final/
 
 Everything is written aside and renamed; checkpoints are in `checkpoints.py`. The driver owns the folder through a lock
@@ -23,7 +23,9 @@ from rayapp.config import Config
 from rayapp.config_loading import to_yaml
 from rayapp.durable import explain_full_disk, write_text
 from rayapp.errors import RunFolderError
+from rayapp.mirror.mirror import RunMirror, mirroring
 from rayapp.run_compatibility import check_same_training
+from rayapp.run_format import check_format, write_format
 from rayapp.tracking.trajectories import write_trajectories
 from rayapp.types import Group
 
@@ -40,33 +42,43 @@ class RunFolder:
     Args:
         path: exists, and its lock is held.
         config: of the run.
+        mirror: sends it to object storage; None for a folder that stays here.
     """
 
-    def __init__(self, path: Path, config: Config) -> None:
+    def __init__(self, path: Path, config: Config, mirror: RunMirror | None = None) -> None:
         self.path = path
+        self.uri = mirror.uri if mirror is not None else str(path)
+        """Where people find it."""
         self._config = config
-        self.checkpoints = CheckpointFolder(path / "checkpoints", config.checkpoint)
+        self._mirror = mirror
+        in_use = mirror.is_reading if mirror is not None else lambda checkpoint: False
+        self.checkpoints = CheckpointFolder(path / "checkpoints", config.checkpoint, in_use=in_use)
 
     @classmethod
     @contextmanager
     def open(cls, config: Config) -> Iterator[RunFolder]:
         """Lock the folder, check that this run may go on in it, and keep it for the length of the block.
 
+        One on s3:// is first brought here, to `run.staging_dir`, and sent there while the block runs (`mirror`).
+
         Raises:
-            RunFolderError: another process runs in it, run.resume forbids what is there, the disk is full, or the
-                folder would be deleted with a Ray job.
+            RunFolderError: another process runs in it, run.resume forbids what is there, the disk is full, the folder
+                would be deleted with a Ray job, or a newer version wrote it.
+            StorageError: object storage can't be used; at the end StorageIncompleteError, when not all of it is there.
         """
         path = config.run_folder
         if not path.is_absolute() and RAY_COPIES in Path.cwd().parts:
             raise RunFolderError(
-                f"run.output_dir is {str(config.run.output_dir)!r}, below {Path.cwd()}: Ray made this copy for the "
+                f"run.output_dir is {config.run.output_dir!r}, below {Path.cwd()}: Ray made this copy for the "
                 "job and deletes it after the job. Give an absolute path, e.g. run.output_dir=/var/outputs."
             )
         with explain_full_disk(path):
             path.mkdir(parents=True, exist_ok=True)
-            with _locked(path / "run.lock"):
-                folder = cls(path, config)
+            with locked(path / "run.lock"), mirroring(config, path) as mirror:
+                folder = cls(path, config, mirror)
+                check_format(path)
                 folder._check_resume()
+                write_format(path)
                 write_text(path / "config.yaml", to_yaml(config))
                 yield folder
 
@@ -113,8 +125,18 @@ class RunFolder:
         """Make the pending folder the newest checkpoint; see `CheckpointFolder.commit`."""
         self.checkpoints.commit(version, next_group_id=next_group_id, score=score)
 
+    def storage_metrics(self) -> dict[str, float]:
+        """`storage/*` of a run on s3://.
+
+        Raises:
+            RunFolderError: another run has taken the remote folder over.
+        """
+        return self._mirror.metrics() if self._mirror is not None else {}
+
     def truncate_after(self, version: int) -> None:
         """Forget metrics and trajectories of steps that the resumed run takes again."""
+        if self._mirror is not None:
+            self._mirror.truncate_after(version)
         metrics = self.path / "metrics.jsonl"
         if metrics.exists():
             kept = [line for line in metrics.read_text().splitlines() if _step_of(line) <= version]
@@ -157,7 +179,12 @@ def _step_of(line: str) -> float:
 
 
 @contextmanager
-def _locked(path: Path) -> Iterator[None]:
+def locked(path: Path) -> Iterator[None]:
+    """Hold a lock file for the length of the block; it dies with its process.
+
+    Raises:
+        RunFolderError: another process holds it.
+    """
     with path.open("a+") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -64,9 +64,9 @@ def _check_paths(config: Config, config_path: Path) -> None:
     here = Path.cwd()
     if not config_path.resolve().is_relative_to(here):
         raise ConfigError(f"{config_path} is not below {here}, the folder that the job gets a copy of. Copy it there.")
-    if not config.run.output_dir.is_absolute():
+    if not config.run_folder.is_absolute():
         raise ConfigError(
-            f"run.output_dir is {str(config.run.output_dir)!r}: a job runs in a temporary copy of this folder, and "
+            f"run.output_dir is {config.run.output_dir!r}: a job runs in a temporary copy of this folder, and "
             f"checkpoints written into it go with it. Give a path of the cluster: run.output_dir={here / 'outputs'}"
         )
     model = Path(config.model.path)
