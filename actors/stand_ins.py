@@ -19,7 +19,7 @@ from actors.incarnation import INCARNATION
 from rayapp.config import Config
 from rayapp.errors import EngineDeadError, StaleVersionError, WeightSyncError
 from rayapp.rollout.order import ANY_VERSION
-from rayapp.types import Completion, Group, GroupSummary, SamplingParams
+from rayapp.types import Completion, Group, GroupSummary, SamplingParams, VersionSpan
 from rayapp.weights.buckets import WeightBucket
 
 
@@ -35,6 +35,8 @@ class ScriptedServer:
         self._latency_s = latency_s
         self._version = 0
         self._is_started = False
+        self._is_settled = asyncio.Event()
+        self._is_settled.set()
         self._not_servable = f"vllm-server-{index} has no weights of the learners yet" if must_sync else ""
 
     def __repr__(self) -> str:
@@ -62,6 +64,7 @@ class ScriptedServer:
     ) -> Completion:
         """Some printable tokens of the test model's alphabet, after `latency_s`."""
         await self.ping()
+        await self._is_settled.wait()
         if self._not_servable:
             raise WeightSyncError(self._not_servable)
         version = self._version
@@ -76,10 +79,27 @@ class ScriptedServer:
             text="a" * ((sampling.seed or 0) % 5),
             finish_reason="length",
             policy_version=version,
+            version_spans=self._spans(version, token_ids.size),
             time_generate_s=self._latency_s,
         )
 
+    def _spans(self, first: int, num_tokens: int) -> tuple[VersionSpan, ...]:
+        """Weights that arrive while it samples get the second half of the tokens."""
+        if first == self._version or num_tokens < 2:
+            return ()
+        return (
+            VersionSpan(policy_version=first, num_tokens=num_tokens // 2),
+            VersionSpan(policy_version=self._version, num_tokens=num_tokens - num_tokens // 2),
+        )
+
     async def load_weights(self, version: int, buckets: list[Any]) -> dict[str, float]:
+        self._is_settled.clear()
+        try:
+            return await self._load_weights(version, buckets)
+        finally:
+            self._is_settled.set()
+
+    async def _load_weights(self, version: int, buckets: list[Any]) -> dict[str, float]:
         self._not_servable = f"{self!r} may hold a mixture of two versions"
         num_bytes = 0
         for ref in buckets:

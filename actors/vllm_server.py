@@ -42,6 +42,9 @@ class VllmServer:
         self._engine: VllmEngine | None = None
         self._not_servable = f"vllm-server-{index} has no weights of the learners yet" if must_sync else ""
         self._reporting: asyncio.Task[None] | None = None
+        self._is_settled = asyncio.Event()
+        """Unset while weights arrive: requests wait for their end, and those in flight go on behind it."""
+        self._is_settled.set()
 
     def __repr__(self) -> str:
         return f"vllm-server-{self._index}"
@@ -72,6 +75,8 @@ class VllmServer:
         Raises:
             StaleVersionError: this server holds older weights than the caller needs.
         """
+        # The caller's deadline holds; a server whose update never ends is killed by the sync's.
+        await self._is_settled.wait()
         engine = self._ready_engine()
         if engine.policy_version < min_policy_version:
             raise StaleVersionError(
@@ -87,7 +92,13 @@ class VllmServer:
         Raises:
             WeightSyncError: this server must be replaced.
         """
-        engine = self._started_engine()
+        self._is_settled.clear()
+        try:
+            return await self._load_weights(self._started_engine(), version, buckets)
+        finally:
+            self._is_settled.set()
+
+    async def _load_weights(self, engine: VllmEngine, version: int, buckets: list[Any]) -> dict[str, float]:
         self._not_servable = f"{self!r} may hold a mixture of two versions: its last weight update did not finish"
         started = time.monotonic()
         # Memory with no name: nothing is left behind when this process is killed, and /dev/shm, 64 MB in a container by

@@ -38,6 +38,14 @@ class SamplingParams:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class VersionSpan:
+    """So many tokens in a row were sampled by one version of the policy."""
+
+    policy_version: int
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Completion:
     """What the engine sampled for one prompt."""
 
@@ -49,7 +57,9 @@ class Completion:
     """Decoded, without the stop text."""
     finish_reason: FinishReason
     policy_version: int
-    """Weights that sampled it. A completion never spans two versions: a server drains before it takes new weights."""
+    """Weights that sampled its first token: the oldest."""
+    version_spans: tuple[VersionSpan, ...] = ()
+    """Who sampled which tokens, in order, where new weights came in the middle of it. Empty: `policy_version` all."""
     time_queued_s: float = 0.0
     time_generate_s: float = 0.0
 
@@ -163,6 +173,13 @@ class TurnRecord:
     queued_s: float
     generate_s: float
     calls: tuple[CallRecord, ...] = ()
+    version_spans: tuple[VersionSpan, ...] = ()
+    """As in `Completion`."""
+
+    @property
+    def max_policy_version(self) -> int:
+        """Weights that sampled its last token."""
+        return self.version_spans[-1].policy_version if self.version_spans else self.policy_version
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

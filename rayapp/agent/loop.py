@@ -129,6 +129,7 @@ class _Episode:
                 started_at_s=started_at_s,
                 queued_s=completion.time_queued_s,
                 generate_s=completion.time_generate_s,
+                version_spans=completion.version_spans,
             )
         )
         return completion, self.loop.parser.parse(text)

@@ -29,7 +29,8 @@ def to_trajectory(episode: Episode, reward: Reward | None, *, asked_version: int
     if reward is None or episode.status.is_error:
         reward = Reward.invalid(_FAILURE_KINDS.get(episode.status, "unscored"), episode.failure)
     reward = replace(reward, terms={**reward.terms, **episode_terms(episode)})
-    versions = [turn.policy_version for turn in episode.turns] or [asked_version]
+    oldest = [turn.policy_version for turn in episode.turns] or [asked_version]
+    newest = [turn.max_policy_version for turn in episode.turns] or [asked_version]
     status = episode.status
     if not reward.valid and not status.is_error:
         status = RolloutStatus.ERROR_SANDBOX
@@ -40,8 +41,8 @@ def to_trajectory(episode: Episode, reward: Reward | None, *, asked_version: int
         completion_text=episode.final_text,
         reward=reward,
         status=status,
-        min_policy_version=min(versions),
-        max_policy_version=max(versions),
+        min_policy_version=min(oldest),
+        max_policy_version=max(newest),
         num_turns=len(episode.turns),
         turns=episode.turns,
         time_generate_s=sum(turn.queued_s + turn.generate_s for turn in episode.turns),

@@ -23,9 +23,10 @@ import numpy as np
 
 from rayapp.config import Config
 from rayapp.engines.concurrency import ConcurrencyLimit, Gate
+from rayapp.engines.token_versions import TokenVersions
 from rayapp.engines.vllm_stats import EngineLoad
 from rayapp.errors import EngineDeadError, EngineError, WeightSyncError
-from rayapp.types import Completion, SamplingParams
+from rayapp.types import Completion, SamplingParams, VersionSpan
 from rayapp.weights.buckets import TensorEntry
 
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
@@ -63,6 +64,9 @@ class VllmEngine:
         self._is_paused = False
         self._is_asleep = False
         self._waiting: list[_Request] = []
+        self._versions = TokenVersions()
+        self._changing = asyncio.Lock()
+        """Held while requests are started and while weights are replaced: a start would wake a frozen engine."""
 
     @classmethod
     async def start(cls, config: Config, **engine_args: Any) -> VllmEngine:
@@ -118,15 +122,17 @@ class VllmEngine:
         queue = await self._admit(request, cohort_size)
         admitted = time.monotonic()
         try:
-            output = await queue.get()
+            output = (await queue.get()).outputs[0]
+            spans = self._versions.end(queue.request_id, self.policy_version, len(output.token_ids))
         except asyncio.CancelledError:
             await asyncio.shield(self._engine.abort(queue.request_id, internal=True))
             raise
         except Exception as error:  # boundary: vLLM
             raise self._engine_error(error, request_id) from error
         finally:
+            self._versions.forget(queue.request_id)
             queue.close()
-        return _completion(output.outputs[0], self.policy_version, admitted - started, time.monotonic() - admitted)
+        return _completion(output, spans, self.policy_version, admitted - started, time.monotonic() - admitted)
 
     async def _admit(self, request: _Request, cohort_size: int) -> Any:
         """Queue a request together with its cohort. Returns vLLM's collector of its output."""
@@ -143,15 +149,16 @@ class VllmEngine:
 
     async def _start_cohort(self, cohort: list[_Request]) -> None:
         """Queue requests in the order of their ids, and let the scheduler see them all at once."""
-        if len(cohort) > 1:
-            await self.pause()
-            await self._engine.collective_rpc("seed_sampling", args=(cohort[0].sampling.seed,))
-        for request in cohort:
-            try:
-                request.queue.set_result(await self._add(request))
-            except EngineError as error:
-                request.queue.set_exception(error)
-        await self._resume()
+        async with self._changing:
+            if len(cohort) > 1:
+                await self.pause()
+                await self._engine.collective_rpc("seed_sampling", args=(cohort[0].sampling.seed,))
+            for request in cohort:
+                try:
+                    request.queue.set_result(await self._add(request))
+                except EngineError as error:
+                    request.queue.set_exception(error)
+            await self._resume()
 
     async def _add(self, request: _Request) -> Any:
         # The salt keeps the prefix cache apart by version: blocks computed with older weights are never read again and
@@ -160,17 +167,25 @@ class VllmEngine:
         purpose = request.request_id.partition("=")[0]
         prompt = {"prompt_token_ids": list(request.prompt_ids), "cache_salt": f"{purpose} {self.policy_version}"}
         try:
-            return await self._engine.add_request(request.request_id, prompt, _sampling_params(request.sampling))
+            queue = await self._engine.add_request(request.request_id, prompt, _sampling_params(request.sampling))
+            self._versions.begin(queue.request_id)
+            return queue
         except Exception as error:  # boundary: vLLM
             raise self._engine_error(error, request.request_id) from error
 
     async def load_weights(self, version: int, path: str, entries: Sequence[TensorEntry]) -> None:
-        """Replace the weights by those in a shared-memory file, between requests.
+        """Replace the weights by those in a shared-memory file. Requests in flight go on from their tokens behind it.
 
         Raises:
             WeightSyncError: the engine may hold a mixture now; it must not generate.
         """
-        await self.pause()
+        async with self._changing:
+            await self._freeze()
+            await self._replace_weights(version, path, entries)
+            if self._versions.num_open:
+                await self._resume()
+
+    async def _replace_weights(self, version: int, path: str, entries: Sequence[TensorEntry]) -> None:
         try:
             # The cache comes back last: the learners' gradients may still be on the GPU while the weights are loaded.
             await self._wake("weights")
@@ -208,6 +223,18 @@ class VllmEngine:
         if not self._is_paused:
             await self._engine.pause_generation(mode="wait", clear_cache=False)
             self._is_paused = True
+
+    async def _freeze(self) -> None:
+        """Stop between two tokens, and write down which tokens the weights held now have sampled."""
+        if not self._is_paused:
+            await self._engine.pause_generation(mode="keep", clear_cache=False)
+            self._is_paused = True
+        self._versions.close_version(self.policy_version, self._num_sampled)
+
+    def _num_sampled(self, request_id: str) -> int | None:
+        """Tokens sampled for a request so far; None if vLLM has ended it, whether or not its output was fetched."""
+        state = self._engine.output_processor.request_states.get(request_id)
+        return None if state is None else int(state.detokenizer.num_output_tokens())
 
     async def _resume(self) -> None:
         if self._is_paused:
@@ -322,7 +349,9 @@ def _sampling_params(sampling: SamplingParams) -> Any:
     )
 
 
-def _completion(output: Any, policy_version: int, queued_s: float, generate_s: float) -> Completion:
+def _completion(
+    output: Any, spans: tuple[VersionSpan, ...], policy_version: int, queued_s: float, generate_s: float
+) -> Completion:
     token_ids = np.array(output.token_ids, np.int32)
     log_probs = np.array(output.logprobs.logprobs, np.float32)
     if log_probs.size != token_ids.size:
@@ -332,7 +361,8 @@ def _completion(output: Any, policy_version: int, queued_s: float, generate_s: f
         log_probs=log_probs,
         text=output.text,
         finish_reason=output.finish_reason if output.finish_reason in ("stop", "length") else "abort",
-        policy_version=policy_version,
+        policy_version=spans[0].policy_version if spans else policy_version,
+        version_spans=spans if len(spans) > 1 else (),
         time_queued_s=queued_s,
         time_generate_s=generate_s,
     )

@@ -101,6 +101,7 @@ def _trajectory(prompt: Prompt, completion: Completion, reward: Reward, started_
         started_at_s=started_at_s,
         queued_s=completion.time_queued_s,
         generate_s=completion.time_generate_s,
+        version_spans=completion.version_spans,
     )
     status = RolloutStatus.TRUNCATED if completion.finish_reason == "length" else RolloutStatus.COMPLETED
     if not reward.valid:
@@ -112,8 +113,8 @@ def _trajectory(prompt: Prompt, completion: Completion, reward: Reward, started_
         completion_text=completion.text,
         reward=reward,
         status=status,
-        min_policy_version=completion.policy_version,
-        max_policy_version=completion.policy_version,
+        min_policy_version=turn.policy_version,
+        max_policy_version=turn.max_policy_version,
         time_generate_s=completion.time_queued_s + completion.time_generate_s,
         turns=(turn,),
     )

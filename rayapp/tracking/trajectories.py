@@ -17,7 +17,17 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from rayapp.errors import InputError
-from rayapp.types import CallRecord, ExecRecord, Group, Prompt, Reward, RolloutStatus, Trajectory, TurnRecord
+from rayapp.types import (
+    CallRecord,
+    ExecRecord,
+    Group,
+    Prompt,
+    Reward,
+    RolloutStatus,
+    Trajectory,
+    TurnRecord,
+    VersionSpan,
+)
 
 SCHEMA_VERSION = "1"
 _KEY = b"rayapp.schema_version"
@@ -46,6 +56,7 @@ _CALL = pa.struct(
         ("execs", pa.list_(_EXEC)),
     ]
 )
+_SPAN = pa.struct([("policy_version", pa.int32()), ("num_tokens", pa.int32())])
 _TURN = pa.struct(
     [
         ("start", pa.int32()),
@@ -57,6 +68,7 @@ _TURN = pa.struct(
         ("queued_s", pa.float64()),
         ("generate_s", pa.float64()),
         ("calls", pa.list_(_CALL)),
+        ("version_spans", pa.list_(_SPAN)),
     ]
 )
 SCHEMA = pa.schema(
@@ -189,7 +201,9 @@ def _trajectory(row: dict[str, Any]) -> Trajectory:
 
 
 def _turn(record: dict[str, Any]) -> TurnRecord:
-    return TurnRecord(**record | {"calls": tuple(_call(call) for call in record["calls"])})
+    # Files written before weights could change within a turn have no spans.
+    spans = tuple(VersionSpan(**span) for span in record.get("version_spans") or ())
+    return TurnRecord(**record | {"calls": tuple(_call(call) for call in record["calls"]), "version_spans": spans})
 
 
 def _call(record: dict[str, Any]) -> CallRecord:

@@ -1,0 +1,119 @@
+"""The real vLLM on CPU with a KV cache that is too small, and with weights that arrive while it samples."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import pytest_asyncio
+
+from rayapp.config import Config
+from rayapp.engines.vllm import VllmEngine
+from rayapp.types import Completion, SamplingParams
+from rayapp.weights.buckets import TensorEntry, pack
+
+pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(400)]
+
+BLOCK_TOKENS, NUM_BLOCKS = 16, 40
+MAX_LOG_PROB_DIFFERENCE = 0.05
+"""bfloat16 has 8 bits of mantissa: logits of size 4 differ by up to 1/64 between two orders of summation."""
+PROMPT = [72, 75, 84, 85, 41, 42, 43, 44]
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def engine(tiny_model: Path) -> AsyncIterator[VllmEngine]:
+    config = Config.model_validate(
+        {
+            "model": {"path": str(tiny_model)},
+            "cluster": {"device": "cpu"},
+            "rollout": {"max_prompt_tokens": 64, "max_completion_tokens": 200},
+            "learner": {"max_tokens_per_microbatch": 512},
+            "server": {"kv_cache_gib": 1, "kv_block_tokens": BLOCK_TOKENS},
+        }
+    )
+    started = await VllmEngine.start(config, num_gpu_blocks_override=NUM_BLOCKS)
+    yield started
+    started.close()
+
+
+async def sample(engine: VllmEngine, name: str, count: int) -> list[Completion]:
+    sampling = SamplingParams(max_tokens=200, seed=1)
+    return list(await asyncio.gather(*(engine.generate(f"{name}={i}", PROMPT, sampling) for i in range(count))))
+
+
+async def test_vllms_own_counters_make_the_limit_back_off_and_every_request_is_served(engine: VllmEngine) -> None:
+    # 24 completions of up to 13 blocks want far more than 40 blocks; the limit begins at 16.
+    completions = await sample(engine, "pressure", 24)
+
+    load = engine.load()
+    assert load["preempted"] > 0
+    assert load["back_offs"] >= 1
+    assert load["concurrency_limit"] < 16
+    assert load["gate_waiting"] == 0
+    assert all(c.finish_reason == "stop" or c.token_ids.size == 200 for c in completions)
+    assert all(c.log_probs.size == c.token_ids.size for c in completions)
+
+
+@pytest.fixture(scope="module")
+def moved(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[TensorEntry]]:
+    """Weights far from the model's, in the file that a server would hand over."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.bfloat16)
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.3)
+    (bucket,) = pack(model.state_dict().items(), 1 << 30)
+    file = tmp_path_factory.mktemp("weights") / "weights"
+    file.write_bytes(bucket.data.tobytes())
+    return file, list(bucket.entries)
+
+
+def log_probs(folder: Path, token_ids: np.ndarray) -> np.ndarray:
+    """(T,) of a completion behind PROMPT, under the model in `folder`."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+    ids = torch.tensor([[*PROMPT, *token_ids.tolist()]])
+    with torch.no_grad():
+        logits = model(ids).logits[0].float().log_softmax(-1)
+    return logits[range(len(PROMPT) - 1, ids.shape[1] - 1), token_ids].numpy()
+
+
+async def test_weights_that_arrive_in_the_middle_go_on_from_the_same_tokens_and_are_told_apart(
+    engine: VllmEngine, tiny_model: Path, moved: tuple[Path, list[TensorEntry]]
+) -> None:
+    file, entries = moved
+    before = engine.policy_version
+    running = asyncio.create_task(sample(engine, "update", 3))
+    async with asyncio.timeout(60):
+        while engine.load()["running"] < 1 and not running.done():
+            await asyncio.sleep(0)
+
+    await engine.load_weights(before + 5, str(file), entries)
+    completions = await running
+
+    spanning = [c for c in completions if c.version_spans]
+    assert spanning, [c.token_ids.size for c in completions]
+    for completion in spanning:
+        first, last = completion.version_spans
+        assert (first.policy_version, last.policy_version) == (before, before + 5)
+        assert completion.policy_version == before
+        assert first.num_tokens + last.num_tokens == completion.token_ids.size
+        # The tokens before are the old weights' to the last bits; those behind are not.
+        difference = np.abs(completion.log_probs - log_probs(tiny_model, completion.token_ids))
+        assert difference[: first.num_tokens].max() < MAX_LOG_PROB_DIFFERENCE
+        assert difference[first.num_tokens :].max() > 10 * MAX_LOG_PROB_DIFFERENCE
+
+
+async def test_after_an_update_requests_are_sampled_by_the_new_weights_alone(engine: VllmEngine) -> None:
+    (completion,) = await sample(engine, "after", 1)
+
+    assert completion.version_spans == ()
+    assert completion.policy_version == engine.policy_version
