@@ -1,18 +1,23 @@
 """Our learner against a plain padded one, on the recorded trajectories of a run: same model, cores and tokens.
 
-    python benchmarks/learner.py RUN [--config configs/coding_cpu.yaml] [--steps 3] [--rounds 3] [--json] [KEY=VALUE …]
+    python benchmarks/learner.py RUN [--config configs/coding_cpu.yaml] [--ranks 2] [--steps 2] [--groups 4]
+                                     [--rounds 3] [--tokens-only] [--json] [KEY=VALUE …]
 
-RUN is a run folder with trajectories. Groups whose rewards are equal are left out for both: we would skip them. The
-padded learner is what one writes first: transformers with SDPA under bfloat16 autocast, rows padded to the longest of
-the batch, whole logits, fused AdamW. They alternate; shown are medians over rounds after one of warming up. Tokens are
-those of the trajectories, however many each computes. `--tokens-only` counts what prefix sharing saves; nothing trains.
+RUN is a run folder with trajectories. Groups whose rewards are equal are left out for both: we would skip them. Of the
+others, `steps` x `groups` are taken evenly over the run, so that lengths are distributed as in the run. Both learners
+live in the same `ranks` processes and get the same groups; the padded one is in padded_learner.py. They alternate;
+shown are medians over rounds after one of warming up. Tokens are those of the trajectories, however many each computes.
+`--tokens-only` counts what prefix sharing saves and how full micro-batches are; nothing trains.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
+import queue
 import resource
+import socket
 import statistics
 import sys
 import time
@@ -31,20 +36,21 @@ from rayapp.rollout.group import summarize_group
 from rayapp.tracking.trajectories import read_groups
 from rayapp.types import Group
 
-PADDED_ROWS = 8
-"""Rows of a padded micro-batch."""
 
-
-def recorded_steps(run: Path, num_steps: int) -> list[list[Group]]:
-    """The last steps' groups that teach something: later completions are what most of a run computes."""
-    steps = []
-    for file in sorted((run / "trajectories").glob("step=*.parquet"))[-num_steps:]:
-        groups = [g for g in read_groups(file) if has_signal(summarize_group(g, time_total_s=0.0))]
-        if groups:
-            steps.append(groups)
-    if not steps:
-        raise SystemExit(f"{run} has no recorded group whose rewards differ")
-    return steps
+def recorded_steps(run: Path, num_steps: int, num_groups: int) -> list[list[Group]]:
+    """Groups that teach something, evenly over the run, in steps of `num_groups`."""
+    taught = [
+        group
+        for file in sorted((run / "trajectories").glob("step=*.parquet"))
+        for group in read_groups(file)
+        if has_signal(summarize_group(group, time_total_s=0.0))
+    ]
+    wanted = num_steps * num_groups
+    if len(taught) < wanted:
+        raise SystemExit(f"{run} has {len(taught)} recorded groups whose rewards differ, but {wanted} are asked for")
+    chosen = [taught[i * len(taught) // wanted] for i in range(wanted)]
+    # Dealt out in turn: every step has early and late groups.
+    return [chosen[step::num_steps] for step in range(num_steps)]
 
 
 def items_of(groups: Sequence[Group]) -> list[TrainItem]:
@@ -61,14 +67,18 @@ def token_counts(groups: Sequence[Group], config: Config) -> dict[str, float]:
         name: sum(batch.packing.num_tokens for batch in split(items, max_tokens=budget, share_prefixes=share))
         for name, share in (("shared", True), ("packed", False))
     }
+    inputs = sum(item.num_inputs for item in items)
     padded = len(items) * max(item.num_inputs for item in items)
+    # One micro-batch of all: what must be computed when no group is torn between two.
+    whole = sum(batch.packing.num_tokens for batch in split(items, max_tokens=max(budget, inputs), share_prefixes=True))
     return {
-        "tokens": float(counts["packed"]),
+        "tokens": float(inputs),
         "computed_shared": float(counts["shared"]),
         "computed_padded": float(padded),
-        "saved_by_sharing": 1 - counts["shared"] / counts["packed"],
-        "packing_efficiency": sum(item.num_inputs for item in items) / counts["packed"],
-        "padded_efficiency": counts["packed"] / padded,
+        "saved_by_sharing": 1 - counts["shared"] / inputs,
+        "packing_efficiency": inputs / counts["packed"],
+        "sharing_efficiency": whole / counts["shared"],
+        "padded_efficiency": inputs / padded,
     }
 
 
@@ -86,51 +96,12 @@ def tokens_by_task(run: Path, config: Config) -> dict[str, dict[str, float]]:
     return totals
 
 
-class PaddedLearner:
-    """See the module."""
-
-    def __init__(self, config: Config) -> None:
-        import torch
-        from transformers import AutoModelForCausalLM
-
-        self._torch = torch
-        self.model = AutoModelForCausalLM.from_pretrained(
-            config.model.path, dtype=torch.float32, attn_implementation="sdpa"
-        )
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=config.learner.optimizer.lr, fused=True)
-
-    def step(self, groups: Sequence[Group]) -> None:
-        torch = self._torch
-        rows = [(t, a) for group in groups for t, a in zip(group.trajectories, advantages(group), strict=True)]
-        width = max(t.num_tokens for t, _ in rows)
-        total = sum(t.num_response_tokens for t, _ in rows)
-        for start in range(0, len(rows), PADDED_ROWS):
-            part = rows[start : start + PADDED_ROWS]
-            tokens, attended = torch.zeros(2, len(part), width, dtype=torch.long)
-            mask = torch.zeros(len(part), width)
-            for i, (t, _) in enumerate(part):
-                tokens[i, : t.num_tokens] = torch.from_numpy(t.token_ids.astype(np.int64))
-                attended[i, : t.num_tokens] = 1
-                mask[i, : t.num_tokens] = torch.from_numpy(t.response_mask.astype(np.float32))
-            with torch.autocast("cpu", dtype=torch.bfloat16):
-                logits = self.model(tokens, attention_mask=attended).logits[:, :-1]
-            log_probs = logits.float().log_softmax(-1).gather(2, tokens[:, 1:, None])[..., 0]
-            weights = torch.tensor([a for _, a in part])[:, None]
-            (-(weights * log_probs * mask[:, 1:]).sum() / total).backward()
-        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-
-
-def advantages(group: Group) -> list[float]:
-    rewards = np.array([t.reward.value for t in group.trajectories])
-    return [float(a) for a in (rewards - rewards.mean()) / (rewards.std(ddof=1) + 1e-6)]
-
-
 def flops(config: Config, groups: Sequence[Group]) -> float:
     """Of our step's matrix products: 6 a weight and token, the head where a response is predicted; no attention."""
     from rayapp.plan_command import model_shape
 
+    if not groups:
+        return 0.0
     shape = model_shape(config)
     batches = split(items_of(groups), max_tokens=config.learner.max_tokens_per_microbatch, share_prefixes=True)
     layers = shape.num_layers * shape.num_layer_parameters * sum(b.packing.num_tokens for b in batches)
@@ -138,45 +109,127 @@ def flops(config: Config, groups: Sequence[Group]) -> float:
     return 6.0 * (layers + head)
 
 
-def compare(config: Config, steps: Sequence[Sequence[Group]], rounds: int) -> dict[str, Any]:
-    """Alternating rounds over the same steps."""
-    from actors.learner import Learner
+class Rank:
+    """Both learners on one rank, and the steps they train on.
 
-    ours, padded = Learner(config, 0, 1, "", 0), PaddedLearner(config)
+    Args:
+        rank, world, port: of the process group that both use.
+    """
+
+    def __init__(self, config: Config, steps: Sequence[Sequence[Group]], rank: int, world: int, port: int) -> None:
+        from padded_learner import PaddedLearner
+
+        from actors.learner import Learner
+        from actors.learner_group import assign_by_tokens
+
+        self.config, self.steps, self.rank = config, steps, rank
+        self.ours, self.padded = Learner(config, rank, world, "127.0.0.1", port), PaddedLearner(config)
+        self.summaries = [tuple(summarize_group(g, time_total_s=0.0) for g in groups) for groups in steps]
+        self.assignments = [assign_by_tokens([int(s.num_tokens.sum()) for s in some], world) for some in self.summaries]
+
+    def mine(self, step: int) -> list[Group]:
+        return [self.steps[step][position] for position in self.assignments[step][self.rank]]
+
+    def run(self, name: str) -> float:
+        """Seconds for all steps, from a common start to when all ranks are done."""
+        import torch.distributed as dist
+
+        dist.barrier()
+        started = time.perf_counter()
+        for step, groups in enumerate(self.steps):
+            if name == "ours":
+                self.ours.train_step(step + 1, self.summaries[step], self.assignments[step], *self.mine(step))
+            else:
+                responses = sum(t.num_response_tokens for group in groups for t in group.trajectories)
+                self.padded.step(self.mine(step), responses)
+        dist.barrier()
+        return time.perf_counter() - started
+
+    def flops(self) -> float:
+        return sum(flops(self.config, self.mine(step)) for step in range(len(self.steps)))
+
+
+def run_rank(arguments: argparse.Namespace, rank: int, port: int, results: Any) -> None:
+    """One process: alternating rounds. What it measured goes to `results`."""
+    import torch.distributed as dist
+
+    config = load_config(arguments.config, arguments.overrides)
+    config = config.model_copy(update={"learner": config.learner.model_copy(update={"num_learners": arguments.ranks})})
+    both = Rank(config, recorded_steps(arguments.run, arguments.steps, arguments.groups), rank, arguments.ranks, port)
     seconds: dict[str, list[float]] = {"ours": [], "padded": []}
-    for number in range(rounds + 1):
+    for number in range(arguments.rounds + 1):
         for name, measured in seconds.items():
-            started = time.perf_counter()
-            for step, groups in enumerate(steps, start=1):
-                if name == "ours":
-                    summaries = tuple(summarize_group(g, time_total_s=0.0) for g in groups)
-                    ours.train_step(step, summaries, (tuple(range(len(groups))),), *groups)
-                else:
-                    padded.step(groups)
+            elapsed = both.run(name)
             if number:  # the first warms up
-                measured.append(time.perf_counter() - started)
-    ours.close()
-    tokens = sum(int(t.num_tokens) for groups in steps for g in groups for t in g.trajectories)
+                measured.append(elapsed)
+    dist.barrier()  # the limits are those of all ranks' cores at once
+    results.put(
+        {
+            "rank": rank,
+            "seconds": seconds,
+            "flops": both.flops(),
+            "limits": machine.measure_limits(),
+            "peak_rss_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20,
+        }
+    )
+    both.ours.close()
+
+
+def compare(arguments: argparse.Namespace, num_tokens: int) -> dict[str, Any]:
+    """All ranks' numbers as one. A rank that fails ends the benchmark."""
+    context = multiprocessing.get_context("spawn")
+    results: Any = context.Queue()
+    port = free_port()
+    ranks = [context.Process(target=run_rank, args=(arguments, r, port, results)) for r in range(arguments.ranks)]
+    for process in ranks:
+        process.start()
+    found: list[dict[str, Any]] = []
+    while len(found) < len(ranks):
+        try:
+            found.append(results.get(timeout=1.0))
+        except queue.Empty:
+            if any(process.exitcode not in (None, 0) for process in ranks):
+                for process in ranks:
+                    process.kill()
+                raise SystemExit("a rank failed; see above") from None
+    for process in ranks:
+        process.join()
+    return summarize(sorted(found, key=lambda each: each["rank"]), num_tokens)
+
+
+def summarize(ranks: Sequence[dict[str, Any]], num_tokens: int) -> dict[str, Any]:
+    """Rank 0's clock (they start and end together); operations and limits of all."""
+    seconds = ranks[0]["seconds"]
     median = {name: statistics.median(values) for name, values in seconds.items()}
-    limits = machine.measure_limits()
-    achieved = sum(flops(config, groups) for groups in steps) / median["ours"] / 1e9
+    peak = sum(each["limits"]["gemm_bfloat16_gflops"] for each in ranks)
+    achieved = sum(each["flops"] for each in ranks) / median["ours"] / 1e9
     return {
+        "ranks": len(ranks),
         "seconds": seconds,
-        "tokens": tokens,
-        "tokens_per_s": {name: tokens / value for name, value in median.items()},
+        "tokens": num_tokens,
+        "tokens_per_s": {name: num_tokens / value for name, value in median.items()},
         "ratio": median["padded"] / median["ours"],
         "gflops": achieved,
-        "share_of_gemm_peak": achieved / limits["gemm_bfloat16_gflops"],
-        "limits": limits,
-        "peak_rss_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20,
+        "gemm_peak_gflops": peak,
+        "share_of_gemm_peak": achieved / peak,
+        "limits_by_rank": [each["limits"] for each in ranks],
+        "peak_rss_gib": [each["peak_rss_gib"] for each in ranks],
     }
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run", type=Path)
     parser.add_argument("--config", type=Path, default=Path("configs/coding_cpu.yaml"))
-    parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--steps", type=int, default=2)
+    parser.add_argument("--groups", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--tokens-only", action="store_true")
     parser.add_argument("--json", action="store_true")
@@ -185,9 +238,9 @@ def main() -> None:
     config = load_config(arguments.config, arguments.overrides)
     result: dict[str, Any] = {"machine": machine.describe(), "tokens_by_task": tokens_by_task(arguments.run, config)}
     if not arguments.tokens_only:
-        steps = recorded_steps(arguments.run, arguments.steps)
-        result |= {"layout": token_counts([g for s in steps for g in s], config)}
-        result |= compare(config, steps, arguments.rounds)
+        groups = [g for s in recorded_steps(arguments.run, arguments.steps, arguments.groups) for g in s]
+        result |= {"layout": token_counts(groups, config)}
+        result |= compare(arguments, sum(int(t.num_tokens) for g in groups for t in g.trajectories))
     json.dump(result, sys.stdout, indent=None if arguments.json else 2)
     print()
 
