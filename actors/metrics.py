@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from ray.util import metrics as ray_metrics
@@ -25,10 +25,12 @@ class Reporter:
 
     Args:
         run_name: label `run` of every series.
+        clock: Unix time, for the metrics that say when something last happened.
     """
 
-    def __init__(self, run_name: str) -> None:
+    def __init__(self, run_name: str, clock: Callable[[], float] = time.time) -> None:
         self._run_name = run_name
+        self._clock = clock
         self._made: dict[str, Any] = {}
         self._reported: dict[str, set[Labels]] = {}
         self._last: dict[tuple[str, Labels], float] = {}
@@ -38,7 +40,7 @@ class Reporter:
         """Set every metric that these scalars feed."""
         present: dict[str, set[Labels]] = {}
         with self._lock:
-            for sample in samples(scalars, now=time.time()):
+            for sample in samples(scalars, now=self._clock()):
                 self._set(sample.metric, sample.labels, sample.value)
                 present.setdefault(sample.metric.name, set()).add(sample.labels)
             for metric in METRICS:

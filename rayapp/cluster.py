@@ -163,7 +163,7 @@ async def open_cluster(
     """
     report("connecting to Ray")
     with ray_session(config) as session:
-        report(f"Ray dashboard: http://{session.dashboard_url}" if session.dashboard_url else "Ray has no dashboard")
+        report(await asyncio.to_thread(session.dashboard_line))
         started = _Started(stand_ins)
         try:
             cluster = await _start(config, started, session, with_learners=with_learners, report=report)

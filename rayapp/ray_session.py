@@ -7,9 +7,12 @@ import os
 import signal
 import socket
 import threading
+import urllib.error
+import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from http import HTTPStatus
 from typing import Any
 
 from rayapp.config import Config
@@ -19,6 +22,12 @@ from rayapp.logs import hand_over, label_logs
 log = logging.getLogger(__name__)
 MIB = 1 << 20
 CONNECT_TIMEOUT_S = 5.0
+DASHBOARD_TIMEOUT_S = 10.0
+NO_PROMETHEUS = "no Prometheus answers it: its Metrics page stays empty, the run needs none; see docs/operate.md"
+WRONG_TOKEN = (
+    "Set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN to the cluster's: on a workstation it is in ~/.ray/auth_token, with "
+    "KubeRay in the Secret named as the RayCluster, key auth_token."
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,6 +38,13 @@ class RaySession:
     """Empty where there is none."""
     is_own: bool
     """True if this process started Ray, which then ends with it."""
+
+    def dashboard_line(self) -> str:
+        """Where a person looks, and whether its Metrics page will have graphs. Takes up to 10 s; never raises."""
+        if not self.dashboard_url:
+            return "Ray has no dashboard"
+        line = f"Ray dashboard: http://{self.dashboard_url}"
+        return line if _prometheus_answers(self.dashboard_url) else f"{line} ({NO_PROMETHEUS})"
 
 
 @contextmanager
@@ -74,6 +90,8 @@ def _connect(config: Config) -> tuple[Any, bool]:
         try:
             _check_reachable(address)
             return ray.init(address=address, **common), False
+        except ray.exceptions.AuthenticationError as error:
+            raise ConfigError(f"{address} refuses the token ({_first_line(error)}). {WRONG_TOKEN}") from None
         except (OSError, ValueError, RuntimeError) as error:
             raise ConfigError(
                 f"no Ray answers at {address!r} ({_first_line(error)}). Start one there with `ray start --head`, "
@@ -115,6 +133,24 @@ def _check_reachable(address: str) -> None:
     host, separator, port = address.rpartition("://")[2].rpartition(":")
     if separator and port.isdigit():
         socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_TIMEOUT_S).close()
+
+
+def _prometheus_answers(dashboard_url: str) -> bool:
+    """Whether the dashboard reaches its Prometheus (RAY_PROMETHEUS_HOST). True when that can't be told."""
+    from ray._private.authentication.http_token_authentication import (  # Ray has no public way to its own token
+        get_auth_headers_if_auth_enabled,
+    )
+
+    request = urllib.request.Request(
+        f"http://{dashboard_url}/api/prometheus_health", headers=get_auth_headers_if_auth_enabled({})
+    )
+    try:
+        with urllib.request.urlopen(request, timeout=DASHBOARD_TIMEOUT_S) as answer:
+            return bool(answer.status == HTTPStatus.OK)
+    except urllib.error.HTTPError as error:
+        return error.code != HTTPStatus.INTERNAL_SERVER_ERROR
+    except OSError:
+        return True
 
 
 def _first_line(error: BaseException) -> str:

@@ -22,6 +22,7 @@ import yaml
 from rayapp.config import Config
 from rayapp.config_loading import load_config, to_yaml
 from rayapp.errors import ConfigError, DeadlineError, InputError, RayappError
+from rayapp.ray_session import WRONG_TOKEN
 
 RUNTIME_ENV = Path(__file__).parents[1] / "runtime_env" / "job.yaml"
 RUN_NAME, CONFIG = "run_name", "config"
@@ -171,11 +172,7 @@ def _explained(address: str) -> Iterator[None]:
             raise
         text = str(error)
         if any(sign in text for sign in ("401", "403", "Unauthori", "uthentica", "token")):
-            raise ConfigError(
-                f"{address} refuses the token ({_first_line(error)}). Set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN to "
-                "the cluster's: on a workstation it is in ~/.ray/auth_token, with KubeRay in the Secret named as the "
-                "RayCluster, key auth_token."
-            ) from None
+            raise ConfigError(f"{address} refuses the token ({_first_line(error)}). {WRONG_TOKEN}") from None
         raise ConfigError(f"{address} refused: {_first_line(error)}") from None
 
 

@@ -27,6 +27,7 @@ def prepare(
     source: Annotated[
         str, typer.Option(help="Hub id, save_to_disk folder, or parquet/JSONL folder or file; default: the hub's own")
     ] = "",
+    revision: Annotated[str, typer.Option(help="Git revision on the hub; default: its newest")] = "",
     limit: Annotated[int | None, typer.Option(min=1, help="Rows taken of each split")] = None,
     max_bad_ratio: Annotated[
         float, typer.Option(min=0, max=1, help="Share of rows that may be impossible to map")
@@ -45,6 +46,7 @@ def prepare(
         name=name,
         source=source or default,
         out=out,
+        revision=revision,
         limit=limit,
         max_bad_ratio=max_bad_ratio,
         overwrite=overwrite,

@@ -60,6 +60,8 @@ class Preparation:
     max_bad_ratio: float = 0.01
     """Share of a split's rows that may fail to map."""
     overwrite: bool = False
+    revision: str = ""
+    """Of a source on the hub; empty is its newest."""
     data_source: str = ""
     """Scoring goes by it; empty is the data set's hub id, whatever the source is."""
 
@@ -84,7 +86,7 @@ async def prepare(job: Preparation, progress: Progress = lambda *_: None) -> lis
 
 def _map_all(job: Preparation, scratch: Path, progress: Progress) -> list[SplitReport]:
     hub_id, configuration, mapper = DATASETS[job.name]
-    splits = load_splits(job.source, hub_configuration=configuration, cache=scratch / "cache")
+    splits = load_splits(job.source, hub_configuration=configuration, revision=job.revision, cache=scratch / "cache")
     if "train" not in splits:
         raise InputError(f"source {job.source!r} has no train split; there are: {', '.join(splits) or 'none'}")
     (scratch / "out").mkdir()

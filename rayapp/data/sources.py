@@ -18,11 +18,12 @@ _LOADERS = {".parquet": "parquet", ".jsonl": "json", ".json": "json"}
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 
-def load_splits(source: str, *, hub_configuration: str | None, cache: Path) -> Mapping[str, Any]:
+def load_splits(source: str, *, hub_configuration: str | None, revision: str = "", cache: Path) -> Mapping[str, Any]:
     """The splits of `source` as `datasets.Dataset`, images left encoded.
 
     Args:
         source: a path or a hub id.
+        revision: of the hub's repository; empty is its newest.
         cache: folder for what `datasets` converts from local files.
     Raises:
         InputError: it can't be found, reached or read.
@@ -30,8 +31,10 @@ def load_splits(source: str, *, hub_configuration: str | None, cache: Path) -> M
     path = Path(source).expanduser()
     if not path.exists() and not _HUB_ID.fullmatch(source):
         raise InputError(f"source {source!r} is neither a path on this machine nor a hub id like owner/name")
+    if path.exists() and revision:
+        raise InputError(f"source {source!r} is on this machine, and --revision {revision} is for a source on the hub")
     try:
-        loaded = _load_local(path, cache) if path.exists() else _load_hub(source, hub_configuration)
+        loaded = _load_local(path, cache) if path.exists() else _load_hub(source, hub_configuration, revision)
     except InputError:
         raise
     except Exception as error:  # boundary: `datasets` raises whatever its readers do
@@ -42,10 +45,10 @@ def load_splits(source: str, *, hub_configuration: str | None, cache: Path) -> M
     return {name: _without_decoding(split) for name, split in loaded.items()}
 
 
-def _load_hub(source: str, configuration: str | None) -> Mapping[str, Any]:
+def _load_hub(source: str, configuration: str | None, revision: str) -> Mapping[str, Any]:
     from datasets import load_dataset
 
-    loaded: Mapping[str, Any] = load_dataset(source, configuration)
+    loaded: Mapping[str, Any] = load_dataset(source, configuration, revision=revision or None)
     return {name: loaded[name] for name in SPLITS if name in loaded}
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable
 
 import pytest
 
@@ -13,21 +13,8 @@ from rayapp.sandbox.config import SandboxConfig
 pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(600)]
 
 
-@pytest.fixture
-def connected() -> Iterator[None]:
-    import ray
-
-    ray.init(
-        address="local", namespace="rayapp-twice", num_cpus=1, object_store_memory=100_000_000, logging_level="error"
-    )
-    try:
-        yield
-    finally:
-        ray.shutdown()
-
-
-@pytest.mark.usefixtures("connected")
-def test_second_run_of_a_name_is_refused_with_both_ways_out() -> None:
+def test_second_run_of_a_name_is_refused_with_both_ways_out(start_ray: Callable[..., None]) -> None:
+    start_ray(namespace="rayapp-twice", num_cpus=1, object_store_memory=100_000_000)
     first = spawn("sandbox-pool", "sandbox-pool", SandboxConfig(), "twice")
 
     with pytest.raises(ConfigError, match="namespace rayapp-twice of this Ray already: another run has the same"):

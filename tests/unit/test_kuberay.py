@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import gzip
-import importlib.util
 import json
 import os
 import re
@@ -35,7 +34,8 @@ helm_python = pytest.importorskip("helm_python")
 jsonschema = pytest.importorskip("jsonschema")
 kubernetes_validate = pytest.importorskip("kubernetes_validate")
 
-CRDS = Path(__file__).parents[1] / "data" / "crds"
+ROOT = Path(__file__).parents[2]
+CRDS = ROOT / "tests" / "data" / "crds"
 KUBERNETES = "1.33"
 RELEASE = Release(name="grpo", namespace="rl")
 HEAD_WORKER: dict[str, Any] = {"layout": "head-worker", "head": {"gpus": 0}}
@@ -332,46 +332,65 @@ def test_keys_stand_in_secrets_only() -> None:
             assert "replace-me" not in yaml.safe_dump(document).replace("bucket: replace-me", "")
 
 
-# --- the data set script
+# --- the dataset Job
 
 
-def test_dataset_script_writes_rows_that_verl_reads(tmp_path: Path) -> None:
-    pytest.importorskip("datasets")
-    source, out = tmp_path / "source", tmp_path / "out"
-    source.mkdir()
-    rows = {"train": [("1+1?", "two\n#### 2"), ("big?", "so\n#### 1,234")], "test": [("2+2?", "#### 4")]}
-    for split, pairs in rows.items():
-        lines = [json.dumps({"question": question, "answer": answer}) for question, answer in pairs]
-        (source / f"{split}.jsonl").write_text("\n".join(lines))
-    environment = os.environ | {
-        "DATASET_NAME": str(source),
-        "DATASET_CONFIG": "",
-        "OUTPUT_DIR": str(out),
-        "HF_HOME": str(tmp_path / "cache"),
-    }
+def dataset_job(values: Manifest) -> Manifest:
+    files = render(config(), RELEASE, merged({"dataset": {"enabled": True}}, values))
+    container: Manifest = only("Job", files)["spec"]["template"]["spec"]["containers"][0]
+    return container
 
-    script = [sys.executable, str(CHART / "files" / "dataset.py")]
-    subprocess.run(script, env=environment, check=True, capture_output=True, timeout=240)
 
+def environment(container: Manifest) -> dict[str, str]:
+    """Plain values, and for those from the Secret its key."""
+    return {e["name"]: e.get("value") or e["valueFrom"]["secretKeyRef"]["key"] for e in container["env"]}
+
+
+def test_dataset_job_writes_a_bucket_by_its_own_api_with_the_secrets_keys() -> None:
+    place = {"bucket": "b", "path": "/raw/", "endpoint": "oss-x-internal.aliyuncs.com"}
+    oss = dataset_job({"storage": {"data": {"kind": "ossfs"} | place}})
+    s3 = dataset_job({"storage": {"data": {"kind": "s3"} | place | {"path": "/", "endpoint": "eu-central-1"}}})
+
+    assert oss["command"][oss["command"].index("--out") + 1] == "s3://b/raw"
+    assert s3["command"][s3["command"].index("--out") + 1] == "s3://b"
+    assert (
+        environment(oss).items()
+        >= {
+            "RAYAPP_S3_PRESET": "oss",
+            "OSS_ENDPOINT": "https://s3.oss-x-internal.aliyuncs.com",
+            "OSS_ACCESS_KEY_ID": "akId",
+            "OSS_ACCESS_KEY_SECRET": "akSecret",
+        }.items()
+    )
+    assert environment(s3).items() >= {"AWS_REGION": "eu-central-1", "AWS_ACCESS_KEY_ID": "AWS_ACCESS_KEY_ID"}.items()
+    assert "volumeMounts" not in oss
+    assert "volumeMounts" not in s3
+
+
+@pytest.mark.timeout(600)
+def test_dataset_jobs_own_command_writes_rows_that_verl_reads(tmp_path: Path) -> None:
+    # In place of the hub, which is out of reach here: the problems that ship.
+    claim = {"storage": {"data": {"kind": "claim", "claimName": "c", "mountPath": str(tmp_path / "data")}}}
+    made = dataset_job(merged(claim, {"dataset": {"source": "library", "revision": ""}}))
+    [mount] = made["volumeMounts"]
+    command = [str(ROOT / "rayapp/data/library") if word == "library" else word for word in made["command"]]
+
+    done = subprocess.run(
+        [sys.executable, *command[1:]],
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+
+    assert done.returncode == 0, done.stderr
     import pyarrow.parquet
 
-    table = pyarrow.parquet.read_table(out / "train.parquet").to_pylist()
-    assert [row["reward_model"]["ground_truth"] for row in table] == ["2", "1234"]
-    assert table[0]["extra_info"]["tools_kwargs"]["calc_gsm8k_reward"]["create_kwargs"] == {"ground_truth": "2"}
-    assert table[0]["data_source"] == str(source)
-    assert pyarrow.parquet.read_table(out / "test.parquet").num_rows == 1
-
-
-def test_answer_without_a_number_is_refused() -> None:
-    spec = importlib.util.spec_from_file_location("dataset_script", CHART / "files" / "dataset.py")
-    assert spec is not None
-    assert spec.loader is not None
-    script = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(script)
-
-    with pytest.raises(ValueError, match="is this data set GSM8K"):
-        script.extract_solution("forty-two")
-    assert script.extract_solution("#### 1\n#### -2.5") == "-2.5"
+    rows = pyarrow.parquet.read_table(Path(mount["mountPath"]) / "train.parquet").to_pylist()
+    assert len(rows) == 240
+    assert rows[0]["reward_model"]["ground_truth"]
+    assert rows[0]["extra_info"]["tools_kwargs"]["calc_gsm8k_reward"]["create_kwargs"]
 
 
 # --- KubeRay's admission rules

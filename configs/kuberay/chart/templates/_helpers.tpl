@@ -65,6 +65,22 @@ app.kubernetes.io/part-of: rayapp
 {{- if eq $volume.kind "claim" -}}{{ $volume.claimName }}{{- else -}}{{ printf "%s-%s" .root.Release.Name .name }}{{- end -}}
 {{- end -}}
 
+{{/* Where the dataset Job writes. A bucket is written by its own API: what mounts it as a folder has no links and no renames. */}}
+{{- define "rayapp.dataTarget" -}}
+{{- $volume := .Values.storage.data -}}
+{{- if has $volume.kind (list "ossfs" "s3") -}}{{ printf "s3://%s/%s" $volume.bucket (trimAll "/" $volume.path) | trimSuffix "/" }}{{- else -}}{{ $volume.mountPath }}{{- end -}}
+{{- end -}}
+
+{{/* One environment variable from the run's Secret, where that has the key. Argument: dict with root, name, key. */}}
+{{- define "rayapp.secretEnv" -}}
+- name: {{ .name }}
+  valueFrom:
+    secretKeyRef:
+      name: {{ .root.Values.secrets.name }}
+      key: {{ .key }}
+      optional: true
+{{- end -}}
+
 {{/* GPUs that the run finds once every pod is there. */}}
 {{- define "rayapp.gpus" -}}
 {{- if eq .Values.layout "single-node" -}}{{ .Values.head.gpus }}{{- else -}}{{ mul .Values.workers.replicas .Values.workers.gpus }}{{- end -}}

@@ -1,0 +1,243 @@
+"""A Ray of the test's own, however busy the machine is, in this process or as a head with a dashboard; Prometheus."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.parse
+import urllib.request
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).parents[2]
+RAY = Path(sys.executable).with_name("ray")
+TOKEN = "a-token-of-forty-characters-for-the-tests"
+DEADLINE_S = 900.0
+Start = Callable[..., "Prometheus"]
+
+
+@dataclass(frozen=True)
+class Head:
+    """A Ray head of this test's own."""
+
+    address: str
+    gcs: str
+    metrics_port: int
+    environment: dict[str, str]
+    folder: Path
+
+    def run(self, *command: str, **environment: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            command,
+            cwd=ROOT,
+            env=self.environment | environment,
+            capture_output=True,
+            text=True,
+            timeout=DEADLINE_S,
+            stdin=subprocess.DEVNULL,
+            check=False,
+        )
+
+    def rayapp(self, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+        return self.run(sys.executable, "-m", "rayapp", *arguments, "--address", self.address, **environment)
+
+    def get(self, path: str) -> str:
+        """What the dashboard answers."""
+        request = urllib.request.Request(self.address + path, headers={"Authorization": f"Bearer {TOKEN}"})
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            return str(answer.read().decode())
+
+    def listed(self, what: str, *options: str) -> list[dict[str, Any]]:
+        """`ray list`, as the dashboard has it."""
+        command = [str(RAY), "list", what, "--address", self.address, "--detail", "--format", "json", "--limit", "9000"]
+        done = self.run(*command, *options)
+        assert done.returncode == 0, done.stdout + done.stderr
+        if done.stdout == "No resource in the cluster\n":
+            return []  # Ray's word for an empty list, whatever the format
+        found: list[dict[str, Any]] = json.loads(done.stdout)
+        return found
+
+    def until(self, condition: Callable[[], bool], failure: Callable[[], str]) -> None:
+        """Raises AssertionError: the condition does not hold within 15 minutes of a busy machine."""
+        deadline = time.monotonic() + DEADLINE_S
+        while not condition():
+            assert time.monotonic() < deadline, failure()
+            time.sleep(0.5)
+
+
+@pytest.fixture(scope="module")
+def start_head(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], contextlib.AbstractContextManager[Head]]:
+    """Call it with `disabled` or `token`: a head, asking for no token or one."""
+    return lambda auth: started_head(auth, tmp_path_factory.mktemp("home"))
+
+
+@contextlib.contextmanager
+def started_head(auth: str, home: Path) -> Iterator[Head]:
+    """A head that answers, and ends with the block."""
+    environment = {key: value for key, value in os.environ.items() if not key.startswith("RAY_")}
+    environment |= {"HOME": str(home), "RAY_AUTH_MODE": auth, "RAY_USAGE_STATS_ENABLED": "0", "PYTHONPATH": str(ROOT)}
+    # On a machine with other work Ray gives itself up for dead: its agent has 30 s to start, and a few to answer.
+    environment |= {"RAY_agent_register_timeout_ms": "600000", "RAY_health_check_timeout_ms": "120000"}
+    # `python` of the entrypoint is the one of this environment.
+    environment["PATH"] = f"{RAY.parent}{os.pathsep}{os.environ['PATH']}"
+    if auth == "token":
+        environment["RAY_AUTH_TOKEN"] = TOKEN
+    deadline = time.monotonic() + DEADLINE_S
+    # Short: the paths of Ray's sockets have 107 characters at most.
+    with tempfile.TemporaryDirectory(prefix="rj", dir="/tmp", ignore_cleanup_errors=True) as folder:
+        while True:
+            head, process, log = launch_head(environment, folder)
+            try:
+                while process.poll() is None and time.monotonic() < deadline and not is_ready(head):
+                    time.sleep(0.5)
+                if is_ready(head):
+                    yield head
+                    return
+            finally:
+                end(process, folder)
+            # The node itself has 30 s to start, which nothing changes: on a busy machine it takes several tries.
+            assert "timed out during startup" in log.read_text(), log.read_text()
+            assert time.monotonic() < deadline, log.read_text()
+
+
+def launch_head(environment: dict[str, str], folder: str) -> tuple[Head, subprocess.Popen[bytes], Path]:
+    gcs, dashboard, metrics, client, agent = free_ports(5)
+    command = [
+        str(RAY), "start", "--head", "--block", f"--port={gcs}", f"--dashboard-port={dashboard}",
+        f"--metrics-export-port={metrics}", f"--ray-client-server-port={client}",
+        f"--dashboard-agent-listen-port={agent}", f"--temp-dir={folder}", "--num-cpus=4",
+        "--object-store-memory=300000000", "--node-ip-address=127.0.0.1",
+    ]  # fmt: skip
+    log = Path(folder, f"start-{dashboard}.log")
+    with log.open("w") as file:
+        process = subprocess.Popen(
+            command, env=environment, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
+        )
+    head = Head(f"http://127.0.0.1:{dashboard}", f"127.0.0.1:{gcs}", metrics, environment, Path(folder))
+    return head, process, log
+
+
+def end(process: subprocess.Popen[bytes], folder: str) -> None:
+    """End this Ray and nothing else: its processes name its folder."""
+    process.terminate()
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(timeout=60)
+    for entry in Path("/proc").iterdir():
+        with contextlib.suppress(OSError, ValueError):
+            if folder.encode() in (entry / "cmdline").read_bytes():
+                os.kill(int(entry.name), signal.SIGKILL)
+
+
+def free_ports(count: int) -> list[int]:
+    with contextlib.ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for each in sockets:
+            each.bind(("127.0.0.1", 0))
+        return [each.getsockname()[1] for each in sockets]
+
+
+def is_ready(head: Head) -> bool:
+    try:
+        head.get("/api/jobs/")
+    except OSError:
+        return False
+    return True
+
+
+@pytest.fixture
+def start_ray() -> Iterator[Callable[..., None]]:
+    """Call it with options of `ray.init` to connect this process to a new Ray."""
+    import ray
+
+    def start(**options: Any) -> None:
+        deadline = time.monotonic() + DEADLINE_S
+        while True:
+            try:
+                ray.init(address="local", logging_level="critical", **options)
+                return
+            except Exception as error:  # boundary: Ray gives its own processes 30 s, and raises a bare Exception
+                ray.shutdown()
+                if "timed out during startup" not in str(error) or time.monotonic() > deadline:
+                    raise
+
+    try:
+        yield start
+    finally:
+        ray.shutdown()
+
+
+@dataclass(frozen=True)
+class Prometheus:
+    """One that runs."""
+
+    port: int
+    process: subprocess.Popen[bytes]
+    log: Path
+
+    def wait_until(self, condition: Callable[[], bool], failure: Callable[[], str]) -> None:
+        """Raises AssertionError: it ended, or the condition does not hold within 15 minutes of a busy machine."""
+        deadline = time.monotonic() + DEADLINE_S
+        while not condition():
+            assert self.process.poll() is None, self.log.read_text()
+            assert time.monotonic() < deadline, failure()
+            time.sleep(0.5)
+
+    def query(self, expr: str) -> list[dict[str, Any]]:
+        """Results that are numbers; none while it is not up."""
+        answer = self.get(f"query?query={urllib.parse.quote(expr)}")
+        if answer is None:
+            return []
+        assert answer["status"] == "success", answer
+        return [result for result in answer["data"]["result"] if result["value"][1] != "NaN"]
+
+    def rules(self) -> list[dict[str, Any]]:
+        answer = self.get("rules")
+        return [rule for group in answer["data"]["groups"] for rule in group["rules"]] if answer else []
+
+    def get(self, path: str) -> Any:
+        try:
+            with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/api/v1/{path}", timeout=30) as answer:
+                return json.loads(answer.read())
+        except OSError:
+            return None
+
+
+@pytest.fixture
+def start_prometheus(tmp_path: Path) -> Iterator[Start]:
+    """Call it with the port to scrape and the rules as a mapping."""
+    program = shutil.which("prometheus")
+    if program is None:
+        pytest.skip("prometheus is not here: apt-get install prometheus")
+    with contextlib.ExitStack() as stack:
+
+        def start(target_port: int, rules: dict[str, Any], *, every: str = "2s") -> Prometheus:
+            (tmp_path / "rules.yaml").write_text(yaml.safe_dump(rules))
+            (tmp_path / "prometheus.yml").write_text(
+                f"global: {{scrape_interval: {every}, evaluation_interval: {every}}}\nrule_files: [rules.yaml]\n"
+                f"scrape_configs:\n  - {{job_name: ray, static_configs: [{{targets: ['127.0.0.1:{target_port}']}}]}}\n"
+            )
+            [port] = free_ports(1)
+            log = tmp_path / "prometheus.log"
+            process = subprocess.Popen(
+                [program, f"--config.file={tmp_path}/prometheus.yml", f"--storage.tsdb.path={tmp_path}/data",
+                 f"--web.listen-address=127.0.0.1:{port}"],
+                stdout=stack.enter_context(log.open("wb")), stderr=subprocess.STDOUT,
+            )  # fmt: skip
+            stack.callback(process.wait, timeout=60)
+            stack.callback(process.terminate)
+            return Prometheus(port, process, log)
+
+        yield start

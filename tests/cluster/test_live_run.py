@@ -1,0 +1,225 @@
+"""A run that trains as a job of a real Ray head with a token: what an operator sees, and a stop that loses nothing.
+
+One run for all tests of this file; the last of them stops it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from rayapp.tracking.dashboard import ROWS, queries
+
+pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(1800)]
+
+PAGE_TIMEOUT_S = 300.0
+ROOT = Path(__file__).parents[2]
+RAY = Path(sys.executable).with_name("ray")
+
+
+@dataclass(frozen=True)
+class Training:
+    """A run that trains as a job until a test stops it."""
+
+    head: Any
+    file: Path
+    job: str
+    run: Path
+
+    def details(self) -> dict[str, Any]:
+        answer: dict[str, Any] = json.loads(self.head.get(f"/api/jobs/{self.job}"))
+        return answer
+
+    def ray_job(self, command: str) -> str:
+        return self.head.run(str(RAY), "job", command, "--address", self.head.address, self.job).stdout
+
+
+@pytest.fixture(scope="module")
+def training(
+    tiny_model: Path, letter_tasks: list[str], start_head: Any, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Training]:
+    outputs = tmp_path_factory.mktemp("outputs")
+    config = {
+        "run": {"name": "jobs", "output_dir": str(outputs)},
+        "model": {"path": str(tiny_model)},
+        "tasks": letter_tasks,
+        "cluster": {"device": "cpu"},
+        "rollout": {"group_size": 4, "max_prompt_tokens": 32, "max_completion_tokens": 16},
+        "train": {"num_steps": 5000, "groups_per_step": 2},
+        "learner": {"max_tokens_per_microbatch": 256, "compute_dtype": "float32"},
+        "server": {"kv_cache_gib": 1},
+        "checkpoint": {"every_steps": 0},
+        "tracking": {"log_format": "json"},
+    }
+    # Below the folder that is uploaded.
+    folder = Path(tempfile.mkdtemp(prefix="job-test-", dir=ROOT / "configs"))
+    try:
+        file = folder / "run.yaml"
+        file.write_text(yaml.safe_dump(config))
+        with start_head("token") as head:
+            submitted = head.rayapp("submit", str(file))
+            assert submitted.returncode == 0, submitted.stderr
+            training = Training(head, file, submitted.stdout.strip(), outputs / "jobs")
+            # Three, so that what belongs to the first two is in the logs.
+            head.until(lambda: steps(training.run) >= 3 or training.details()["status"] == "FAILED", lambda: "no step")
+            assert steps(training.run) >= 3, training.ray_job("logs")
+            yield training
+    finally:
+        (folder / "run.yaml").unlink()
+        folder.rmdir()
+
+
+def test_second_job_of_the_same_run_is_refused(training: Training) -> None:
+    again = training.head.rayapp("submit", str(training.file))
+
+    assert again.returncode == 2
+    assert f"run 'jobs' is running on this cluster already, as job {training.job}" in again.stderr
+
+
+def test_metadata_of_the_job_has_the_runs_name_and_config(training: Training) -> None:
+    details = training.details()
+
+    assert details["metadata"]["run_name"] == "jobs"
+    assert yaml.safe_load(details["metadata"]["config"])["train"]["num_steps"] == 5000
+
+
+def test_run_of_the_same_name_elsewhere_is_refused_and_the_first_goes_on(training: Training, tmp_path: Path) -> None:
+    # Not as a job, and with a folder of its own: only the cluster can know.
+    before = steps(training.run)
+    program = [sys.executable, "-m", "rayapp", "train", str(training.file), f"run.output_dir={tmp_path}"]
+
+    refused = training.head.run(*program, RAY_ADDRESS=training.head.gcs)
+
+    assert refused.returncode == 2, refused.stdout + refused.stderr
+    assert "namespace rayapp-jobs of this Ray already: another run has the same run.name" in refused.stderr
+    training.head.until(lambda: steps(training.run) >= before + 2, lambda: "the first run stands still")
+
+
+def test_run_without_prometheus_says_so_and_trains(training: Training) -> None:
+    assert "(no Prometheus answers it: its Metrics page stays empty, the run needs none" in training.ray_job("logs")
+
+
+def test_lines_of_the_log_are_json_that_names_run_step_and_group(training: Training) -> None:
+    driver = json_lines([training.ray_job("logs")])
+    logs = training.head.folder / "session_latest" / "logs"
+    actors = json_lines([path.read_text(errors="replace") for path in logs.glob("worker-*.err")])
+
+    done = [line for line in driver if line["message"].startswith("step ")]
+    assert done[0]["run"] == "jobs"
+    assert done[0]["step"] == 1
+    assert "reward/mean" in done[0]["metrics"]
+    of_actor = {name: [line for line in actors if line.get("actor_name") == name] for name in ACTORS}
+    groups = [line for line in of_actor["rollout-worker-0"] if "group" in line]
+    # Two groups a step, in the order of their ids.
+    assert {(line["run"], line["step"]) for line in groups if line["group"] in (2, 3)} == {("jobs", 2)}
+    trained = [line["step"] for line in of_actor["learner-0"] if line["message"].startswith("trained on 2 groups")]
+    held = [line["step"] for line in of_actor["vllm-server-0"] if line["message"].startswith("holds policy version")]
+    assert trained[:2] == [1, 2]
+    assert held[:3] == [0, 1, 2]
+
+
+def json_lines(texts: list[str]) -> list[dict[str, Any]]:
+    return [json.loads(line) for text in texts for line in text.splitlines() if line.startswith('{"')]
+
+
+ACTORS = ("learner-0", "rollout-worker-0", "sandbox-pool", "vllm-server-0")
+
+
+def test_dashboard_names_what_runs_and_in_which_step(training: Training) -> None:
+    alive = training.head.listed("actors", "--filter", "state=ALIVE")
+    actors = {actor["name"]: actor["repr_name"] for actor in alive}
+    groups = [group["name"] for group in training.head.listed("placement-groups")]
+    tasks = {re.sub(r"\d+$", "N", re.sub(r"(=)\d+", r"\1N", task["name"])) for task in training.head.listed("tasks")}
+
+    assert actors.items() >= {name: name for name in ACTORS if name != "sandbox-pool"}.items()
+    assert actors["sandbox-pool"] == "sandbox-pool(jobs)"
+    assert "jobs: servers and learners" in groups
+    assert tasks >= {
+        "rollout-worker-0.run_group step=N group=N",
+        "vllm-server-0.generate group=N/trajectory=N",
+        "learner-0.train_step step=N",
+        "learner-0.export_weights step=N",
+        "vllm-server-0.load_weights step=N",
+    }
+
+
+REMOTE_ONLY = re.compile(r"rl_sandbox_(alive|limit|created|failures|strays)|rl_failed_share{|rl_failed_share\b(?!_10)")
+"""Nothing to draw while sandboxes are local and nothing fails; their queries must be valid all the same."""
+
+
+def test_every_panel_draws_what_prometheus_scrapes(training: Training, start_prometheus: Any) -> None:
+    exprs = [expr for _, panels in ROWS for panel in panels for expr, _, _ in queries(panel)]
+    filled = [expr.replace("$run", "jobs").replace("$cluster", ".*") for expr in exprs]
+    rules = yaml.safe_load((ROOT / "configs" / "monitoring" / "alerts.yaml").read_text())
+    prometheus = start_prometheus(training.head.metrics_port, rules)
+
+    def empty() -> list[str]:
+        """Queries that Prometheus answers with nothing though this run has what they ask for."""
+        return [expr for expr in filled if not REMOTE_ONLY.search(expr) and not prometheus.query(expr)]
+
+    prometheus.wait_until(lambda: not empty(), lambda: f"panels without data: {empty()}")
+    prometheus.wait_until(lambda: all(rule["health"] == "ok" for rule in prometheus.rules()), prometheus.log.read_text)
+    assert {rule["name"] for rule in prometheus.rules()} == {rule["alert"] for rule in rules["groups"][0]["rules"]}
+
+
+PICTURES = os.environ.get("RAYAPP_PICTURES", "")
+"""Folder for the screenshots of docs/operate.md; without it they go where the test's files go."""
+
+
+def test_dashboards_pages_show_the_run_in_a_browser(training: Training, tmp_path: Path) -> None:
+    api = pytest.importorskip("playwright.sync_api", reason="needs playwright: pip install playwright")
+    chromium = shutil.which(os.environ.get("RAYAPP_CHROMIUM", "chromium"))
+    if chromium is None:
+        pytest.skip("needs a Chromium: apt-get install chromium, or RAYAPP_CHROMIUM=/path/to/one")
+    head, folder = training.head, Path(PICTURES or tmp_path)
+    with api.sync_playwright() as started:
+        # Chromium's own sandbox refuses to run as root.
+        browser = started.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
+        page = browser.new_page(viewport={"width": 1500, "height": 800})
+        page.set_default_timeout(PAGE_TIMEOUT_S * 1000)
+        page.goto(head.address)
+        page.get_by_label("Authentication Token").fill(head.environment["RAY_AUTH_TOKEN"])
+        page.get_by_role("button", name="Submit").click()
+
+        page.goto(f"{head.address}/#/jobs")
+        page.get_by_text(training.job).first.wait_for()
+        page.screenshot(path=folder / "ray-jobs.png")
+        page.goto(f"{head.address}/#/actors")
+        for name in ACTORS:
+            page.get_by_text(name).first.wait_for()
+        page.screenshot(path=folder / "ray-actors.png")
+        page.goto(f"{head.address}/#/metrics")
+        page.get_by_text("either Prometheus or Grafana server is not detected").first.wait_for()
+        page.screenshot(path=folder / "ray-metrics.png")
+        browser.close()
+
+
+def test_stopped_job_saves_its_steps_and_leaves_no_actor(training: Training) -> None:
+    head, run = training.head, training.run
+
+    stopped = head.rayapp("stop", training.job, "--timeout-s", "600")
+
+    assert stopped.stdout == f"{training.job}: STOPPED\n", stopped.stdout + stopped.stderr + training.ray_job("logs")
+    done = steps(run)
+    manifest = json.loads((run / "checkpoints" / f"step={done:06d}" / "manifest.json").read_text())
+    assert manifest["version"] == done
+    assert manifest["files"]
+    assert not list((run / "checkpoints").glob(".pending-*"))
+    alive = head.listed("actors", "--filter", "state=ALIVE")
+    assert [actor["name"] for actor in alive if not actor["class_name"].startswith("Job")] == []
+
+
+def steps(run: Path) -> int:
+    file = run / "metrics.jsonl"
+    return len(file.read_text().splitlines()) if file.exists() else 0
