@@ -224,7 +224,8 @@ class CheckpointSection(FrozenModel):
     keep_best: int = Field(0, ge=0)
     """Further ones that stay because `best_metric` was highest when they were saved."""
     best_metric: str = "reward/mean"
-    """A metric of the step, e.g. eval/reward/mean; the highest is the best. Steps without it have no score."""
+    """A metric of the step, e.g. eval/reward/mean; the highest is the best. Steps without it have no score. A name that
+    no step has ends the run after the first one, when keep_best is not 0."""
     save_contents: tuple[CheckpointContent, ...] = Field(("model", "optimizer"), min_length=1)
     """hf_model adds a Hugging Face folder to each checkpoint. Without model and optimizer a run can't be resumed."""
     asynchronous: bool = True
@@ -382,7 +383,16 @@ class Config(FrozenModel):
         self._minibatches_divide()
         self._sequence_fits_microbatch()
         self._dapo_fits()
+        self._best_metric_exists()
         return self
+
+    def _best_metric_exists(self) -> None:
+        metric, keep_best = self.checkpoint.best_metric, self.checkpoint.keep_best
+        if keep_best and metric.startswith("eval/") and self.eval.every_steps == 0:
+            raise ValueError(
+                f"checkpoint.best_metric is {metric}, but eval.every_steps is 0: nothing is evaluated during training, "
+                f"and checkpoint.keep_best = {keep_best} would keep nothing. Set eval.every_steps, or use reward/mean."
+            )
 
     def _dapo_fits(self) -> None:
         buffer, longest = self.algorithm.overlong.buffer_tokens, self.rollout.max_completion_tokens

@@ -16,6 +16,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 
+from rayapp.best_metric import BestMetric
 from rayapp.cluster import Cluster, open_cluster
 from rayapp.config import Config
 from rayapp.dynamic_sampling import DynamicSampling
@@ -184,6 +185,7 @@ async def train(config: Config, cluster: Cluster, folder: RunFolder, tracker: Ru
         failures=FailureBudget(config.rollout.max_failed_ratio),
         watchdog=_watchdog(cluster, folder, tracker),
         router=Router(len(cluster.servers), is_up=cluster.server_is_up),
+        best=BestMetric(config),
     )
     async with saving(saver), saving_when_stopped(saver, folder, store), unstalled(run.watchdog), feeding(run):
         for step in range(version + 1, config.train.num_steps + 1):
@@ -209,6 +211,7 @@ class Run:
     failures: FailureBudget
     watchdog: Watchdog
     router: Router
+    best: BestMetric
 
 
 def _enter_phase(run: Run, name: str) -> None:
@@ -264,7 +267,7 @@ async def train_step(run: Run, step: int, groups: Sequence[StoredGroup[object]],
         run.tracker.trace(step, fetched)
     metrics = summarize_step(summaries, version=staleness_version) | learner_metrics | sync_metrics
     metrics |= run.sampling.step_metrics()
-    score = (metrics | eval_metrics).get(config.checkpoint.best_metric)
+    score = run.best.score(metrics | eval_metrics)
     with phases("checkpoint"):
         checkpoint_metrics = await save_if_due(run, step, score)
     metrics |= (
