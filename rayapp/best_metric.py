@@ -60,5 +60,5 @@ def _tells(name: str, metrics: Mapping[str, float]) -> bool:
 
 
 def _in_any_task(name: str) -> str:
-    """`task/NAME/reward/mean` -> `reward/mean`. A task's name may be a path with slashes: its numbers are `reward/…`."""
+    """`task/NAME/reward/mean` -> `reward/mean`. A task's name may be a path with slashes."""
     return name[name.rfind("/reward/") + 1 :] if "/reward/" in name else name

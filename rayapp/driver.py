@@ -250,7 +250,7 @@ async def unstalled(watchdog: Watchdog) -> AsyncIterator[None]:
 
 async def train_step(run: Run, step: int, groups: Sequence[StoredGroup[object]], phases: Phases) -> None:
     """Train on the groups, give the servers the new weights, write the step down."""
-    cluster, folder, store, config = run.cluster, run.folder, run.store, run.cluster.config
+    cluster, folder, store = run.cluster, run.folder, run.store
     summaries = tuple(group.summary for group in groups)
     run.failures.record(summaries)
     with phases("train"):
@@ -370,6 +370,7 @@ async def generate(run: Run, request: GroupRequest) -> None:
             version = run.store.reissue(group_id, type(error).__name__)
             run.tracker.note(f"group {group_id} is issued again: {error}")
             await cluster.supervisor.settled()
+            cluster.check_weights()
             # Alone: the others of its cohort may be done, or be on their way from another server.
             request = GroupRequest(group_id=group_id, policy_version=version)
         else:
