@@ -17,6 +17,7 @@ from rayapp.learner.distributed import end_ranks, start_ranks
 from rayapp.learner.export import export_buckets, export_hf
 from rayapp.learner.scoring import log_probs_of
 from rayapp.logs import about, label_logs
+from rayapp.model_prefetch import with_local_model
 from rayapp.types import FloatArray, Group, GroupSummary
 from rayapp.weights.buckets import WeightBucket
 
@@ -35,7 +36,7 @@ class Learner:
 
     def __init__(self, config: Config, rank: int, world_size: int, master_address: str, master_port: int) -> None:
         label_logs(config.run.name)
-        self._config = config
+        self._config = config = with_local_model(config)
         ranks = start_ranks(config, rank, world_size, master_address, master_port)
         try:
             self._learner = build_learner(config, ranks)

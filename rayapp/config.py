@@ -61,7 +61,7 @@ class RunSection(FrozenModel):
 
 class ModelSection(FrozenModel):
     path: str = "models/smollm2-135m"
-    """A local Hugging Face folder or a hub id. `rayapp model fetch smollm2-135m` makes the default."""
+    """A local Hugging Face folder, one on s3://, or a hub id. `rayapp model fetch smollm2-135m` makes the default."""
     trust_remote_code: bool = False
     """Run Python code that comes with the model. It has your credentials: leave it off for models you don't know."""
 

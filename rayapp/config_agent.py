@@ -30,7 +30,7 @@ class DataSection(_Frozen):
     """What is cut away from a prompt that is too long: its beginning (left), end (right) or middle. error: refuse it
     before the first step."""
     cache_dir: Path = Path("data/cache")
-    """Where copies of remote files are kept."""
+    """Where each machine keeps copies of remote files, and of a model on s3://."""
 
 
 class AgentSection(_Frozen):
@@ -38,6 +38,8 @@ class AgentSection(_Frozen):
 
     tool_file: str = ""
     """Tool file (docs/tools.md), also in verl's format. Empty: a policy without tools."""
+    default_agent: Literal["tool_agent", "single_turn_agent"] = "tool_agent"
+    """For rows without agent_name: tool_agent (turns and tools), or single_turn_agent (one answer, no tools)."""
     tool_parser: str = "hermes"
     """vLLM's name of the parser that fits the model: hermes for Qwen2.5 and Qwen3."""
     chat_template: str = ""

@@ -19,8 +19,10 @@ from pathlib import Path
 from typing import Literal
 
 from rayapp.config import Config
-from rayapp.errors import SandboxError, UserError
+from rayapp.errors import SandboxError, StorageError, UserError
+from rayapp.model_prefetch import check_remote_model, is_remote_model
 from rayapp.sandbox.config import SandboxConfig
+from rayapp.storage.opening import open_storage
 from rayapp.types import SandboxSpec
 
 Level = Literal["ok", "note", "problem"]
@@ -82,6 +84,7 @@ def machine() -> Iterator[Finding]:
 def fitness(config: Config) -> Iterator[Finding]:
     """Whether this config can run here: only what is wrong, or one line that nothing is."""
     problems = [*_device_fits(config), *_model_fits(config), *_memory_fits(config), *_folder_fits(config)]
+    problems += _storage_answers(config)
     sandbox = _sandbox(config.sandbox, level_if_none="problem")
     problems += [sandbox] if sandbox.level != "ok" else []
     yield from problems
@@ -189,9 +192,22 @@ def _model_fits(config: Config) -> Iterator[Finding]:
     from rayapp.model_check import check_model
 
     try:
-        check_model(config)
-    except UserError as error:
+        # One in object storage is looked for, not fetched: that is for the run.
+        check_remote_model(config) if is_remote_model(config) else check_model(config)
+    except (UserError, StorageError) as error:
         yield Finding(level="problem", what="model", detail=str(error))
+
+
+def _storage_answers(config: Config) -> Iterator[Finding]:
+    async def ask() -> None:
+        async with open_storage(config.run_uri) as storage:
+            await storage.check()
+
+    if config.run_uri.startswith("s3://"):
+        try:
+            asyncio.run(ask())
+        except StorageError as error:
+            yield Finding(level="problem", what="storage", detail=str(error))
 
 
 def _weights_bytes(config: Config) -> int:

@@ -26,6 +26,7 @@ from rayapp.engines.concurrency import ConcurrencyLimit, Gate
 from rayapp.engines.token_versions import TokenVersions
 from rayapp.engines.vllm_stats import EngineLoad
 from rayapp.errors import EngineDeadError, EngineError, WeightSyncError
+from rayapp.model_prefetch import with_local_model
 from rayapp.types import Completion, SamplingParams, VersionSpan
 from rayapp.weights.buckets import TensorEntry
 
@@ -77,6 +78,7 @@ class VllmEngine:
         Raises:
             EngineError: vLLM could not start; the message holds its reason.
         """
+        config = await asyncio.to_thread(with_local_model, config)
         _set_process_environment(config)
         from vllm import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM

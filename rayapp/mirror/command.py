@@ -1,4 +1,4 @@
-"""`rayapp sync`: sends what a run on s3:// has left on this machine, and empties its staging folder when it is there."""
+"""`rayapp sync`: sends what a run on s3:// has left on this machine, and empties its staging folder when all is."""
 
 from __future__ import annotations
 

@@ -58,7 +58,8 @@ class RunMirror:
         self._uploader: Uploader | None = None
         self._ended = threading.Event()
         self._is_ready = threading.Event()
-        self._is_reachable = True
+        self._stuck_at: int | None = None
+        """Bytes uploaded when the storage could not be used any more; None while it can."""
         self._num_outages = 0
         self._crash: BaseException | None = None
         self._left: dict[str, int] = {}
@@ -156,24 +157,24 @@ class RunMirror:
             await self._attempt(send)
             await asyncio.to_thread(self._ended.wait, self._patience.look_every_s)
 
-    async def _attempt(self, send: Send) -> bool:
-        """One round. False when the storage could not be used; that is told once, and so is its return."""
-        assert self._uploader is not None
+    async def _attempt(self, send: Send) -> None:
+        """One round. That the storage can't be used is counted each time, and told once; so is its return."""
+        uploader = self._uploader
+        assert uploader is not None
         try:
             await send()
         except StorageError as error:
             self._num_outages += 1
-            self._uploader.last_error = str(error)
-            if self._is_reachable:
+            uploader.last_error = str(error)
+            if self._stuck_at is None:
+                self._stuck_at = uploader.uploaded_bytes
                 log.warning("nothing can be uploaded now; training goes on, and uploads are tried again: %s", error)
-            self._is_reachable = False
-            return False
         finally:
             self._ledger.save()
-        if not self._is_reachable:
+        # A round that had nothing to send succeeds in every outage.
+        if self._stuck_at is not None and uploader.uploaded_bytes > self._stuck_at:
+            self._stuck_at = None
             log.warning("uploads to %s go on", self.uri)
-        self._is_reachable = True
-        return True
 
     async def _send_rest(self, uploader: Uploader) -> None:
         async def everything() -> None:

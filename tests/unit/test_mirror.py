@@ -28,8 +28,8 @@ from rayapp.run_folder import RunFolder
 from rayapp.storage.opening import open_storage
 from rayapp.storage.settings import S3Settings, Transfer
 from rayapp.storage.testing.faulty_proxy import Fault
-from rayapp.storage.testing.threads import ProxyThread, make_bucket, wait_until
 from rayapp.storage.testing.moto_server import KEY, REGION, SECRET, MotoServer, free_port
+from rayapp.storage.testing.threads import ProxyThread, make_bucket, wait_until
 
 pytest.importorskip("moto", reason="needs the development package moto[server]")
 
@@ -394,7 +394,7 @@ def test_resume_never_refuses_a_run_that_is_there_without_touching_it(
     again = config.model_copy(update={"run": config.run.model_copy(update={"resume": "never"})})
     config.run_folder.mkdir(parents=True)
     with (
-        pytest.raises(RunFolderError, match="holds a run already, and run.resume is never"),
+        pytest.raises(RunFolderError, match=r"holds a run already, and run\.resume is never"),
         mirroring(again, config.run_folder, settings=settings, patience=QUICK),
     ):
         pytest.fail("the run started")

@@ -1,0 +1,163 @@
+"""A run that lives in object storage alone: killed, its machine gone, resumed from s3:// with the same metrics."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from rayapp.errors import StorageNotFoundError
+from rayapp.mirror.remote_checkpoints import whole_checkpoints
+from rayapp.storage.folders import put_folder
+from rayapp.storage.opening import open_storage
+from rayapp.storage.settings import settings_from_environment
+from rayapp.storage.testing.moto_server import KEY, REGION, SECRET, MotoServer
+from rayapp.storage.testing.threads import make_bucket
+
+pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(900)]
+pytest.importorskip("moto", reason="needs the development package moto[server]")
+
+BUCKET = "runs"
+DEADLINE_S = 400.0
+STEPS_AFTER_THE_KILL = 2
+MEASURED = ("timing_s/", "throughput/", "weight_sync/", "time", "ledger/", "queue/", "storage/", "recovery/")
+"""What measures the clock, or counts from a start of the run."""
+
+
+@pytest.fixture(scope="module")
+def environment() -> Iterator[dict[str, str]]:
+    server = MotoServer()
+    server.start()
+    make_bucket(server.url, BUCKET, KEY, SECRET, REGION)
+    yield {
+        "AWS_ENDPOINT_URL": server.url,
+        "AWS_ACCESS_KEY_ID": KEY,
+        "AWS_SECRET_ACCESS_KEY": SECRET,
+        "AWS_REGION": REGION,
+    }
+    server.kill()
+
+
+class Machine:
+    """A place to train from: its folders can be lost, the bucket stays."""
+
+    def __init__(self, folder: Path, environment: dict[str, str], config: dict[str, Any]) -> None:
+        self._folder, self._environment = folder, environment
+        self._settings = settings_from_environment(environment)
+        config["run"] |= {"staging_dir": str(folder / "disk" / "staging"), "name": "r"}
+        config["data"] = {"cache_dir": str(folder / "disk" / "cache")}
+        (folder / "config.yaml").write_text(yaml.safe_dump(config))
+
+    def train(self, *overrides: str) -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            [sys.executable, "-m", "rayapp", "train", str(self._folder / "config.yaml"), *overrides],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            cwd=Path(__file__).parents[2],
+            env=os.environ | self._environment,
+            start_new_session=True,
+        )
+
+    def lose_the_disk(self) -> None:
+        shutil.rmtree(self._folder / "disk")
+
+    def checkpoint(self, uri: str) -> int:
+        """The newest whole one there; 0: none."""
+
+        async def newest() -> int:
+            async with open_storage(uri, settings=self._settings) as storage:
+                found = await whole_checkpoints(storage)
+                return found[-1].described.version if found else 0
+
+        return asyncio.run(newest())
+
+    def read(self, uri: str, key: str) -> bytes:
+        async def get() -> bytes:
+            async with open_storage(uri, settings=self._settings) as storage:
+                return await storage.get_bytes(key)
+
+        return asyncio.run(get())
+
+    def upload(self, folder: Path, uri: str) -> None:
+        async def put() -> None:
+            async with open_storage(uri, settings=self._settings) as storage:
+                await put_folder(folder, storage)
+
+        asyncio.run(put())
+
+
+@pytest.fixture(scope="module")
+def machine(
+    environment: dict[str, str],
+    short_run: Callable[..., dict[str, Any]],
+    tiny_model: Path,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Machine:
+    folder = tmp_path_factory.mktemp("machine")
+    config = short_run(folder, model={"path": f"s3://{BUCKET}/models/tiny"})
+    config["run"]["output_dir"] = f"s3://{BUCKET}/team"
+    machine = Machine(folder, environment, config)
+    machine.upload(tiny_model, f"s3://{BUCKET}/models/tiny")
+    return machine
+
+
+def finish(process: subprocess.Popen[str]) -> str:
+    output, _ = process.communicate(timeout=DEADLINE_S)
+    assert process.returncode == 0, output
+    return output
+
+
+def kill_after_a_checkpoint(machine: Machine, uri: str) -> int:
+    """Train until a checkpoint is in the bucket, then kill the driver. Returns the newest version there."""
+    process = machine.train("train.num_steps=100000")
+    try:
+        deadline = time.monotonic() + DEADLINE_S
+        while machine.checkpoint(uri) == 0:
+            assert process.poll() is None, process.communicate()[0]
+            assert time.monotonic() < deadline, "no checkpoint has arrived"
+            time.sleep(0.2)
+    finally:
+        os.kill(process.pid, signal.SIGKILL)
+        process.communicate()
+    return machine.checkpoint(uri)
+
+
+def records(metrics: bytes) -> list[dict[str, float]]:
+    lines = (json.loads(line) for line in metrics.decode().splitlines())
+    return [{key: value for key, value in line.items() if not key.startswith(MEASURED)} for line in lines]
+
+
+def test_a_run_whose_machine_is_lost_goes_on_from_the_bucket_alone_with_the_same_metrics(machine: Machine) -> None:
+    uri = f"s3://{BUCKET}/team/r"
+    version = kill_after_a_checkpoint(machine, uri)
+    machine.lose_the_disk()
+    num_steps = version + STEPS_AFTER_THE_KILL
+
+    output = finish(machine.train(f"train.num_steps={num_steps}"))
+    assert f"final model: {uri}/final" in output
+    finish(machine.train("run.output_dir=" + str(machine._folder / "local"), f"train.num_steps={num_steps}"))
+
+    found = records(machine.read(uri, "metrics.jsonl"))
+    expected = records((machine._folder / "local" / "r" / "metrics.jsonl").read_bytes())
+    assert [record["step"] for record in found] == list(range(1, num_steps + 1))
+    assert found == expected
+    assert machine.checkpoint(uri) == num_steps
+    for key in ("config.yaml", "rewards.png", "final/model.safetensors", "final/manifest.json"):
+        assert machine.read(uri, key)
+    assert machine.read(uri, f"trajectories/step={num_steps:06d}.parquet")
+    with pytest.raises(StorageNotFoundError):
+        machine.read(uri, f"trajectories/step={num_steps + 1:06d}.parquet")
+    staging = machine._folder / "disk" / "staging"
+    assert list(staging.iterdir()) == []  # all of it is in the bucket
