@@ -1,10 +1,10 @@
 """The pool under fire: executions with known verdicts while 5% of all calls to the providers fail, in every way.
 
-    python benchmarks/sandbox_faults.py                       10,000 executions, about half an hour on 2 cores
+    python benchmarks/sandbox_faults.py                       10,000 executions, about ten minutes on 2 quiet cores
     python benchmarks/sandbox_faults.py -n 600 --share 0.2
 
-Services on loopback, reached through the real SDKs of E2B, Daytona and MCP. Prints JSON; exits with 1 if a verdict was
-wrong, a sandbox leaked or a lease hung. It measures no speed: what fails has to wait for its deadline.
+Services on loopback, reached through the real SDKs of E2B, Daytona and MCP; all of it once in each of several
+processes. Prints JSON; exits with 1 if a verdict was wrong, a sandbox leaked or a lease hung. It measures no speed.
 """
 
 from __future__ import annotations
@@ -13,14 +13,24 @@ import argparse
 import asyncio
 import json
 import logging
+import multiprocessing
+import os
 import sys
 import time
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
 
-from rayapp.sandbox.testing.fault_run import FaultRun, Outcome, run_with_faults
+from rayapp.sandbox.testing.fault_outcome import Outcome, merged
+from rayapp.sandbox.testing.fault_run import FaultRun, run_with_faults
+
+
+def one_process(run: FaultRun) -> Outcome:
+    """A process's part, with a line on standard error every half a minute."""
+    logging.basicConfig(level=logging.CRITICAL, stream=sys.stderr)
+    return asyncio.run(watched(run))
 
 
 async def watched(run: FaultRun) -> Outcome:
-    """The run, with a line on standard error every half a minute."""
     outcome, started = Outcome(), time.monotonic()
 
     async def watch() -> None:
@@ -28,7 +38,7 @@ async def watched(run: FaultRun) -> Outcome:
             await asyncio.sleep(30)
             wrong, invalid = len(outcome.wrong), sum(outcome.invalid.values())
             done = f"{outcome.executions} executions, {wrong} wrong, {invalid} invalid, {outcome.retried} retried"
-            print(f"{time.monotonic() - started:.0f} s: {done}", file=sys.stderr, flush=True)
+            print(f"process {run.seed}, {time.monotonic() - started:.0f} s: {done}", file=sys.stderr, flush=True)
 
     watching = asyncio.create_task(watch())
     try:
@@ -37,25 +47,30 @@ async def watched(run: FaultRun) -> Outcome:
         watching.cancel()
 
 
+def parts(run: FaultRun, num_processes: int) -> list[FaultRun]:
+    """Shares of a run, each with a seed of its own."""
+    sizes = [run.executions // num_processes + (i < run.executions % num_processes) for i in range(num_processes)]
+    return [replace(run, executions=size, seed=run.seed + index) for index, size in enumerate(sizes)]
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("-n", "--executions", type=int, default=10_000)
     parser.add_argument("--share", type=float, default=0.05, help="of calls that fail")
     parser.add_argument("--concurrency", type=int, default=12, help="executions at once per provider")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("-v", "--verbose", action="store_true", help="the log of what failed, on standard error")
+    parser.add_argument("--processes", type=int, default=len(os.sched_getaffinity(0)))
     options = parser.parse_args()
-    logging.basicConfig(level=logging.INFO if options.verbose else logging.CRITICAL, stream=sys.stderr)
     run = FaultRun(
         executions=options.executions, share=options.share, concurrency=options.concurrency, seed=options.seed
     )
     started = time.monotonic()
-    report = asyncio.run(watched(run)).report()
-    print(
-        json.dumps(
-            report | {"share": run.share, "seed": run.seed, "wall_s": round(time.monotonic() - started)}, indent=2
-        )
-    )
+    # Spawned: a process that is forked would share the connections of the one before.
+    with ProcessPoolExecutor(options.processes, mp_context=multiprocessing.get_context("spawn")) as pool:
+        outcomes = list(pool.map(one_process, parts(run, options.processes)))
+    report = merged(outcomes).report()
+    told = {"share": run.share, "seed": run.seed, "processes": options.processes}
+    print(json.dumps(report | told | {"wall_s": round(time.monotonic() - started)}, indent=2))
     return int(any(report[key] for key in ("wrong_verdicts", "leaked_sandboxes", "hung_executions", "hung_leases")))
 
 

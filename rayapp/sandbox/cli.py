@@ -19,14 +19,13 @@ from typing import Annotated
 
 import typer
 
-from rayapp.errors import InputError, SandboxConfigError
+from rayapp.errors import InputError
 from rayapp.sandbox.local.attacks import load_attacks
 from rayapp.sandbox.local.doctor import format_report, run_doctor
 from rayapp.sandbox.local.provider import LEVELS, LocalProvider
-from rayapp.types import ExecResult, SandboxSpec
+from rayapp.types import SandboxSpec
 
 app = typer.Typer(no_args_is_help=True, help="Sandboxes: what isolation this node offers, and code in one.")
-PROVIDERS = ("local",)
 _STOPPED = 124
 _READY_TIMEOUT_S = 60.0
 
@@ -54,21 +53,25 @@ def doctor(
 @app.command()
 def run(
     file: Annotated[Path, typer.Argument(help="Python source; - is standard input")],
-    provider: Annotated[str, typer.Option(help="Where it runs: local")] = "local",
+    provider: Annotated[str, typer.Option(help="Where it runs: local, e2b, daytona or mcp")] = "local",
     stdin: Annotated[bool, typer.Option("--stdin", help="Give it this command's standard input")] = False,
     timeout_s: Annotated[float, typer.Option(min=0.001)] = 30.0,
     package: Annotated[
         list[str] | None, typer.Option(help="Package it may import, e.g. numpy; may be repeated")
     ] = None,
     level: LevelOption = "",
+    config: Annotated[Path | None, typer.Option(help="Take the provider's section from this config")] = None,
+    url: Annotated[str, typer.Option(help="Endpoint of the MCP server, where no --config names it")] = "",
 ) -> None:
-    """Run one file in a sandbox, with its output and exit status."""
-    if provider not in PROVIDERS:
-        raise SandboxConfigError(f"unknown provider {provider!r}; there is: {', '.join(PROVIDERS)}")
+    """Run one file in a sandbox, with its output and exit status. Keys are in the environment."""
+    from rayapp.sandbox.run_command import choose_provider, run_once
+
+    packages = tuple(package or ())
     if stdin and str(file) == "-":
         raise InputError("the code and its input can't both come from standard input: give the code as a file")
-    code = _read(file)
-    result = asyncio.run(_run(code, sys.stdin.read() if stdin else "", timeout_s, tuple(package or ()), _levels(level)))
+    code, given = _read(file), sys.stdin.read() if stdin else ""
+    chosen = choose_provider(provider, config=config, url=url, levels=_levels(level), packages=packages)
+    result = asyncio.run(run_once(chosen, code, stdin=given, timeout_s=timeout_s, packages=packages))
     sys.stdout.write(result.stdout)
     sys.stderr.write(result.stderr)
     if result.stopped_for is not None:
@@ -132,18 +135,6 @@ def _read(file: Path) -> str:
         raise InputError(f"{file} is not text: {error}") from error
     except OSError as error:
         raise InputError(f"{file} can't be read: {error.strerror}") from error
-
-
-async def _run(
-    code: str, stdin: str, timeout_s: float, packages: tuple[str, ...], levels: tuple[str, ...]
-) -> ExecResult:
-    provider = LocalProvider(levels=levels)
-    try:
-        spec = SandboxSpec(packages=packages)
-        sandbox = await provider.create(spec, labels={}, ttl_s=timeout_s + 60.0, timeout_s=_READY_TIMEOUT_S)
-        return await sandbox.run_code(code, timeout_s=timeout_s, stdin=stdin)
-    finally:
-        await asyncio.shield(provider.close())
 
 
 async def _time(executions: int, levels: tuple[str, ...]) -> tuple[list[float], str]:

@@ -62,7 +62,7 @@ def test_an_unknown_provider_or_level_names_the_known_ones(tmp_path: Path) -> No
     file = write(tmp_path, "pass")
     unknown_provider = invoke("run", file, "--provider", "heaven").exception
     assert isinstance(unknown_provider, SandboxConfigError)
-    assert "local" in str(unknown_provider)
+    assert "local, e2b, daytona, mcp" in str(unknown_provider)
     unknown_level = invoke("doctor", "--level", "best").exception
     assert isinstance(unknown_level, InputError)
     assert "ns+proc, ns, ll" in str(unknown_level)

@@ -48,11 +48,8 @@ class Box:
         stdin: int = DEVNULL,
     ) -> Process:
         """Start a program in its folder, in a process group of its own."""
-        user: dict[str, Any] = {}
-        if os.geteuid() == 0:
-            user = {"user": UNPRIVILEGED_ID, "group": UNPRIVILEGED_ID, "extra_groups": []}
         process = await asyncio.create_subprocess_exec(
-            *argv,
+            *_as_unprivileged(argv),
             stdin=stdin,
             limit=1 << 24,
             stdout=PIPE,
@@ -60,7 +57,6 @@ class Box:
             cwd=self.home,
             env={"PATH": _PATH, "HOME": str(self.home), "TMPDIR": str(self.home), **(env or {})},
             start_new_session=True,
-            **user,
         )
         self.processes.add(process)
         return process
@@ -99,6 +95,14 @@ class Box:
         if os.geteuid() == 0:
             os.chown(target, UNPRIVILEGED_ID, UNPRIVILEGED_ID)
         return target
+
+
+def _as_unprivileged(argv: Sequence[str]) -> list[str]:
+    if os.geteuid() != 0:
+        return list(argv)
+    # Not subprocess's own `user`: with it Python forks this whole process instead of sharing its memory until exec.
+    become = ("--reuid", str(UNPRIVILEGED_ID), "--regid", str(UNPRIVILEGED_ID), "--clear-groups")
+    return ["setpriv", *become, *argv]
 
 
 class Boxes:

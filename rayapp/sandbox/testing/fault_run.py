@@ -11,10 +11,9 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections import Counter
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from rayapp.sandbox.client import PoolClient, PoolLease
 from rayapp.sandbox.config import DaytonaConfig, E2BConfig, McpConfig, SandboxConfig
@@ -26,6 +25,7 @@ from rayapp.sandbox.pool import LeasePool
 from rayapp.sandbox.pool_build import build_pool
 from rayapp.sandbox.testing import daytona_stub, e2b_stub, fault_programs, mcp_stub
 from rayapp.sandbox.testing.boxes import Boxes
+from rayapp.sandbox.testing.fault_outcome import Outcome
 from rayapp.sandbox.testing.faults import Faults
 from rayapp.types import Reward, SandboxSpec
 
@@ -42,8 +42,9 @@ class FaultRun:
     executions: int
     share: float = 0.05
     """Of calls that fail."""
-    deaths_per_s: float = 0.5
-    """Sandboxes that die by themselves, leased or idle."""
+    death_share: float = 0.05
+    """Of executions in whose course some sandbox dies by itself, leased or idle. Not so many a second: on a machine
+    that is slow for a while, everything would die before it is done."""
     concurrency: int = 12
     """Executions at once, for each provider."""
     timeout_s: float = 20.0
@@ -58,49 +59,6 @@ class FaultRun:
     seed: int = 0
 
 
-@dataclass(slots=True)
-class Outcome:
-    """What came of it."""
-
-    executions: int = 0
-    verdicts: Counter[str] = field(default_factory=Counter)
-    wrong: list[str] = field(default_factory=list)
-    invalid: Counter[str] = field(default_factory=Counter)
-    retried: int = 0
-    hung: int = 0
-    leaked: dict[str, int] = field(default_factory=dict)
-    leases_left: float = 0.0
-    reclaimed: float = 0.0
-    fallbacks: float = 0.0
-    strays_ended: float = 0.0
-    reported_left: int = 0
-    """Sandboxes that a pool said it could not end."""
-    injected: dict[str, int] = field(default_factory=dict)
-
-    def report(self) -> dict[str, object]:
-        """For JSON."""
-        invalid = sum(self.invalid.values())
-        return {
-            "executions": self.executions,
-            "wrong_verdicts": len(self.wrong),
-            "wrong_examples": self.wrong[:5],
-            "leaked_sandboxes": sum(self.leaked.values()),
-            "leaked_by_provider": self.leaked,
-            "hung_executions": self.hung,
-            "hung_leases": self.leases_left,
-            "reclaimed_leases": self.reclaimed,
-            "retried_share": self.retried / max(1, self.executions),
-            "invalid_share": invalid / max(1, self.executions),
-            "invalid_by_kind": dict(self.invalid),
-            "verdicts": dict(self.verdicts),
-            "fallbacks": self.fallbacks,
-            "strays_ended": self.strays_ended,
-            "reported_left": self.reported_left,
-            "faults_injected": sum(self.injected.values()),
-            "faults_by_call": self.injected,
-        }
-
-
 class _Services:
     """The three stub services, and a provider through the real SDK for each."""
 
@@ -113,6 +71,7 @@ class _Services:
         self.daytona = daytona_stub.DaytonaStub(faults=faults(2))
         self.mcp = mcp_stub.McpStub(faults=faults(3))
         self.sections: dict[str, ProviderSection] = {}
+        self.deaths = _Deaths([self.e2b.boxes, self.daytona.boxes], run)
 
     @property
     def boxes(self) -> dict[str, Boxes]:
@@ -177,15 +136,12 @@ async def run_with_faults(run: FaultRun, outcome: Outcome | None = None) -> Outc
     """Everything, start to end. A given outcome is filled as it goes on, to be watched."""
     outcome, services = outcome or Outcome(), _Services(run)
     async with services.running(run.concurrency + 4):
-        async with asyncio.TaskGroup() as group:
-            deaths = group.create_task(_let_die(services, run))
-            names = sorted(services.sections)
-            async with asyncio.TaskGroup() as pools:
-                for index, name in enumerate(names):
-                    order = [name, *(other for other in names if other != name)]
-                    share = run.executions // len(names) + (index < run.executions % len(names))
-                    pools.create_task(_run_pool(services, run, order, share, outcome), name=f"pool {name}")
-            deaths.cancel()
+        names = sorted(services.sections)
+        async with asyncio.TaskGroup() as pools:
+            for index, name in enumerate(names):
+                order = [name, *(other for other in names if other != name)]
+                share = run.executions // len(names) + (index < run.executions % len(names))
+                pools.create_task(_run_pool(services, run, order, share, outcome), name=f"pool {name}")
         outcome.injected = services.injected()
         await _wait_for_ends(services)
         outcome.leaked = _leaked(services)
@@ -217,7 +173,8 @@ async def _run_pool(
         stack.push_async_callback(client.close)
         chores = asyncio.create_task(_tend(pool, config.sweep_every_s))
         stack.callback(chores.cancel)
-        await _execute_all(client, run, random.Random(f"{run.seed} {order[0]}"), executions, outcome)
+        rng = random.Random(f"{run.seed} {order[0]}")
+        await _execute_all(client, run, [fault_programs.draw(rng) for _ in range(executions)], services.deaths, outcome)
 
 
 def _all(services: _Services, config: SandboxConfig) -> Mapping[str, RemoteProvider]:
@@ -226,12 +183,13 @@ def _all(services: _Services, config: SandboxConfig) -> Mapping[str, RemoteProvi
 
 
 async def _execute_all(
-    client: PoolClient, run: FaultRun, rng: random.Random, executions: int, outcome: Outcome
+    client: PoolClient, run: FaultRun, programs: Sequence[fault_programs.Program], deaths: _Deaths, outcome: Outcome
 ) -> None:
-    programs = iter([fault_programs.draw(rng) for _ in range(executions)])
+    waiting = iter(programs)
 
     async def work() -> None:
-        for program in programs:
+        for program in waiting:
+            deaths.maybe()
             await _execute(client, run, program, outcome)
 
     async with asyncio.TaskGroup() as group:
@@ -281,14 +239,23 @@ async def _close(pool: LeasePool, outcome: Outcome) -> None:
     outcome.strays_ended += sum(source.keeper.num_strays_ended for source in pool.sources if source.keeper is not None)
 
 
-async def _let_die(services: _Services, run: FaultRun) -> None:
+class _Deaths:
     """Ends a sandbox now and then, as a provider's machine that fails does."""
-    rng = random.Random(run.seed)
-    while run.deaths_per_s:
-        await asyncio.sleep(rng.expovariate(run.deaths_per_s))
-        boxes = rng.choice([services.e2b.boxes, services.daytona.boxes])
+
+    def __init__(self, of: Sequence[Boxes], run: FaultRun) -> None:
+        self._all = of
+        self._share = run.death_share
+        self._rng = random.Random(run.seed)
+
+    def maybe(self) -> None:
+        """Called as an execution begins; what dies does so in the second after it."""
+        if self._rng.random() < self._share:
+            asyncio.get_running_loop().call_later(self._rng.random(), self._one)
+
+    def _one(self) -> None:
+        boxes = self._rng.choice(self._all)
         if boxes.living:
-            boxes.end(rng.choice(sorted(boxes.living)))
+            boxes.end(self._rng.choice(sorted(boxes.living)))
 
 
 async def _wait_for_ends(services: _Services) -> None:

@@ -1,0 +1,133 @@
+"""`rayapp sandbox run` with every provider: the real SDKs, services on loopback."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from rayapp.errors import InputError, SandboxConfigError
+from rayapp.sandbox.cli import app
+from rayapp.sandbox.leases import RUN_LABEL
+from rayapp.sandbox.testing import daytona_stub, e2b_stub, mcp_stub
+
+KEY_ENV = "RAYAPP_TEST_KEY"
+Stub = e2b_stub.E2BStub | daytona_stub.DaytonaStub | mcp_stub.McpStub
+CASES: dict[str, tuple[Callable[[], Stub], str, Callable[[str], dict[str, str]]]] = {
+    "e2b": (e2b_stub.E2BStub, e2b_stub.API_KEY, lambda url: {"api_url": url, "sandbox_url": url}),
+    "daytona": (daytona_stub.DaytonaStub, daytona_stub.API_KEY, lambda url: {"api_url": f"{url}/api"}),
+    "mcp": (mcp_stub.McpStub, mcp_stub.API_KEY, lambda url: {"url": url}),
+}
+KINDS = pytest.mark.parametrize("kind", list(CASES))
+
+
+def invoke(*args: str, stdin: str = "") -> Result:
+    return CliRunner().invoke(app, ["run", *args], input=stdin)
+
+
+def write_config(folder: Path, **section: Any) -> str:
+    path = folder / "config.yaml"
+    path.write_text(json.dumps({"sandbox": {"providers": [section]}}))
+    return str(path)
+
+
+@pytest.fixture(name="code")
+def _code(tmp_path: Path) -> str:
+    path = tmp_path / "code.py"
+    path.write_text("import sys\nprint(input()[::-1])\nprint('e', file=sys.stderr)\nsys.exit(3)")
+    return str(path)
+
+
+@KINDS
+async def test_a_file_runs_at_a_provider_with_its_input_and_leaves_nothing(
+    kind: str, code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make, key, at = CASES[kind]
+    stub = make()
+    monkeypatch.setenv(KEY_ENV, key)
+    async with stub.running() as url:
+        config = write_config(tmp_path, type=kind, api_key_env=KEY_ENV, **at(url))
+        done = await asyncio.to_thread(invoke, code, "--provider", kind, "--config", config, "--stdin", stdin="abc")
+
+        assert (done.stdout, done.stderr, done.exit_code) == ("cba\n", "e\n", 3), done
+        # A sandbox of an MCP server ends with its session.
+        assert stub.num_sessions == 0 if isinstance(stub, mcp_stub.McpStub) else not stub.boxes.living
+        if not isinstance(stub, mcp_stub.McpStub):
+            labels = stub.bodies[0].get("metadata") or stub.bodies[0]["labels"]
+            assert labels[RUN_LABEL] == "sandbox-run", "what a killed command leaves is found by `reap`"
+
+
+@KINDS
+async def test_code_that_runs_past_its_time_is_stopped_and_says_so(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make, key, at = CASES[kind]
+    monkeypatch.setenv(KEY_ENV, key)
+    endless = tmp_path / "endless.py"
+    endless.write_text("while True: pass")
+    async with make().running() as url:
+        config = write_config(tmp_path, type=kind, api_key_env=KEY_ENV, **at(url))
+        done = await asyncio.to_thread(
+            invoke, str(endless), "--provider", kind, "--config", config, "--timeout-s", "0.5"
+        )
+    assert done.exit_code == 124, done
+    assert "stopped for timeout" in done.stderr
+
+
+@KINDS
+async def test_a_wrong_key_is_one_clear_error(
+    kind: str, code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make, _, at = CASES[kind]
+    monkeypatch.setenv(KEY_ENV, "e2b_wrong")
+    async with make().running() as url:
+        config = write_config(tmp_path, type=kind, api_key_env=KEY_ENV, **at(url))
+        done = await asyncio.to_thread(invoke, code, "--provider", kind, "--config", config)
+    assert isinstance(done.exception, SandboxConfigError)
+    assert "key" in str(done.exception)
+
+
+def test_a_missing_key_names_its_variable(code: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for variable, kind in (("E2B_API_KEY", "e2b"), ("DAYTONA_API_KEY", "daytona")):
+        monkeypatch.delenv(variable, raising=False)
+        error = invoke(code, "--provider", kind).exception
+        assert isinstance(error, SandboxConfigError)
+        assert f"set {variable}" in str(error)
+
+
+async def test_an_mcp_server_is_named_by_its_url(code: str) -> None:
+    error = invoke(code, "--provider", "mcp").exception
+    assert isinstance(error, SandboxConfigError)
+    assert "--url" in str(error)
+    stub = mcp_stub.McpStub()
+    async with stub.running() as url:
+        # Without a key this server refuses: the call has reached it, and nothing else is missing.
+        refused = await asyncio.to_thread(invoke, code, "--provider", "mcp", "--url", url)
+    assert isinstance(refused.exception, SandboxConfigError)
+    assert "status 401" in str(refused.exception)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--provider", "e2b", "--level", "ns"], "--level"),
+        (["--provider", "daytona", "--package", "numpy"], "--package"),
+        (["--provider", "local", "--url", "http://x"], "--url"),
+    ],
+)
+def test_an_option_that_a_provider_has_no_use_for_is_refused(code: str, options: list[str], said: str) -> None:
+    error = invoke(code, *options).exception
+    assert isinstance(error, InputError)
+    assert said in str(error)
+
+
+def test_a_config_without_the_provider_is_named(code: str, tmp_path: Path) -> None:
+    config = write_config(tmp_path, type="local")
+    error = invoke(code, "--provider", "e2b", "--config", config).exception
+    assert isinstance(error, SandboxConfigError)
+    assert "has no provider e2b" in str(error)
