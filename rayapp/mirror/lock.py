@@ -3,9 +3,11 @@
     locks/000001.json  {owner, host, beat, released: true}       the first run, ended
     locks/000002.json  {owner, host, beat, released: false}      the one that holds it: the highest number
 
-Only the creation of the next number decides, and exactly one creator wins it. Its holder writes a new `beat` every ten
-seconds. Who comes next takes over when the holder has released it, is a process of this machine that is gone, or has
-not beaten for a minute, by the watcher's own clock. A holder that finds a number above its own has lost the folder.
+The creation of the next number decides. Some stores let two creators through that come at once (Swift does): there the
+object that is left says who it is, which each of them reads after a moment and again before every beat. The holder
+writes a new `beat` every ten seconds. Who comes next takes over when the holder has released it, is a process of this
+machine that is gone, or has not beaten for a minute, by the watcher's own clock. A holder that finds a number above its
+own, or another's name under it, has lost the folder.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ from rayapp.mirror.layout import LOCKS
 from rayapp.storage.base import Storage
 
 log = logging.getLogger(__name__)
-BEAT_EVERY_S, LEASE_S, POLL_S = 10.0, 60.0, 2.0
+BEAT_EVERY_S, LEASE_S, POLL_S, SETTLE_S = 10.0, 60.0, 2.0, 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,15 +69,21 @@ class RunLock:
 
     async def beat(self, storage: Storage) -> None:
         """Say that we live, and look whether somebody took over. Raises StorageError."""
-        if await storage.exists(_key(self.generation + 1)):
-            taker = await _read(storage, self.generation + 1)
+        taker = await self._taker(storage)
+        if taker is not None:
             self.lost = (
-                f"{storage.uri} was taken over by {taker}, because this run gave no sign of life for {LEASE_S:g} s. "
-                "This one stops; its files stay where they are on this machine."
+                f"{storage.uri} was taken over by {taker}, because this run gave no sign of life for {LEASE_S:g} s or "
+                "began at the same moment. This one stops; its files stay where they are on this machine."
             )
             return
         self._holder = replace(self._holder, beat=self._holder.beat + 1)
         await storage.put_bytes(_dump(self._holder), _key(self.generation))
+
+    async def _taker(self, storage: Storage) -> Holder | None:
+        if await storage.exists(_key(self.generation + 1)):
+            return await _read(storage, self.generation + 1) or self._holder
+        there = await _read(storage, self.generation)
+        return there if there is not None and there.owner != self._holder.owner else None
 
     async def release(self, storage: Storage) -> None:
         """Let the next run in at once. Raises StorageError."""
@@ -83,7 +91,9 @@ class RunLock:
             await storage.put_bytes(_dump(replace(self._holder, released=True)), _key(self.generation))
 
 
-async def acquire(storage: Storage, *, lease_s: float = LEASE_S, poll_s: float = POLL_S) -> RunLock:
+async def acquire(
+    storage: Storage, *, lease_s: float = LEASE_S, poll_s: float = POLL_S, settle_s: float = SETTLE_S
+) -> RunLock:
     """Become the only writer of the folder, waiting for a lease to end if need be.
 
     Raises:
@@ -99,7 +109,10 @@ async def acquire(storage: Storage, *, lease_s: float = LEASE_S, poll_s: float =
             await storage.put_bytes(_dump(holder), _key(generation + 1), if_absent=True)
         except StorageExistsError:
             continue  # somebody was faster: look at them
-        return RunLock(generation + 1, holder)
+        await asyncio.sleep(settle_s)
+        there = await _read(storage, generation + 1)
+        if there is not None and there.owner == holder.owner:
+            return RunLock(generation + 1, holder)
 
 
 async def last_generation(storage: Storage) -> int:

@@ -22,7 +22,7 @@ from pathlib import Path
 from rayapp.config import CheckpointSection, Config
 from rayapp.errors import RunFolderError, StorageError, StorageIncompleteError, first_error
 from rayapp.mirror.ledger import Ledger
-from rayapp.mirror.lock import BEAT_EVERY_S, LEASE_S, RunLock, acquire, last_generation
+from rayapp.mirror.lock import BEAT_EVERY_S, LEASE_S, SETTLE_S, RunLock, acquire, last_generation
 from rayapp.mirror.restore import prepare
 from rayapp.mirror.upload import Uploader
 from rayapp.storage.base import Storage
@@ -42,6 +42,7 @@ class Patience:
     """Between two looks at the staging folder."""
     beat_every_s: float = BEAT_EVERY_S
     lease_s: float = LEASE_S
+    settle_s: float = SETTLE_S
     finish_s: float = 60.0
     """At the end of a run, uploads that fail are tried again for so long. Uploads that go on are waited for."""
 
@@ -241,7 +242,9 @@ async def _open(
         await storage.check()
         if only_send:
             await _check_last_writer(storage, folder)
-        lock = await acquire(storage, lease_s=patience.lease_s, poll_s=min(2.0, patience.lease_s / 4))
+        lock = await acquire(
+            storage, lease_s=patience.lease_s, poll_s=min(2.0, patience.lease_s / 4), settle_s=patience.settle_s
+        )
         try:
             ledger = await prepare(storage, folder, lock.generation, must_be_new=must_be_new)
         except BaseException:

@@ -24,6 +24,7 @@ from rayapp.errors import (
     StorageIncompleteError,
     StorageUnreachableError,
 )
+from rayapp.mirror import lock as locks
 from rayapp.mirror.mirror import Patience, mirroring
 from rayapp.run_folder import RunFolder
 from rayapp.storage.base import Storage
@@ -41,7 +42,7 @@ BIG_BYTES = 23 * MIB
 TRANSFER = Transfer(
     part_bytes=5 * MIB, num_parallel=2, max_attempts=3, backoff_base_s=0.05, connect_timeout_s=5, read_timeout_s=60
 )
-QUICK = Patience(look_every_s=0.1, beat_every_s=0.5, lease_s=3.0, finish_s=1.0)
+QUICK = Patience(look_every_s=0.1, beat_every_s=0.5, lease_s=3.0, settle_s=0.2, finish_s=1.0)
 
 
 @pytest.fixture(scope="module")
@@ -99,11 +100,22 @@ async def test_files_of_many_parts_and_listings_survive_a_restart(
     assert [found.key async for found in storage.list()] == ["a/b", "big.bin"]
 
 
-async def test_one_of_many_creators_wins(storage: Storage) -> None:
-    made = await asyncio.gather(
-        *(storage.put_bytes(bytes([i]), "claim", if_absent=True) for i in range(6)), return_exceptions=True
-    )
-    assert sum(isinstance(answer, StorageExistsError) for answer in made) == 5
+async def test_a_second_creator_is_refused(storage: Storage) -> None:
+    await storage.put_bytes(b"first", "claim", if_absent=True)
+    with pytest.raises(StorageExistsError, match="another writer was first"):
+        await storage.put_bytes(b"second", "claim", if_absent=True)
+    assert await storage.get_bytes("claim") == b"first"
+
+
+async def test_of_many_runs_that_start_at_once_one_holds_the_folder(storage: Storage) -> None:
+    # Swift looks for the object when a request begins: of creators that come at once several are let through.
+    starting = [asyncio.create_task(locks.acquire(storage, lease_s=300.0, poll_s=0.2)) for _ in range(6)]
+    done, waiting = await asyncio.wait(starting, return_when=asyncio.FIRST_COMPLETED)
+    more, waiting = await asyncio.wait(waiting, timeout=5.0)
+    for task in waiting:
+        task.cancel()
+    await asyncio.wait(waiting)
+    assert len(done | more) == 1
 
 
 async def test_an_upload_whose_server_is_killed_leaves_nothing_and_goes_on_after_the_restart(

@@ -34,7 +34,7 @@ from rayapp.storage.testing.threads import ProxyThread, make_bucket, wait_until
 pytest.importorskip("moto", reason="needs the development package moto[server]")
 
 TRANSFER = Transfer(max_attempts=2, backoff_base_s=0.01, connect_timeout_s=2, read_timeout_s=20)
-QUICK = Patience(look_every_s=0.05, beat_every_s=0.1, lease_s=1.0, finish_s=0.5)
+QUICK = Patience(look_every_s=0.05, beat_every_s=0.1, lease_s=1.0, settle_s=0.05, finish_s=0.5)
 
 
 @pytest.fixture(scope="module")
@@ -317,7 +317,7 @@ def test_a_second_run_is_refused_while_the_first_one_lives(config: Config, setti
 def test_a_run_that_gives_no_sign_of_life_is_taken_over_and_stops_when_it_comes_back(
     config: Config, settings: S3Settings, opened
 ) -> None:
-    silent = Patience(look_every_s=0.05, beat_every_s=3.0, lease_s=1.0, finish_s=0.5)
+    silent = Patience(look_every_s=0.05, beat_every_s=3.0, lease_s=1.0, settle_s=0.05, finish_s=0.5)
     elsewhere = config.run_folder.with_name("elsewhere")
     elsewhere.mkdir(parents=True)
     with pytest.raises(RunFolderError, match="was taken over by process"), opened(silent) as first:
@@ -349,7 +349,8 @@ def test_of_many_that_start_at_once_one_gets_the_folder(config: Config, settings
     async def race() -> list[int]:
         async with open_storage(config.run_uri, settings=settings) as storage:
             taken = await asyncio.gather(
-                *(locks.acquire(storage, lease_s=0.3, poll_s=0.05) for _ in range(4)), return_exceptions=True
+                *(locks.acquire(storage, lease_s=0.3, poll_s=0.05, settle_s=0.05) for _ in range(4)),
+                return_exceptions=True,
             )
             return sorted(lock.generation for lock in taken if isinstance(lock, locks.RunLock))
 
