@@ -6,6 +6,7 @@ thousand leave behind.
     python benchmarks/sandbox_pool.py flood       as many as the actor can take
     python benchmarks/sandbox_pool.py at-once     2,000 leases at once of sandboxes that a provider has to make
     python benchmarks/sandbox_pool.py growth      100,000 leases: memory and descriptors of the actor's process
+    python benchmarks/sandbox_pool.py growth-short growth-here     10,000 through the actor, 100,000 without Ray
 
 A Ray of its own with one CPU. Callers are this process, as a rollout worker is: each call crosses to the actor's
 process and back. Sandboxes are the fake provider's, which run nothing: what is left is the pool.
@@ -17,6 +18,8 @@ import argparse
 import asyncio
 import json
 import os
+import secrets
+import sys
 import time
 from collections.abc import Awaitable, Callable
 
@@ -25,8 +28,11 @@ import ray
 
 from actors.handles import SandboxPoolHandle
 from actors.spawn import kill, spawn
+from rayapp.sandbox.client import Pool
 from rayapp.sandbox.config import SandboxConfig
-from rayapp.sandbox.leases import Fate
+from rayapp.sandbox.leases import Fate, Lease
+from rayapp.sandbox.pool import LeasePool
+from rayapp.sandbox.pool_here import open_pool
 from rayapp.types import SandboxSpec
 
 SPEC = SandboxSpec()
@@ -51,10 +57,10 @@ def fake_config(num_sandboxes: int, *, latency_s: float = 0.0) -> SandboxConfig:
     return SandboxConfig.model_validate({"providers": [fake]})
 
 
-async def timed(pool: SandboxPoolHandle, holder: str, timeout_s: float = 120.0) -> float:
+async def timed(pool: Pool, holder: str, timeout_s: float = 120.0) -> float:
     """One lease, taken and given back. Returns seconds until it was there."""
     started = time.perf_counter()
-    lease = await pool.acquire(holder, SPEC, timeout_s=timeout_s)
+    lease = await pool.acquire(holder, SPEC, timeout_s=timeout_s, lease_id=secrets.randbits(62))
     waited_s = time.perf_counter() - started
     await pool.release(lease.lease_id, Fate.CLEAN)
     return waited_s
@@ -103,13 +109,22 @@ async def at_once(pool: SandboxPoolHandle) -> Numbers:
 
 async def growth(pool: SandboxPoolHandle) -> Numbers:
     """The actor's process after 10,000 leases and after 100,000 more."""
-    process = await process_of(pool)
+    return await grown(pool, await process_of(pool), 100_000)
+
+
+async def growth_short(pool: SandboxPoolHandle) -> Numbers:
+    """The same with a tenth: where others use the machine, too."""
+    return await grown(pool, await process_of(pool), 10_000)
+
+
+async def grown(pool: SandboxPoolHandle | Here, process: psutil.Process, num_leases: int) -> Numbers:
+    """Memory and descriptors of the pool's process before and after so many leases."""
     await from_callers(pool, 10_000, callers=64)
     before = usage(process)
-    await from_callers(pool, 100_000, callers=64)
+    await from_callers(pool, num_leases, callers=64)
     after = usage(process)
     return {
-        "leases": 100_000.0,
+        "leases": float(num_leases),
         "memory_before_mib": before[0],
         "memory_after_mib": after[0],
         "descriptors_before": before[1],
@@ -118,7 +133,7 @@ async def growth(pool: SandboxPoolHandle) -> Numbers:
     }
 
 
-async def from_callers(pool: SandboxPoolHandle, num_leases: int, *, callers: int) -> list[float]:
+async def from_callers(pool: Pool, num_leases: int, *, callers: int) -> list[float]:
     """Leases one after the other from each of several callers. Returns the waits in seconds."""
     indices = iter(range(num_leases))
 
@@ -155,7 +170,34 @@ PARTS: dict[str, tuple[Callable[[SandboxPoolHandle], Awaitable[Numbers]], Sandbo
     "flood": (flood, local_config(), 0),
     "at-once": (at_once, fake_config(2_000, latency_s=0.05), 0),
     "growth": (growth, fake_config(128), 64),
+    "growth-short": (growth_short, fake_config(128), 64),
 }
+HERE = "growth-here"
+
+
+class Here:
+    """The pool's logic without its actor."""
+
+    def __init__(self, pool: LeasePool) -> None:
+        self._pool = pool
+
+    async def acquire(self, holder: str, spec: SandboxSpec, *, timeout_s: float, lease_id: int) -> Lease:
+        return await self._pool.acquire(holder, spec, timeout_s=timeout_s, lease_id=lease_id)
+
+    async def release(self, lease_id: int, fate: Fate) -> None:
+        self._pool.release(lease_id, fate)
+
+    async def heartbeat(self, holder: str) -> None:
+        self._pool.heartbeat(holder)
+
+    async def stats(self) -> Numbers:
+        return self._pool.stats()
+
+
+async def growth_here() -> Numbers:
+    """100,000 leases of the pool in this process, without Ray."""
+    async with open_pool(fake_config(128), "bench-here") as (_, pool):
+        return await grown(Here(pool), psutil.Process(), 100_000)
 
 
 async def measure(part: str) -> Numbers:
@@ -174,21 +216,38 @@ async def measure(part: str) -> Numbers:
         kill(pool.actor)
 
 
+def start_ray(attempts: int = 4) -> None:
+    """A Ray of its own. Ray gives its node 30 s, fixed, to come up: too few where others use the processor."""
+    os.environ.setdefault("RAY_gcs_server_port_wait_time_s", "120")
+    os.environ.setdefault("RAY_worker_register_timeout_seconds", "180")
+    for attempt in range(attempts):
+        try:
+            ray.init(address="local", num_cpus=1, num_gpus=0, include_dashboard=False, object_store_memory=100 << 20)
+            return
+        except Exception as error:  # boundary: Ray raises a bare Exception here, and others for other delays
+            ray.shutdown()
+            if attempt == attempts - 1:
+                raise
+            print(f"Ray did not start: {error}; again", file=sys.stderr, flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("parts", nargs="*", metavar="PART", help=", ".join(PARTS))
-    parts = parser.parse_args().parts or list(PARTS)
-    if unknown := [part for part in parts if part not in PARTS]:
-        parser.error(f"unknown part {unknown[0]}; there are: {', '.join(PARTS)}")
+    parts = parser.parse_args().parts or list(PARTS)[:4]
+    if unknown := [part for part in parts if part not in (*PARTS, HERE)]:
+        parser.error(f"unknown part {unknown[0]}; there are: {', '.join(PARTS)}, {HERE}")
     os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
     # Ray starts its workers at nice 15; a run of ours does not (see ray_session.py).
     os.environ.setdefault("RAY_worker_niceness", "0")
-    ray.init(address="local", num_cpus=1, num_gpus=0, include_dashboard=False, object_store_memory=100 << 20)
+    if parts != [HERE]:
+        start_ray()
     try:
         for part in parts:
             load = os.getloadavg()[0]
-            numbers = {name: round(value, 2) for name, value in asyncio.run(measure(part)).items()}
-            print(json.dumps({"part": part, "load_before": load, **numbers}), flush=True)
+            numbers = asyncio.run(growth_here() if part == HERE else measure(part))
+            rounded = {name: round(value, 2) for name, value in numbers.items()}
+            print(json.dumps({"part": part, "load_before": load, **rounded}), flush=True)
     finally:
         ray.shutdown()
 
