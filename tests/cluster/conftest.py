@@ -79,14 +79,18 @@ class Head:
 
 
 @pytest.fixture(scope="module")
-def start_head(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], contextlib.AbstractContextManager[Head]]:
-    """Call it with `disabled` or `token`: a head, asking for no token or one."""
-    return lambda auth: started_head(auth, tmp_path_factory.mktemp("home"))
+def start_head(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., contextlib.AbstractContextManager[Head]]:
+    """Call it with `disabled` or `token`: a head, asking for no token or one; `metrics_port` is any free one."""
+    return lambda auth, **ports: started_head(auth, tmp_path_factory.mktemp("home"), **ports)
 
 
 @contextlib.contextmanager
-def started_head(auth: str, home: Path) -> Iterator[Head]:
-    """A head that answers, and ends with the block."""
+def started_head(auth: str, home: Path, metrics_port: int | None = None) -> Iterator[Head]:
+    """A head that answers, and ends with the block.
+
+    Raises:
+        AssertionError: it ended, or could not start within 15 minutes of a busy machine. With the logs that say why.
+    """
     environment = {key: value for key, value in os.environ.items() if not key.startswith("RAY_")}
     environment |= {"HOME": str(home), "RAY_AUTH_MODE": auth, "RAY_USAGE_STATS_ENABLED": "0", "PYTHONPATH": str(ROOT)}
     # On a machine with other work Ray gives itself up for dead: its agent has 30 s to start, and a few to answer.
@@ -99,7 +103,7 @@ def started_head(auth: str, home: Path) -> Iterator[Head]:
     # Short: the paths of Ray's sockets have 107 characters at most.
     with tempfile.TemporaryDirectory(prefix="rj", dir="/tmp", ignore_cleanup_errors=True) as folder:
         while True:
-            head, process, log = launch_head(environment, folder)
+            head, process, log = launch_head(environment, folder, metrics_port)
             try:
                 while process.poll() is None and time.monotonic() < deadline and not is_ready(head):
                     time.sleep(0.5)
@@ -109,12 +113,17 @@ def started_head(auth: str, home: Path) -> Iterator[Head]:
             finally:
                 end(process, folder)
             # The node itself has 30 s to start, which nothing changes: on a busy machine it takes several tries.
-            assert "timed out during startup" in log.read_text(), log.read_text()
-            assert time.monotonic() < deadline, log.read_text()
+            why = log.read_text() + agent_logs(folder)
+            assert "timed out during startup" in why, why
+            assert "Address already in use" not in why, why
+            assert time.monotonic() < deadline, why
 
 
-def launch_head(environment: dict[str, str], folder: str) -> tuple[Head, subprocess.Popen[bytes], Path]:
-    gcs, dashboard, metrics, client, agent = free_ports(5)
+def launch_head(
+    environment: dict[str, str], folder: str, metrics_port: int | None
+) -> tuple[Head, subprocess.Popen[bytes], Path]:
+    gcs, dashboard, free, client, agent = free_ports(5)
+    metrics = free if metrics_port is None else metrics_port
     command = [
         str(RAY), "start", "--head", "--block", f"--port={gcs}", f"--dashboard-port={dashboard}",
         f"--metrics-export-port={metrics}", f"--ray-client-server-port={client}",
@@ -128,6 +137,12 @@ def launch_head(environment: dict[str, str], folder: str) -> tuple[Head, subproc
         )
     head = Head(f"http://127.0.0.1:{dashboard}", f"127.0.0.1:{gcs}", metrics, environment, Path(folder))
     return head, process, log
+
+
+def agent_logs(folder: str) -> str:
+    """What Ray's agent wrote, which says more than Ray does about a node that did not start."""
+    files = Path(folder, "session_latest", "logs").glob("dashboard_agent*.log")
+    return "\n".join(file.read_text(errors="replace") for file in files)
 
 
 def end(process: subprocess.Popen[bytes], folder: str) -> None:

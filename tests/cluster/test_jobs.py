@@ -110,3 +110,15 @@ def test_stopped_job_has_the_time_to_save(head: Any, tmp_path: Path) -> None:
 
     assert stopped.stdout == "slow: STOPPED\n", stopped.stdout + stopped.stderr
     assert (tmp_path / "slow" / "checkpoints" / "step=000003" / "manifest.json").exists()
+
+
+def test_ray_on_a_metrics_port_that_is_taken_does_not_start_and_the_other_ray_goes_on(
+    head: Any, start_head: Any
+) -> None:
+    # The port of the other Ray's metrics: what happens when two people follow docs/operate.md on one machine.
+    with pytest.raises(AssertionError) as refused, start_head("disabled", metrics_port=head.metrics_port):
+        pass
+
+    # Ray's own word for it is in its agent's log only; `rayapp doctor` names the port.
+    assert "Address already in use" in str(refused.value)
+    assert '"SUCCEEDED"' in head.get("/api/jobs/")

@@ -19,6 +19,8 @@ from typing import Any
 import pytest
 import yaml
 
+from rayapp.config import Config
+from rayapp.k8s.render import Release, render
 from rayapp.tracking.dashboard import ROWS, queries
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(1800)]
@@ -45,23 +47,27 @@ class Training:
         return self.head.run(str(RAY), "job", command, "--address", self.head.address, self.job).stdout
 
 
-@pytest.fixture(scope="module")
-def training(
-    tiny_model: Path, letter_tasks: list[str], start_head: Any, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Training]:
-    outputs = tmp_path_factory.mktemp("outputs")
-    config = {
-        "run": {"name": "jobs", "output_dir": str(outputs)},
-        "model": {"path": str(tiny_model)},
-        "tasks": letter_tasks,
+def tiny_run(name: str, outputs: Path, model: Path, tasks: list[str]) -> dict[str, Any]:
+    """A config of small steps on CPU that trains until somebody stops it."""
+    return {
+        "run": {"name": name, "output_dir": str(outputs)},
+        "model": {"path": str(model)},
+        "tasks": tasks,
         "cluster": {"device": "cpu"},
         "rollout": {"group_size": 4, "max_prompt_tokens": 32, "max_completion_tokens": 16},
         "train": {"num_steps": 5000, "groups_per_step": 2},
         "learner": {"max_tokens_per_microbatch": 256, "compute_dtype": "float32"},
         "server": {"kv_cache_gib": 1},
         "checkpoint": {"every_steps": 0},
-        "tracking": {"log_format": "json"},
     }
+
+
+@pytest.fixture(scope="module")
+def training(
+    tiny_model: Path, letter_tasks: list[str], start_head: Any, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Training]:
+    outputs = tmp_path_factory.mktemp("outputs")
+    config = tiny_run("jobs", outputs, tiny_model, letter_tasks) | {"tracking": {"log_format": "json"}}
     # Below the folder that is uploaded.
     folder = Path(tempfile.mkdtemp(prefix="job-test-", dir=ROOT / "configs"))
     try:
@@ -152,6 +158,32 @@ def test_dashboard_names_what_runs_and_in_which_step(training: Training) -> None
         "learner-0.export_weights step=N",
         "vllm-server-0.load_weights step=N",
     }
+
+
+def test_rendered_rayjob_trains_when_it_is_run_as_its_sidecar_would_run_it(
+    training: Training, tmp_path: Path, tiny_model: Path, letter_tasks: list[str]
+) -> None:
+    # The chart's manifest of a small run: its entrypoint and runtimeEnvYAML, with the config where the pod has it.
+    pytest.importorskip("helm_python", reason="needs Helm: pip install helm-python-sdk")
+    config = Config.model_validate(tiny_run("rendered", tmp_path, tiny_model, letter_tasks))
+    values = {
+        "run": {"overrides": ["train.num_steps=1", "cluster.device=cpu"]},
+        "storage": {"models": {"kind": "none"}, "outputs": {"mountPath": str(tmp_path)}},
+    }
+    files = render(config, Release(name="rendered", namespace="rl"), values)
+    spec = yaml.safe_load(files["rayjob.yaml"])["spec"]
+    file = tmp_path / "run.yaml"
+    file.write_text(yaml.safe_load(files["configmap.yaml"])["data"]["run.yaml"])
+    env = json.dumps(yaml.safe_load(spec["runtimeEnvYAML"]))
+    entrypoint = spec["entrypoint"].replace("/var/configs/run.yaml", str(file))
+
+    # KubeRay pastes the entrypoint into a shell command as it is.
+    submit = f"{RAY} job submit --address {training.head.address} --runtime-env-json '{env}' -- {entrypoint}"
+    done = training.head.run("bash", "-c", submit)
+
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert steps(tmp_path / "rendered") == 1
+    assert list((tmp_path / "rendered" / "final").glob("*.safetensors"))
 
 
 REMOTE_ONLY = re.compile(r"rl_sandbox_(alive|limit|created|failures|strays)|rl_failed_share{|rl_failed_share\b(?!_10)")

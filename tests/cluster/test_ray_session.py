@@ -1,4 +1,5 @@
-"""SIGTERM while connected to a real Ray: the driver cleans up first, as on Ctrl-C, and nothing of Ray prints stacks."""
+"""A run's connection to a real Ray: two runs share none by accident; on SIGTERM the driver cleans up first, as on
+Ctrl-C, and nothing of Ray prints stacks."""
 
 from __future__ import annotations
 
@@ -6,6 +7,8 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -20,9 +23,9 @@ from rayapp.ray_session import ray_session
 
 
 async def main():
-    with ray_session(Config.model_validate({"cluster": {"object_store_mib": 100}})):
+    with ray_session(Config.model_validate({"cluster": {"object_store_mib": 100}})) as session:
         try:
-            print("connected", flush=True)
+            print("connected to its own" if session.is_own else "connected to another's", flush=True)
             await asyncio.sleep(600)
         finally:
             await asyncio.sleep(0.1)
@@ -36,18 +39,34 @@ except KeyboardInterrupt:
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_ends_the_connection_after_the_cleanup(number: signal.Signals) -> None:
+@pytest.fixture
+def start() -> Iterator[Callable[[], subprocess.Popen[str]]]:
+    """Starts a driver that has reached its Ray, on a machine where nobody has called `ray start`."""
+    kept = {key: value for key, value in os.environ.items() if key != "RAY_ADDRESS"}
+    # Short: a Unix socket's path has to fit in 107 bytes.
+    with tempfile.TemporaryDirectory(prefix="rs", dir="/tmp", ignore_cleanup_errors=True) as folder:
+        yield lambda: connected(kept | {"PYTHONPATH": str(ROOT), "RAY_TMPDIR": folder})
+
+
+def connected(environment: dict[str, str]) -> subprocess.Popen[str]:
     driver = subprocess.Popen(
         [sys.executable, "-c", PROGRAM],
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        env=environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
     )
     assert driver.stdout is not None
-    connected = driver.stdout.readline()
-    assert connected == "connected\n", driver.communicate(timeout=600)
+    line = driver.stdout.readline()
+    assert line == "connected to its own\n", driver.communicate(timeout=600)
+    return driver
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_the_connection_after_the_cleanup(
+    start: Callable[[], subprocess.Popen[str]], number: signal.Signals
+) -> None:
+    driver = start()
 
     driver.send_signal(number)
     output, errors = driver.communicate(timeout=600)
@@ -55,3 +74,17 @@ def test_a_signal_ends_the_connection_after_the_cleanup(number: signal.Signals) 
     assert output == "cleaned up\n", errors
     assert driver.returncode == 130, errors
     assert "SIGTERM received" not in errors
+
+
+def test_a_second_run_on_the_machine_does_not_join_the_first_ones_ray(
+    start: Callable[[], subprocess.Popen[str]],
+) -> None:
+    first = start()
+    try:
+        second = start()  # reads "its own"
+        second.send_signal(signal.SIGTERM)
+        second.communicate(timeout=600)
+    finally:
+        first.send_signal(signal.SIGTERM)
+        output, errors = first.communicate(timeout=600)
+    assert output == "cleaned up\n", errors

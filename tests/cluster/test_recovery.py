@@ -10,12 +10,15 @@ import asyncio
 import json
 import os
 import signal
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import ray
+from ray.cluster_utils import Cluster as FakeCluster
 
+from actors.stacks import dump_stacks
 from rayapp.cluster import Cluster, StandIns, open_cluster
 from rayapp.config import Config
 from rayapp.driver import train_through_losses
@@ -27,17 +30,33 @@ pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(600)]
 
 NUM_STEPS = 6
 GROUPS_PER_STEP = 4
-Fault = Callable[[], Awaitable[None]]
+NODE_MEMORY = 100_000_000
+"""Bytes of each node's object store."""
+Faults = dict[int, list[tuple[str, signal.Signals]]]
+
+
+@pytest.fixture(scope="module")
+def nodes() -> Iterator[FakeCluster]:
+    """A head that runs nothing, and one node for everything: the next test finds them running."""
+    # As a Ray of our own has it: at nice 15 everything here would wait for whatever else the machine does.
+    os.environ.setdefault("RAY_worker_niceness", "0")
+    health = {"health_check_initial_delay_ms": 0, "health_check_period_ms": 1000, "health_check_failure_threshold": 10}
+    head = {"num_cpus": 0, "include_dashboard": False, "object_store_memory": NODE_MEMORY, "_system_config": health}
+    cluster = FakeCluster(initialize_head=True, head_node_args=head)
+    cluster.add_node(num_cpus=2, object_store_memory=NODE_MEMORY)
+    yield cluster
+    cluster.shutdown()
 
 
 @pytest.fixture
-def make_config(tiny_model: Path, letter_tasks: list[str], tmp_path: Path) -> Callable[..., Config]:
+def make_config(tiny_model: Path, letter_tasks: list[str], tmp_path: Path, nodes: FakeCluster) -> Callable[..., Config]:
     def make(**sections: dict[str, Any]) -> Config:
         config: dict[str, Any] = {
-            "run": {"output_dir": str(tmp_path), "name": "recovery"},
+            # A name of its own: the actors of the test before may be on their way out of this Ray.
+            "run": {"output_dir": str(tmp_path), "name": tmp_path.name[:60]},
             "model": {"path": str(tiny_model)},
             "tasks": letter_tasks,
-            "cluster": {"device": "cpu"},
+            "cluster": {"device": "cpu", "address": nodes.address},
             "rollout": {"group_size": 2, "max_prompt_tokens": 32, "max_completion_tokens": 8, "num_workers": 2},
             "train": {"num_steps": NUM_STEPS, "groups_per_step": GROUPS_PER_STEP},
             "learner": {"max_tokens_per_microbatch": 256, "num_learners": 2},
@@ -51,41 +70,53 @@ def make_config(tiny_model: Path, letter_tasks: list[str], tmp_path: Path) -> Ca
     return make
 
 
-def pid_of(name: str) -> int:
-    """Process behind a living actor."""
+def living(name: str) -> dict[str, Any]:
+    """What Ray knows of a living actor of this run."""
     from ray._private.state import actors  # the public state API needs a dashboard
 
-    return next(int(a["Pid"]) for a in actors().values() if a["Name"] == name and a["State"] == "ALIVE")
+    job = ray.get_runtime_context().get_job_id()
+    found = (a for a in actors().values() if a["JobID"] == job and a["State"] == "ALIVE")
+    return next(actor for actor in found if actor["Name"] == name)
 
 
-async def run(
-    config: Config, faults: dict[int, list[tuple[str, signal.Signals]]]
-) -> tuple[Cluster, list[str], list[int]]:
-    """Train. In the middle of the step that follows step N, the processes of `faults[N]` get their signal.
+def sending(metrics: Callable[[], Path], faults: Faults) -> Callable[[], Awaitable[None]]:
+    """In the middle of the step that follows step N, the processes of `faults[N]` get their signal."""
 
-    Returns:
-        The cluster, what it reported, and how many groups each step trained on.
-    """
+    async def strike() -> None:
+        for step, victims in faults.items():
+            await middle_of_the_step_after(step, metrics())
+            for name, number in victims:
+                os.kill(int(living(name)["Pid"]), number)
+
+    return strike
+
+
+async def middle_of_the_step_after(step: int, metrics: Path) -> None:
+    while not metrics.exists() or f'"step": {step},' not in metrics.read_text():
+        await asyncio.sleep(0.02)
+    await asyncio.sleep(0.15)  # completions take 0.4 s: the next step's are under way
+
+
+async def run(config: Config, faults: Faults) -> tuple[Cluster, list[str]]:
+    """Train while processes get signals. Returns the cluster, and what it reported."""
+    return await run_while(config, sending(lambda: config.run_folder / "metrics.jsonl", faults))
+
+
+async def run_while(config: Config, strike: Callable[[], Awaitable[None]]) -> tuple[Cluster, list[str]]:
+    """Train while `strike` does its worst."""
     notes: list[str] = []
     with RunFolder.open(config) as folder, make_trackers(config, folder) as tracker:
         async with open_cluster(
             config, report=notes.append, stand_ins=StandIns(completion_s=0.4, step_s=0.1)
         ) as cluster:
-            striking = asyncio.create_task(strike(folder.path / "metrics.jsonl", faults))
+            striking = asyncio.ensure_future(strike())
             try:
                 await train_through_losses(config, cluster, folder, tracker)
+                assert striking.done(), "the run ended before it was struck"
+                striking.result()
             finally:
                 striking.cancel()
-    return cluster, notes, [len(group_ids(folder.path, step)) for step in range(1, NUM_STEPS + 1)]
-
-
-async def strike(metrics: Path, faults: dict[int, list[tuple[str, signal.Signals]]]) -> None:
-    for step, victims in faults.items():
-        while not metrics.exists() or f'"step": {step},' not in metrics.read_text():
-            await asyncio.sleep(0.02)
-        await asyncio.sleep(0.15)  # completions take 0.4 s: the next step's are under way
-        for name, number in victims:
-            os.kill(pid_of(name), number)
+    return cluster, notes
 
 
 def records(config: Config) -> list[dict[str, float]]:
@@ -118,7 +149,7 @@ async def test_servers_workers_and_the_pool_die_and_the_run_finishes_whole(
 ) -> None:
     config = make_config(train={"num_steps": NUM_STEPS, "groups_per_step": 4, "max_staleness": max_staleness})
 
-    cluster, notes, _ = await run(
+    cluster, notes = await run(
         config,
         {
             1: [("vllm-server-0", signal.SIGKILL)],
@@ -138,7 +169,7 @@ async def test_a_server_that_hangs_is_found_by_its_deadline_and_replaced(make_co
     # Long enough for a healthy process on a busy machine: one that is starved must not be taken for hung.
     config = make_config(recovery={"ping_every_s": 0.5, "ping_timeout_s": 15.0})
 
-    cluster, notes, _ = await run(config, {1: [("vllm-server-0", signal.SIGSTOP)]})
+    cluster, notes = await run(config, {1: [("vllm-server-0", signal.SIGSTOP)]})
 
     assert_whole(config)
     assert dict(cluster.supervisor.restarts) == {"vllm-server-0": 1}, notes
@@ -149,13 +180,29 @@ async def test_a_learner_dies_and_all_go_on_from_the_last_checkpoint(make_config
     config = make_config()
 
     # The stand-in refuses a step that does not follow its state's: it must be that of the checkpoint.
-    cluster, _, _ = await run(config, {3: [("learner-1", signal.SIGKILL)]})
+    cluster, _ = await run(config, {3: [("learner-1", signal.SIGKILL)]})
 
     assert_whole(config)
     assert cluster.num_learner_restarts == 1
     assert records(config)[-1]["recovery/learner_restarts"] == 1.0
     # Lost after step 3, the checkpoint is that of step 2: the ledger of what followed begins there.
     assert records(config)[-1]["ledger/trained"] == (NUM_STEPS - 2) * GROUPS_PER_STEP
+
+
+async def test_in_the_middle_of_a_step_the_stacks_of_all_actors_can_be_had(make_config: Callable[..., Config]) -> None:
+    config, stacks = make_config(), []
+
+    async def look() -> None:
+        await middle_of_the_step_after(1, config.run_folder / "metrics.jsonl")
+        stacks.append(await dump_stacks())
+
+    await run_while(config, look)
+
+    (text,) = stacks
+    for name in ("vllm-server-0", "vllm-server-1", "rollout-worker-0", "learner-1", "sandbox-pool"):
+        assert f"=== {name} (pid " in text
+    # Either the stacks, or why this kernel gives none (py-spy needs ptrace).
+    assert "Thread" in text or "no stack" in text
 
 
 async def test_a_process_that_dies_too_often_ends_the_run_with_a_checkpoint(make_config: Callable[..., Config]) -> None:
@@ -168,3 +215,25 @@ async def test_a_process_that_dies_too_often_ends_the_run_with_a_checkpoint(make
         checkpoint = folder.latest_checkpoint()
     assert checkpoint is not None
     assert checkpoint.version >= 2
+
+
+async def test_a_whole_node_is_lost_and_the_run_goes_on_on_the_other(
+    make_config: Callable[..., Config], nodes: FakeCluster
+) -> None:
+    config = make_config()
+    nodes.add_node(num_cpus=2, object_store_memory=NODE_MEMORY)
+    nodes.wait_for_nodes()
+
+    async def lose_the_learners_node() -> None:
+        await middle_of_the_step_after(3, config.run_folder / "metrics.jsonl")
+        lost = living("learner-0")["Address"]["NodeID"]
+        node = next(n for n in nodes.list_all_nodes() if n.node_id == lost)
+        await asyncio.to_thread(nodes.remove_node, node, allow_graceful=False)
+
+    cluster, notes = await run_while(config, lose_the_learners_node)
+
+    # Servers and learners are packed on one node: all of them went with it, and with the groups in its memory.
+    assert_whole(config)
+    assert cluster.num_learner_restarts >= 1, notes
+    assert {"vllm-server-0", "vllm-server-1"} <= set(cluster.supervisor.restarts), notes
+    assert records(config)[-1]["ledger/trained"] == (NUM_STEPS - 2) * GROUPS_PER_STEP

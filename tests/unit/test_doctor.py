@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import socket
 from pathlib import Path
 
 import pytest
 
 from rayapp.cli import run
 from rayapp.config import Config
-from rayapp.doctor import Finding, fitness, gpu_names, machine
+from rayapp.doctor import Finding, fitness, gpu_names, machine, metrics_port
 
 PARAMETER = b"\0\0\0\0"
 
@@ -45,6 +46,18 @@ def test_machine_names_what_it_has_without_any_secret(monkeypatch: pytest.Monkey
     )
     assert "E2B_API_KEY" in findings["keys"].detail
     assert not [finding for finding in findings.values() if "secret-value" in finding.detail + finding.cure]
+
+
+def test_a_metrics_port_that_is_taken_is_found_with_another() -> None:
+    with socket.socket() as taken:
+        taken.bind(("", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        found = metrics_port(port)
+
+    assert (found.level, found.detail) == ("note", f"{port} is taken, by a Ray that runs or by another program")
+    assert found.cure.startswith(f"ray start --head --metrics-export-port={port + 1}")
+    assert metrics_port(port).level == "ok"
 
 
 def test_gpu_config_on_a_machine_with_too_few_shows_the_arithmetic(

@@ -38,6 +38,7 @@ ROOT = Path(__file__).parents[2]
 CRDS = ROOT / "tests" / "data" / "crds"
 KUBERNETES = "1.33"
 RELEASE = Release(name="grpo", namespace="rl")
+ACK = FOLDER / "examples" / "single-node-ack.yaml"
 HEAD_WORKER: dict[str, Any] = {"layout": "head-worker", "head": {"gpus": 0}}
 Manifest = dict[str, Any]
 
@@ -324,6 +325,35 @@ def test_nothing_is_installed_when_a_pod_starts() -> None:
     for name in CONFIGS:
         text = "\n".join(dict(example(name)).values())
         assert not re.search(r"pip3? install|apt(-get)? install|:latest\b", text)
+
+
+def test_mistakes_of_the_first_manifests_are_not_made_again() -> None:
+    # Those of docs/operate.md that no other test of this file is about.
+    for name in CONFIGS:
+        for document in documents(dict(example(name))):
+            assert not list(nulls(document)), "an empty `annotations:` is null, which the API server refuses"
+            assert "should-init-envd" not in yaml.safe_dump(document)
+    files = dict(example("single-node-ack"))
+    spec = only("RayJob", files)["spec"]
+    assert "working_dir" not in yaml.safe_load(spec["runtimeEnvYAML"])
+    assert all(
+        toleration["operator"] == "Exists" or "value" in toleration
+        for toleration in spec["rayClusterSpec"]["headGroupSpec"]["template"]["spec"]["tolerations"]
+    )
+    elsewhere = render(config(), Release(name="rayapp", namespace="other"), read_values([ACK], ()))
+    volumes = {
+        d["metadata"]["name"] for f in (files, elsewhere) for d in documents(f) if d["kind"] == "PersistentVolume"
+    }
+    assert len(volumes) == 4  # two each: they have no namespace, so their names must tell runs apart
+
+
+def nulls(value: Any, path: str = "") -> Iterator[str]:
+    """Paths of every null."""
+    if value is None:
+        yield path
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, item in items:
+        yield from nulls(item, f"{path}.{key}")
 
 
 def test_keys_stand_in_secrets_only() -> None:
