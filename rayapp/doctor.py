@@ -11,6 +11,7 @@ import importlib.metadata
 import os
 import platform
 import shutil
+import socket
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -35,6 +36,8 @@ _LEARNER_GIB, _SERVER_GIB = 0.7, 2.1
 """Resident memory with torch, transformers and verl (or vLLM, in three processes) imported and no weights yet: 0.5 and
 0.7 GiB a process, measured with vLLM 0.30 and torch 2.13."""
 _SANDBOX_TIMEOUT_S = 20.0
+METRICS_PORT = 8080
+"""Of `ray start --metrics-export-port` in docs/operate.md and of KubeRay's pods."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,6 +78,7 @@ def machine() -> Iterator[Finding]:
     yield Finding(level="ok", what="/dev/shm", detail=f"{shm / _GIB:.1f} GiB free")
     yield Finding(level="ok", what="disk", detail=f"{shutil.disk_usage('.').free / _GIB:.1f} GiB free in {Path.cwd()}")
     yield _sandbox(SandboxConfig(), level_if_none="note")
+    yield metrics_port(METRICS_PORT)
     present = [key for key in _KEYS if os.environ.get(key)]
     yield Finding(
         level="ok", what="keys", detail=f"set: {', '.join(present)}" if present else "none set, none needed here"
@@ -90,6 +94,22 @@ def fitness(config: Config) -> Iterator[Finding]:
     yield from problems
     if not any(finding.level == "problem" for finding in problems):
         yield Finding(level="ok", what="config", detail=f"{config.run.name} can run here")
+
+
+def metrics_port(port: int) -> Finding:
+    """Whether a Ray started as in docs/operate.md can show its metrics. A run's own Ray takes any free port."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("", port))
+        except OSError:
+            return Finding(
+                level="note",
+                what="metrics port",
+                detail=f"{port} is taken, by a Ray that runs or by another program",
+                cure=f"ray start --head --metrics-export-port={port + 1}: with one that is taken Ray ends as it starts",
+            )
+    return Finding(level="ok", what="metrics port", detail=f"{port} is free")
 
 
 def _python() -> Finding:
