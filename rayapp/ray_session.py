@@ -97,12 +97,24 @@ def _connect(config: Config) -> tuple[Any, bool]:
                 f"no Ray answers at {address!r} ({_first_line(error)}). Start one there with `ray start --head`, "
                 "correct cluster.address or RAY_ADDRESS, or leave both empty to start a local one."
             ) from None
-    if not address:
-        try:
-            return ray.init(address="auto", **common), False
-        except ConnectionError:
-            log.info("no Ray runs here: starting one")
+    if not address and (started_here := _address_of_ray_start()):
+        return ray.init(address=started_here, **common), False
     return ray.init(address="local", object_store_memory=config.cluster.object_store_mib * MIB, **common), True
+
+
+def _address_of_ray_start() -> str:
+    """Address of the Ray that `ray start` made on this machine last, if it is alive; else empty.
+
+    Not `ray.init(address="auto")`: that takes any Ray it finds, another run's own too, which ends with that run.
+    """
+    from ray._private.services import find_bootstrap_address
+
+    address = find_bootstrap_address(None) or ""
+    try:
+        _check_reachable(address)
+    except (OSError, ValueError):
+        return ""
+    return address
 
 
 @contextmanager
