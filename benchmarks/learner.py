@@ -62,7 +62,7 @@ def items_of(groups: Sequence[Group]) -> list[TrainItem]:
 
 def token_counts(groups: Sequence[Group], config: Config) -> dict[str, float]:
     """What each way of laying out computes. Exact: nothing is timed."""
-    items, budget = items_of(groups), config.learner.max_tokens_per_microbatch
+    items, budget = items_of(groups), config.learner.token_budget
     counts = {
         name: sum(batch.packing.num_tokens for batch in split(items, max_tokens=budget, share_prefixes=share))
         for name, share in (("shared", True), ("packed", False))
@@ -103,7 +103,7 @@ def flops(config: Config, groups: Sequence[Group]) -> float:
     if not groups:
         return 0.0
     shape = model_shape(config)
-    batches = split(items_of(groups), max_tokens=config.learner.max_tokens_per_microbatch, share_prefixes=True)
+    batches = split(items_of(groups), max_tokens=config.learner.token_budget, share_prefixes=True)
     layers = shape.num_layers * shape.num_layer_parameters * sum(b.packing.num_tokens for b in batches)
     head = shape.vocabulary * shape.hidden * sum(b.head_positions.size for b in batches)
     return 6.0 * (layers + head)

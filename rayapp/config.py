@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
@@ -175,8 +175,9 @@ class LoraSection(FrozenModel):
 class LearnerSection(FrozenModel):
     num_learners: int = Field(1, ge=1)
     """FSDP2 world size."""
-    max_tokens_per_microbatch: int = Field(8192, ge=16)
-    """Tokens that one forward computes: the memory of activations grows with it, nothing else does."""
+    max_tokens_per_microbatch: Annotated[int, Field(ge=16)] | Literal["auto"] = 8192
+    """Tokens that one forward computes: the memory of activations grows with it, nothing else does. auto measures at
+    the start how many fit, and takes a power of two; where that differs, runs differ in their last digits."""
     compute_dtype: Dtype = "bfloat16"
     """Of the forward and backward. Parameters and optimizer state are float32."""
     share_prefixes: bool = True
@@ -192,6 +193,12 @@ class LearnerSection(FrozenModel):
     """Keep parameters, gradients and optimizer state in host memory (FSDP2), for models that don't fit: slower."""
     lora: LoraSection = LoraSection()
     optimizer: OptimizerSection = OptimizerSection()
+
+    @property
+    def token_budget(self) -> int:
+        """`max_tokens_per_microbatch` as a number; a learner replaces auto before anybody asks."""
+        assert self.max_tokens_per_microbatch != "auto", "auto was not replaced by a number"
+        return self.max_tokens_per_microbatch
 
 
 class ServerSection(FrozenModel):
@@ -214,6 +221,13 @@ class ServerSection(FrozenModel):
     start_timeout_s: float = Field(600.0, gt=0)
     request_timeout_s: float = Field(300.0, gt=0)
     sync_timeout_s: float = Field(120.0, gt=0)
+    """Deadline of each phase of a weight sync: forming the group, exporting, loading. A server that misses it is
+    replaced."""
+    weight_transport: Literal["auto", "object_store", "gloo", "nccl", "ipc"] = "auto"
+    """How weights reach the servers. auto: object_store on CPU, nccl where servers have GPUs of their own, ipc where
+    they share the learners'. gloo is nccl's twin for machines without GPUs."""
+    weight_bucket_mib: int = Field(256, ge=1)
+    """Weights of this size travel at once: no device ever holds a second whole copy."""
 
 
 class CheckpointSection(FrozenModel):
@@ -271,7 +285,8 @@ class RecoverySection(FrozenModel):
     ping_every_s: float = Field(2.0, gt=0)
     """How often each process is asked whether it works."""
     ping_timeout_s: float = Field(60.0, gt=0)
-    """One that does not answer for this long hangs and is replaced."""
+    """One that does not answer for this long hangs and is replaced. Far above what a healthy process on a busy machine
+    needs; one that is being started has server.start_timeout_s instead."""
     stall_report_s: float = Field(600.0, gt=0)
     """When nothing was finished for this long (no group, no phase of a step), say who waits for what."""
     stall_stop_s: float = Field(3600.0, gt=0)
@@ -453,7 +468,7 @@ class Config(FrozenModel):
 
     def _sequence_fits_microbatch(self) -> None:
         longest, budget = self.max_model_tokens, self.learner.max_tokens_per_microbatch
-        if longest > budget:
+        if budget != "auto" and longest > budget:
             raise ValueError(
                 f"rollout.max_prompt_tokens {self.rollout.max_prompt_tokens} + rollout.max_completion_tokens "
                 f"{self.rollout.max_completion_tokens} = {longest} tokens, but learner.max_tokens_per_microbatch is "

@@ -6,7 +6,7 @@ says what it counts; docs/learner.md says what they were compared with. All size
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 from rayapp.config import Config
 
@@ -16,6 +16,8 @@ GPU_BYTES = {"h200": 139 * GIB, "h100": 79 * GIB, "a100": 79 * GIB}
 RUNTIME_BYTES = 3 * GIB // 2
 """CUDA context, kernels and nccl's buffers: an assumption, not measured here."""
 FLOAT32, MASTER, ADAM = 4, 4, 8
+AUTO_SHARE = 0.9
+"""Of a GPU, what `learner.max_tokens_per_microbatch: auto` fills."""
 ELEMENT_BYTES = {"float32": 4, "bfloat16": 2}
 
 
@@ -34,11 +36,23 @@ class ModelShape:
     num_key_heads: int
     head_size: int
     vocabulary: int
+    num_adapter_parameters: int = 0
+    """Of the adapters that `learner.lora` adds; 0 trains all weights."""
+    adapter_rank_sum: int = 0
+    """Ranks of all adapters of one layer, added up: what they keep of a token."""
+
+    @property
+    def num_trained(self) -> int:
+        """Parameters with a gradient and an optimizer state."""
+        return self.num_adapter_parameters or self.num_parameters
 
     @property
     def num_root_parameters(self) -> int:
         """Outside the layers: embeddings, head and the last norm."""
         return self.num_parameters - self.num_layers * self.num_layer_parameters
+
+
+LEARNER_KINDS = ("weights", "reference", "gradients", "optimizer", "activations", "head", "runtime")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,11 +71,15 @@ class LearnerPlan:
     """What the backward of a full micro-batch needs."""
     head: int
     """Logits of the chunks that exist at once, and the head's gradient while it is summed."""
+    resident: int
+    """Part of the above that stays between steps: shards, moments and the runtime."""
+    host: int
+    """Bytes of host memory: what `learner.cpu_offload` keeps there. Not in `total`."""
     runtime: int = RUNTIME_BYTES
 
     @property
     def total(self) -> int:
-        return sum(getattr(self, field.name) for field in fields(self))
+        return sum(getattr(self, kind) for kind in LEARNER_KINDS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,27 +96,82 @@ class ServerPlan:
     """Sequences of the longest kind that it holds."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SharedPlan:
+    """Bytes on each GPU that a learner and a server share (`cluster.placement: colocated`)."""
+
+    training: int
+    """A step's peak, beside a server that sleeps: it keeps its runtime."""
+    generating: int
+    """The server's share, beside what stays of the learner."""
+    host: int
+    """Weights of the sleeping server, in host memory."""
+
+    @property
+    def total(self) -> int:
+        return max(self.training, self.generating)
+
+
 def plan_learner(shape: ModelShape, config: Config) -> LearnerPlan:
     """Of one learner."""
     section = config.learner
-    world, element = section.num_learners, ELEMENT_BYTES[section.compute_dtype]
-    gathered = element * (shape.num_root_parameters + 2 * shape.num_layer_parameters)
-    shard = -(-shape.num_parameters // world)
+    element = ELEMENT_BYTES[section.compute_dtype]
+    layer_adapters = shape.num_adapter_parameters // shape.num_layers
+    gathered = element * (shape.num_root_parameters + 2 * (shape.num_layer_parameters + layer_adapters))
+    frozen = MASTER * _shard(shape.num_parameters, config)
+    masters = frozen + MASTER * _shard(shape.num_adapter_parameters, config)
+    gradients, optimizer = (kind * _shard(shape.num_trained, config) for kind in (MASTER, ADAM))
+    unreduced = (element + FLOAT32) * (layer_adapters or shape.num_layer_parameters)
     has_reference = config.algorithm.kl_loss_coef > 0
+    on_gpu = 0 if section.cpu_offload else 1
+    reference_masters = frozen if has_reference else 0
     return LearnerPlan(
-        weights=MASTER * shard + gathered,
-        reference=MASTER * shard + gathered if has_reference else 0,
-        gradients=MASTER * shard + (element + FLOAT32) * shape.num_layer_parameters,
-        optimizer=ADAM * shard,
+        weights=on_gpu * masters + gathered,
+        reference=(on_gpu * frozen + gathered) if has_reference else 0,
+        gradients=on_gpu * gradients + unreduced,
+        optimizer=on_gpu * optimizer,
         activations=activation_bytes(shape, config),
         head=head_bytes(shape, config),
+        resident=on_gpu * (masters + reference_masters + optimizer) + RUNTIME_BYTES,
+        host=(1 - on_gpu) * (masters + reference_masters + gradients + optimizer),
     )
+
+
+def _shard(num_parameters: int, config: Config) -> int:
+    return -(-num_parameters // config.learner.num_learners)
+
+
+def plan_shared(learner: LearnerPlan, server: ServerPlan, config: Config, gpu_bytes: int) -> SharedPlan:
+    """Of a GPU that both have."""
+    return SharedPlan(
+        training=learner.total + server.runtime,
+        generating=int(gpu_bytes * config.server.gpu_memory_utilization) + learner.resident,
+        host=server.weights,
+    )
+
+
+def with_token_budget(shape: ModelShape, config: Config, gpu_bytes: int) -> Config:
+    """A number in place of `learner.max_tokens_per_microbatch: auto`: the largest power of two that fits, if one does.
+
+    A learner measures it instead (`rayapp.learner.token_budget`); this is the plan's word for it.
+    """
+    if config.learner.max_tokens_per_microbatch != "auto":
+        return config
+
+    def having(tokens: int) -> Config:
+        return config.model_copy(
+            update={"learner": config.learner.model_copy(update={"max_tokens_per_microbatch": tokens})}
+        )
+
+    sizes = [having(1 << power) for power in range(16, 3, -1) if 1 << power >= config.max_model_tokens]
+    fitting = (sized for sized in sizes if plan_learner(shape, sized).total <= AUTO_SHARE * gpu_bytes)
+    return next(fitting, having(config.max_model_tokens))
 
 
 def activation_bytes(shape: ModelShape, config: Config) -> int:
     """What one forward of `learner.max_tokens_per_microbatch` tokens keeps for its backward, without the head."""
-    tokens, element = config.learner.max_tokens_per_microbatch, ELEMENT_BYTES[config.learner.compute_dtype]
-    per_layer = tokens * layer_bytes_per_token(shape, element)
+    tokens, element = config.learner.token_budget, ELEMENT_BYTES[config.learner.compute_dtype]
+    per_layer = tokens * (layer_bytes_per_token(shape, element) + adapter_bytes_per_token(shape, element))
     # Its input in float32, the normed values, and those of them that the head reads.
     last_norm = tokens * (FLOAT32 + 2 * element) * shape.hidden
     if config.learner.activation_checkpointing:
@@ -120,6 +193,16 @@ def layer_bytes_per_token(shape: ModelShape, element: int) -> int:
     return norms + projections + attention + 4 * element * shape.intermediate
 
 
+def adapter_bytes_per_token(shape: ModelShape, element: int) -> int:
+    """What a layer keeps more of a token (or, below 0, less) because only its adapters are trained.
+
+    The output of each first matrix comes on top. The normed values are not needed: a frozen norm has no gradient.
+    """
+    if not shape.num_adapter_parameters:
+        return 0
+    return element * shape.adapter_rank_sum - 2 * element * shape.hidden
+
+
 def head_bytes(shape: ModelShape, config: Config) -> int:
     """Peak of the chunked log-probs: see `rayapp.learner.log_probs`."""
     rows, element = config.learner.log_prob_chunk_tokens, ELEMENT_BYTES[config.learner.compute_dtype]
@@ -127,7 +210,8 @@ def head_bytes(shape: ModelShape, config: Config) -> int:
     kept = FLOAT32 * rows * shape.vocabulary
     # One more chunk: logits, and on GPU its float32 copy and the softmax of that.
     chunk = (element + 2 * FLOAT32) * rows * shape.vocabulary
-    gradient = (element + FLOAT32) * shape.vocabulary * shape.hidden
+    # A frozen head has no gradient.
+    gradient = 0 if shape.num_adapter_parameters else (element + FLOAT32) * shape.vocabulary * shape.hidden
     return kept + max(chunk, gradient)
 
 

@@ -8,7 +8,20 @@ from typing import Any
 
 from rayapp.config import Config
 from rayapp.errors import InputError
-from rayapp.memory_plan import GIB, GPU_BYTES, LearnerPlan, ModelShape, ServerPlan, plan_learner, plan_server
+from rayapp.memory_plan import (
+    GIB,
+    GPU_BYTES,
+    LEARNER_KINDS,
+    LearnerPlan,
+    ModelShape,
+    ServerPlan,
+    SharedPlan,
+    plan_learner,
+    plan_server,
+    plan_shared,
+    with_token_budget,
+)
+from rayapp.model_prefetch import with_local_model
 
 CALIBRATION = (
     "Calibrated on CPU only: weights, gradients and optimizer equal the learner's tensors to the byte, activations and "
@@ -25,6 +38,7 @@ def model_shape(config: Config) -> ModelShape:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
+    config = with_local_model(config)
     path, trusted = config.model.path, config.model.trust_remote_code
     try:
         read: Any = AutoConfig.from_pretrained(path, trust_remote_code=trusted, local_files_only=Path(path).is_dir())
@@ -34,8 +48,10 @@ def model_shape(config: Config) -> ModelShape:
         model: Any = AutoModelForCausalLM.from_config(read, trust_remote_code=trusted)
     layers = [sum(p.numel() for p in layer.parameters()) for layer in model.get_decoder().layers]
     heads = read.num_attention_heads
+    num_parameters = sum(p.numel() for p in model.parameters())
+    adapters = _adapters(model, config)
     return ModelShape(
-        num_parameters=sum(p.numel() for p in model.parameters()),
+        num_parameters=num_parameters,
         num_layer_parameters=max(layers),
         num_layers=len(layers),
         hidden=read.hidden_size,
@@ -44,7 +60,19 @@ def model_shape(config: Config) -> ModelShape:
         num_key_heads=getattr(read, "num_key_value_heads", None) or heads,
         head_size=getattr(read, "head_dim", None) or read.hidden_size // heads,
         vocabulary=read.vocab_size,
+        num_adapter_parameters=sum(p.numel() for p in adapters),
+        adapter_rank_sum=len(adapters) // 2 * config.learner.lora.rank // len(layers),
     )
+
+
+def _adapters(model: Any, config: Config) -> list[Any]:
+    """Both matrices of every adapter that the learner would add, on the meta device. Changes the model."""
+    from rayapp.learner.lora import ADAPTER, add_adapters
+
+    if config.learner.lora.rank == 0:
+        return []
+    add_adapters(model, config.learner.lora)
+    return [parameter for name, parameter in model.named_parameters() if ADAPTER in name]
 
 
 def plan_command(config: Config, gpu: str) -> bool:
@@ -55,21 +83,33 @@ def plan_command(config: Config, gpu: str) -> bool:
     """
     if gpu not in GPU_BYTES:
         raise InputError(f"--gpu {gpu!r} is unknown: use one of {', '.join(GPU_BYTES)}.")
-    shape = model_shape(config)
-    learner, server = plan_learner(shape, config), plan_server(shape, config, GPU_BYTES[gpu])
+    shape, room = model_shape(config), GPU_BYTES[gpu]
+    if config.learner.max_tokens_per_microbatch == "auto":
+        config = with_token_budget(shape, config, room)
+        print(f"learner.max_tokens_per_microbatch is auto: planned with {config.learner.token_budget}")
+    learner, server = plan_learner(shape, config), plan_server(shape, config, room)
+    is_shared = config.cluster.placement == "colocated"
+    shared = plan_shared(learner, server, config, room) if is_shared else None
     for line in plan_lines(shape, learner, server, gpu):
         print(line)
-    return learner.total <= GPU_BYTES[gpu] and server.num_sequences > 0
+    for line in shared_lines(shared, room) if shared else ():
+        print(line)
+    print(CALIBRATION)
+    return max(learner.total, shared.total if shared else 0) <= room and server.num_sequences > 0
 
 
 def plan_lines(shape: ModelShape, learner: LearnerPlan, server: ServerPlan, gpu: str) -> Iterator[str]:
     """The plan for people."""
     room = GPU_BYTES[gpu]
     yield f"{shape.num_parameters / 1e6:.1f}M parameters in {shape.num_layers} layers; {gpu}: {room / GIB:.0f} GiB"
+    if shape.num_adapter_parameters:
+        yield f"adapters: {shape.num_adapter_parameters / 1e6:.2f}M parameters; all others are frozen"
     yield "learner, each GPU:"
-    for name in ("weights", "reference", "gradients", "optimizer", "activations", "head", "runtime"):
+    for name in LEARNER_KINDS:
         yield f"  {name:<12} {getattr(learner, name) / GIB:8.2f} GiB"
     yield f"  {'total':<12} {learner.total / GIB:8.2f} GiB"
+    if learner.host:
+        yield f"  in host memory, each learner: {learner.host / GIB:.2f} GiB (learner.cpu_offload)"
     if learner.total > room:
         yield (
             f"  {(learner.total - room) / GIB:.2f} GiB too much: raise learner.num_learners, lower "
@@ -81,4 +121,16 @@ def plan_lines(shape: ModelShape, learner: LearnerPlan, server: ServerPlan, gpu:
     yield f"  the cache holds {server.kv_tokens} tokens: {server.num_sequences} sequences of the longest kind"
     if server.num_sequences == 0:
         yield "  not one sequence fits: raise server.tensor_parallel_size or server.gpu_memory_utilization"
-    yield CALIBRATION
+
+
+def shared_lines(shared: SharedPlan, room: int) -> Iterator[str]:
+    """GPUs that learners and servers share, for people."""
+    yield "shared GPUs (cluster.placement: colocated):"
+    yield f"  training     {shared.training / GIB:8.2f} GiB, the server asleep"
+    yield f"  generating   {shared.generating / GIB:8.2f} GiB, with what stays of the learner"
+    yield f"  in host memory, each GPU: {shared.host / GIB:.2f} GiB of the sleeping server's weights"
+    if shared.generating > room:
+        yield (
+            f"  {(shared.generating - room) / GIB:.2f} GiB too much: lower server.gpu_memory_utilization, or set "
+            "learner.cpu_offload=true"
+        )

@@ -7,8 +7,9 @@ import torch
 from rayapp.config import Config
 from rayapp.learner.distributed import Ranks
 from rayapp.learner.optimizer import make_optimizer
-from rayapp.learner.policy import load_policy
+from rayapp.learner.policy import PolicyModel, load_policy
 from rayapp.learner.step import PolicyLearner
+from rayapp.learner.token_budget import find_token_budget
 
 
 def build_learner(config: Config, ranks: Ranks) -> PolicyLearner:
@@ -16,14 +17,26 @@ def build_learner(config: Config, ranks: Ranks) -> PolicyLearner:
 
     Raises:
         InputError: the model can't be loaded.
+        LearnerError: the longest trajectory does not fit into the memory that is free.
     """
     torch.manual_seed(config.run.seed)
     model = load_policy(config, ranks.mesh, trainable=True)
     needs_reference = config.algorithm.kl_loss_coef > 0
+    reference = load_policy(config, ranks.mesh, trainable=False) if needs_reference else None
+    config = with_token_budget(config, ranks, model)
     return PolicyLearner(
         config=config,
         ranks=ranks,
         model=model,
         optimizer=make_optimizer(model, config.learner.optimizer),
-        reference=load_policy(config, ranks.mesh, trainable=False) if needs_reference else None,
+        reference=reference,
     )
+
+
+def with_token_budget(config: Config, ranks: Ranks, model: PolicyModel) -> Config:
+    """A number in place of `learner.max_tokens_per_microbatch: auto`. Collective."""
+    if config.learner.max_tokens_per_microbatch != "auto":
+        return config
+    budget = find_token_budget(config, ranks, model)
+    learner = config.learner.model_copy(update={"max_tokens_per_microbatch": budget})
+    return config.model_copy(update={"learner": learner})

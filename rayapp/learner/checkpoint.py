@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import async_save
 
@@ -96,15 +98,34 @@ def load_learner(learner: PolicyLearner, folder: str) -> int:
     state["counters"] = torch.zeros(3, dtype=torch.int64)
     state["rng"] = torch.get_rng_state()
     try:
+        _check_same_model(state, folder)
         load(state, checkpoint_id=folder, process_group=learner.ranks.cpu_group)
     except (CheckpointException, OSError, ValueError, RuntimeError, KeyError) as error:
         raise CheckpointError(
             f"the checkpoint in {folder} can't be read into this model: {_reason(error)}. It is torn or belongs to "
-            "another model; set run.resume: never with another run.name to start over."
+            "another model; give the model.path it was made from, or set run.resume: never with another run.name."
         ) from error
     version, learner.optimizer_steps, learner.skipped_steps = (int(value) for value in state["counters"])
     torch.set_rng_state(state["rng"])
     return version
+
+
+def _check_same_model(state: dict[str, Any], folder: str) -> None:
+    """Raises ValueError unless the checkpoint has exactly these tensors: one with more layers would load in part."""
+    stored = {
+        name: tuple(entry.size)
+        for name, entry in FileSystemReader(folder).read_metadata().state_dict_metadata.items()
+        if isinstance(entry, TensorStorageMetadata)
+    }
+    own = {name: tuple(value.shape) for name, value in state.items() if isinstance(value, Tensor)}
+    different = [
+        f"{name} is {stored.get(name, 'missing')} there and {own.get(name, 'missing')} here"
+        for name in sorted(stored.keys() | own.keys())
+        if stored.get(name) != own.get(name)
+    ]
+    if different:
+        more = f", and {len(different) - 2} more" if len(different) > 2 else ""
+        raise ValueError(f"{len(different)} tensors differ: {'; '.join(different[:2])}{more}")
 
 
 def _state(learner: PolicyLearner) -> dict[str, Any]:

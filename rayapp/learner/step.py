@@ -88,7 +88,7 @@ class PolicyLearner:
     def micro_batches(self, items: Sequence[TrainItem]) -> list[MicroBatch]:
         """This rank's micro-batches, with empty ones up to the number of the busiest rank."""
         learner = self.config.learner
-        batches = split(items, max_tokens=learner.max_tokens_per_microbatch, share_prefixes=learner.share_prefixes)
+        batches = split(items, max_tokens=learner.token_budget, share_prefixes=learner.share_prefixes)
         missing = self.ranks.largest(len(batches)) - len(batches)
         return batches + [empty_micro_batch()] * missing
 

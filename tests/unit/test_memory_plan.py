@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from rayapp.memory_plan import (
     head_bytes,
     plan_learner,
     plan_server,
+    plan_shared,
 )
 from rayapp.plan_command import model_shape, plan_command
 
@@ -66,6 +68,67 @@ def test_a_reference_takes_its_own_weights() -> None:
     assert plan.reference == plan.weights == 4 * 1000 + 2 * 700
 
 
+WITH_ADAPTERS = replace(SHAPE, num_adapter_parameters=60, adapter_rank_sum=14)
+
+
+def test_adapters_alone_have_gradients_and_moments() -> None:
+    plan = plan_learner(WITH_ADAPTERS, config(num_learners=2))
+    # 500 frozen and 30 adapter parameters each; gathered: 100 outside the layers, two layers of 300 and 20 adapters.
+    assert plan.weights == 4 * 530 + 2 * (100 + 2 * 320)
+    assert plan.gradients == 4 * 30 + (2 + 4) * 20
+    assert plan.optimizer == 8 * 30
+    # 336 a layer and token as above, less two normed values of 2 x 8 each, and 14 numbers behind the first matrices.
+    assert plan.activations == 3 * 1000 * (336 - 32 + 28) + 1000 * 64
+    assert plan.head == 3200 + 8000  # the frozen head has no gradient, and one chunk's logits were more anyway
+
+
+def test_what_is_offloaded_is_in_host_memory_and_not_on_the_gpu() -> None:
+    on_gpu, offloaded = plan_learner(SHAPE, config()), plan_learner(SHAPE, config(cpu_offload=True))
+    gathered, unreduced = 2 * 700, 6 * 300
+    assert (offloaded.weights, offloaded.gradients, offloaded.optimizer) == (gathered, unreduced, 0)
+    assert offloaded.host == 4 * 1000 + 4 * 1000 + 8 * 1000
+    assert on_gpu.total - offloaded.total == offloaded.host
+    assert (on_gpu.host, offloaded.resident) == (0, RUNTIME_BYTES)
+
+
+def test_a_gpu_that_both_share_by_hand() -> None:
+    shared = Config.model_validate(
+        {
+            "cluster": {"placement": "colocated"},
+            "server": {"gpu_memory_utilization": 0.5},
+            "learner": {"max_tokens_per_microbatch": 1000, "log_prob_chunk_tokens": 16},
+            "rollout": {"max_prompt_tokens": 60, "max_completion_tokens": 40},
+        }
+    )
+    learner, server = plan_learner(SHAPE, shared), plan_server(SHAPE, shared, 10 * GIB)
+    plan = plan_shared(learner, server, shared, 10 * GIB)
+    assert plan.training == learner.total + RUNTIME_BYTES
+    # While the server generates: its half, and of the learner float32 weights, two moments and the runtime.
+    assert plan.generating == 5 * GIB + (4 + 8) * 1000 + RUNTIME_BYTES
+    assert plan.host == 2 * 1000
+
+
+def test_a_shared_gpu_that_is_too_small_says_what_to_lower(
+    tiny_model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sections = {"model": {"path": str(tiny_model)}, "cluster": {"placement": "colocated"}}
+    full = Config.model_validate(sections | {"server": {"gpu_memory_utilization": 1.0}})
+    assert not plan_command(full, "h100")
+    assert "too much: lower server.gpu_memory_utilization" in capsys.readouterr().out
+    assert plan_command(Config.model_validate(sections), "h100")
+    assert "the server asleep" in capsys.readouterr().out
+
+
+def test_adapters_are_counted_without_weights(tiny_model: Path) -> None:
+    sections = {"model": {"path": str(tiny_model)}, "learner": {"lora": {"rank": 4}}}
+    shape = model_shape(Config.model_validate(sections))
+    # All-linear, rank 4: q and o 128 -> 128, k and v 128 -> 64, gate and up 128 -> 256, down 256 -> 128.
+    layer = 4 * (2 * (128 + 128) + 2 * (128 + 64) + 3 * (128 + 256))
+    assert shape.num_adapter_parameters == 2 * layer
+    assert shape.adapter_rank_sum == 7 * 4
+    assert shape.num_parameters == model_shape(Config.model_validate({"model": sections["model"]})).num_parameters
+
+
 def test_a_server_by_hand() -> None:
     changed = Config.model_validate(
         {
@@ -109,7 +172,8 @@ def test_what_does_not_fit_says_what_to_lower(tiny_model: Path, capsys: pytest.C
     assert plan_command(Config.model_validate({"model": {"path": str(tiny_model)}}), "h100")
 
 
-def test_the_plan_is_what_a_learner_holds(tiny_model: Path) -> None:
+@pytest.mark.parametrize("rank", [0, 8])
+def test_the_plan_is_what_a_learner_holds(tiny_model: Path, rank: int) -> None:
     """On CPU in float32: optimizer and gradients to the byte, activations and head within 15%."""
     from actors.learner import Learner
     from rayapp.learner.batch import TrainItem, split
@@ -123,7 +187,12 @@ def test_the_plan_is_what_a_learner_holds(tiny_model: Path) -> None:
             "model": {"path": str(tiny_model)},
             "cluster": {"device": "cpu"},
             "rollout": {"max_prompt_tokens": 16, "max_completion_tokens": 112},
-            "learner": {"compute_dtype": "float32", "cpu_threads": 1, "max_tokens_per_microbatch": num_tokens},
+            "learner": {
+                "compute_dtype": "float32",
+                "cpu_threads": 1,
+                "max_tokens_per_microbatch": num_tokens,
+                "lora": {"rank": rank},
+            },
         }
     )
     tokens = torch.randint(2, 90, (4, num_tokens // 4 + 1), generator=torch.Generator().manual_seed(0)).numpy()
@@ -159,11 +228,11 @@ def test_the_plan_is_what_a_learner_holds(tiny_model: Path) -> None:
         scores.log_probs.sum().backward()
         optimizer.step()
         shape, plan = model_shape(loaded), plan_learner(model_shape(loaded), loaded)
-        gradients = sum(p.grad.to_local().nbytes for p in model.parameters())  # type: ignore[union-attr]
+        gradients = sum(p.grad.to_local().nbytes for p in model.parameters() if p.grad is not None)  # type: ignore[attr-defined]
         moments = sum(
             state[name].to_local().nbytes for state in optimizer.state.values() for name in ("exp_avg", "exp_avg_sq")
         )
-        assert gradients == 4 * shape.num_parameters
+        assert gradients == 4 * shape.num_trained
         assert moments == plan.optimizer
         kept_logits = 4 * num_tokens * shape.vocabulary  # fewer rows than a chunk: all of them, 4 bytes an entry
         assert sum(kept.values()) == pytest.approx(plan.activations + kept_logits, rel=0.15)

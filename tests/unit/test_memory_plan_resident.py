@@ -1,0 +1,117 @@
+"""The memory plan against what the kernel counts: the peak of a learner's resident memory over two steps on a CPU."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from rayapp.config import Config
+from rayapp.memory_plan import MASTER, RUNTIME_BYTES, plan_learner
+from rayapp.plan_command import model_shape
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+
+MAX_ERROR = 0.25
+"""Of the plan. The rest is what malloc holds back and what operations need for a moment."""
+
+STEPS = '''
+"""Two steps; prints the bytes that a learner added to this process at its peak."""
+import json, sys
+from pathlib import Path
+import numpy as np
+from rayapp.config import Config
+from rayapp.learner.build import build_learner
+from rayapp.learner.distributed import end_ranks, start_ranks
+from rayapp.learner.policy import load_policy
+from rayapp.rollout.group import summarize_group
+from rayapp.types import Group, Prompt, Reward, RolloutStatus, Trajectory
+
+def status(name):
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(name))
+
+config = Config.model_validate(json.loads(sys.argv[1]))
+rng = np.random.default_rng(0)
+tokens = [rng.integers(2, 4000, 129).astype(np.int32) for _ in range(32)]
+groups = [
+    Group(
+        group_id=g,
+        prompt=Prompt(task="t", text="", token_ids=np.arange(1, dtype=np.int32)),
+        trajectories=tuple(
+            Trajectory(token_ids=ids, response_mask=np.arange(129) >= 1, completion_text="",
+                       rollout_log_probs=np.where(np.arange(129) >= 1, -8.0, 0.0).astype(np.float32),
+                       reward=Reward(value=float(i)), status=RolloutStatus.COMPLETED,
+                       min_policy_version=0, max_policy_version=0)
+            for i, ids in enumerate(tokens[8 * g : 8 * g + 8])
+        ),
+    )
+    for g in range(4)
+]
+summaries = tuple(summarize_group(group, time_total_s=0.0) for group in groups)
+ranks = start_ranks(config, 0, 1, "", 0)
+load_policy(config, ranks.mesh, trainable=False)  # what imports and a first load cost is not the learner's
+before = status("VmRSS")
+learner = build_learner(config, ranks)
+Path("/proc/self/clear_refs").write_text("5")  # the peak is counted from here
+for step in (1, 2):
+    learner.train_step(step, summaries, (0, 1, 2, 3), groups)
+print(json.dumps({"peak": status("VmHWM") - before}))
+end_ranks()
+'''
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Six layers: activations are most of a step, as they are for real models."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    folder = tmp_path_factory.mktemp("model")
+    config = LlamaConfig(
+        vocab_size=4096,
+        hidden_size=256,
+        intermediate_size=704,
+        num_hidden_layers=6,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=256,
+        tie_word_embeddings=True,
+    )
+    LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize(
+    "learner",
+    [{}, {"activation_checkpointing": True}, {"lora": {"rank": 16}}],
+    ids=["plain", "activation checkpointing", "adapters"],
+)
+def test_a_learner_takes_what_the_plan_says(model: Path, learner: dict[str, object]) -> None:
+    settings = {
+        "model": {"path": str(model)},
+        "cluster": {"device": "cpu"},
+        "rollout": {"group_size": 8, "max_prompt_tokens": 16, "max_completion_tokens": 128},
+        "learner": {"compute_dtype": "float32", "cpu_threads": 1, "max_tokens_per_microbatch": 4096, **learner},
+    }
+    config = Config.model_validate(settings)
+    shape = model_shape(config)
+    plan = plan_learner(shape, config)
+    # No CUDA runtime here, and on CPU every layer stays gathered: all but the two that the plan counts come on top.
+    others = MASTER * (shape.num_layers - 2) * shape.num_layer_parameters
+    expected = plan.total - RUNTIME_BYTES + others
+
+    done = subprocess.run(
+        [sys.executable, "-c", STEPS, json.dumps(settings)],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=Path(__file__).parents[2],
+    )
+
+    assert done.returncode == 0, done.stderr
+    peak = json.loads(done.stdout.splitlines()[-1])["peak"]
+    assert peak == pytest.approx(expected, rel=MAX_ERROR), f"{peak / 2**20:.0f} of {expected / 2**20:.0f} MiB planned"
