@@ -13,6 +13,7 @@ from typing import Any
 
 import pyarrow.fs as pafs
 
+from rayapp import run_format
 from rayapp.errors import InputError, StorageUnreachableError
 from rayapp.storage.location import Location
 from rayapp.storage.settings import settings_from_environment
@@ -90,6 +91,7 @@ def open_source(uri: str) -> RunSource:
 
     Raises:
         InputError: nothing there looks like a run.
+        RunFolderError: a newer version wrote it.
         StorageConfigError: the location or the settings can't be used.
     """
     location = Location.parse(uri)
@@ -103,6 +105,9 @@ def open_source(uri: str) -> RunSource:
             f"{uri} is no run folder: it has neither config.yaml nor metrics.jsonl nor trajectories/. "
             "Give the folder of one run, e.g. outputs/coding_cpu"
         )
+    version = source.read_bytes(run_format.NAME)
+    if version is not None:
+        run_format.check_format_text(version, uri)
     return source
 
 

@@ -6,11 +6,13 @@ import asyncio
 import os
 import signal
 import socket
+import struct
 import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import httpx
 import pytest
@@ -204,6 +206,23 @@ def test_the_command_serves_until_interrupted_and_leaves_the_run_as_it_was(
 
     assert reply.json()[0]["name"] == "run"
     assert program.wait(timeout=60) in (0, 130)
+    assert sorted((path.name, path.stat().st_mtime_ns) for path in run.rglob("*")) == before
+
+
+def test_a_browser_that_is_closed_in_the_middle_of_answers_harms_nothing(
+    run: Path, served: tuple[subprocess.Popen[str], str]
+) -> None:
+    program, where = served
+    before = sorted((path.name, path.stat().st_mtime_ns) for path in run.rglob("*"))
+    host = urlsplit(where)
+    for _ in range(20):
+        with socket.create_connection((host.hostname, host.port), timeout=60) as browser:
+            # Gone with the answer unread: the server meets a reset while it writes.
+            browser.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            browser.sendall(b"GET /api/runs HTTP/1.1\r\nHost: " + host.netloc.encode() + b"\r\n\r\n")
+
+    assert httpx.get(f"{where}api/runs", timeout=60).status_code == 200
+    assert program.poll() is None
     assert sorted((path.name, path.stat().st_mtime_ns) for path in run.rglob("*")) == before
 
 
