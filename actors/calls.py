@@ -11,6 +11,7 @@ from typing import TypeVar
 
 from ray.exceptions import (
     ActorUnavailableError,
+    ObjectLostError,
     ObjectStoreFullError,
     OutOfDiskError,
     OutOfMemoryError,
@@ -18,7 +19,7 @@ from ray.exceptions import (
     RayTaskError,
 )
 
-from rayapp.errors import DeadlineError, ProcessDiedError, ProcessUnavailableError, RayappError
+from rayapp.errors import DeadlineError, ObjectsLostError, ProcessDiedError, ProcessUnavailableError, RayappError
 
 T = TypeVar("T")
 
@@ -33,6 +34,7 @@ async def answer(ref: Awaitable[T], *, timeout_s: float, what: str) -> T:
     Raises:
         DeadlineError: no answer in time.
         ProcessDiedError: the actor's process is gone or can't be reached.
+        ObjectsLostError: an argument or the result was on a node that is gone.
         RayappError: whatever our own code raised there, as it was.
     """
     try:
@@ -41,6 +43,8 @@ async def answer(ref: Awaitable[T], *, timeout_s: float, what: str) -> T:
         raise _died(error, what) from None
     except OutOfMemoryError as error:
         raise _out_of_memory(error, what) from None
+    except ObjectLostError as error:
+        raise _lost(error, what) from None
     except RayTaskError as error:
         raise _remote_error(error, what) from error
     except TimeoutError:
@@ -58,6 +62,10 @@ def _died(error: RayActorError, what: str) -> ProcessDiedError:
     return ProcessDiedError(f"{what}: its process is gone. {_first_lines(error)}")
 
 
+def _lost(error: ObjectLostError, what: str) -> ObjectsLostError:
+    return ObjectsLostError(f"{what}: what it needs was on a node that is gone. {_first_lines(error)}")
+
+
 def _remote_error(error: RayTaskError, what: str) -> BaseException:
     cause = error.cause
     if isinstance(cause, RayappError | TimeoutError | asyncio.CancelledError):
@@ -70,6 +78,8 @@ def _remote_error(error: RayTaskError, what: str) -> BaseException:
         )
     if isinstance(cause, OutOfMemoryError):
         return _out_of_memory(cause, what)
+    if isinstance(cause, ObjectLostError):
+        return _lost(cause, what)
     return RayappError(f"{what} failed: {type(cause).__name__}: {cause}")
 
 

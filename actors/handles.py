@@ -18,6 +18,7 @@ from rayapp.errors import EngineDeadError, ProcessDiedError
 from rayapp.rollout.order import GroupRequest
 from rayapp.sandbox.leases import Fate, Lease
 from rayapp.types import Completion, GroupSummary, SamplingParams, SandboxSpec
+from rayapp.weights.plan import TransferPlan
 
 ObjectRef = Any  # ray.ObjectRef[T] can't be named where `Group` is only a reference
 Facts = dict[str, Any]
@@ -92,6 +93,11 @@ class VllmServerHandle(Handle):
         facts: Facts = await self.call("load_weights", ref, self.sync_timeout_s)
         return facts
 
+    async def holds(self, timeout_s: float) -> int:
+        """Policy version that it holds whole; -1 for none."""
+        version: int = await self.call("holds", self.actor.holds.remote(), timeout_s)
+        return version
+
     async def sleep(self) -> bool:
         is_asleep: bool = await self.call("sleep", self.actor.sleep.remote(), self.sync_timeout_s)
         return is_asleep
@@ -133,6 +139,22 @@ class LearnerHandle(Handle):
             num_returns="streaming", name=f"{self.name}.export_weights step={version}"
         )
         return method.remote(bucket_bytes)
+
+    async def free_address(self, timeout_s: float) -> tuple[str, int]:
+        """Address of this learner's node, and a port that is free there now."""
+        address: tuple[str, int] = await self.call("free_address", self.actor.free_address.remote(), timeout_s)
+        return address
+
+    async def open_weight_group(
+        self, servers: tuple[VllmServerHandle, ...], plan: TransferPlan, address: tuple[str, int], timeout_s: float
+    ) -> None:
+        ref = self.actor.open_weight_group.remote(servers, plan, address, timeout_s)
+        # Each side's own deadline is timeout_s; this one is for a process that hangs.
+        await self.call("open_weight_group", ref, 2 * timeout_s + 60.0)
+
+    async def send_weights(self, version: int, timeout_s: float) -> Facts:
+        facts: Facts = await self.call("send_weights", self.actor.send_weights.remote(version), 4 * timeout_s + 60.0)
+        return facts
 
     async def begin_checkpoint(self, folder: str, version: int) -> None:
         method = self.actor.begin_checkpoint.options(name=f"{self.name}.begin_checkpoint step={version}")

@@ -7,9 +7,13 @@ from __future__ import annotations
 
 import logging
 import math
+import time
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from actors.handles import VllmServerHandle
+from actors.spawn import free_address
+from actors.weight_client import ServersClient
 from rayapp.config import Config
 from rayapp.learner.build import build_learner
 from rayapp.learner.checkpoint import SaveInProgress, begin_save, load_learner
@@ -20,6 +24,10 @@ from rayapp.logs import about, label_logs
 from rayapp.model_prefetch import with_local_model
 from rayapp.types import FloatArray, Group, GroupSummary
 from rayapp.weights.buckets import WeightBucket
+from rayapp.weights.plan import TransferPlan
+
+if TYPE_CHECKING:
+    from rayapp.engines.vllm_transfer import WeightSender
 
 log = logging.getLogger(__name__)
 
@@ -44,6 +52,8 @@ class Learner:
             end_ranks()
             raise
         self._saving: SaveInProgress | None = None
+        self._sender: WeightSender | None = None
+        self._client: ServersClient | None = None
 
     def __repr__(self) -> str:
         return f"learner-{self._learner.ranks.rank}"
@@ -78,6 +88,50 @@ class Learner:
         rank, lora = self._learner.ranks.rank, self._config.learner.lora
         yield from export_buckets(self._learner.model, bucket_bytes, rank=rank, lora=lora)
 
+    def free_address(self) -> tuple[str, int]:
+        """Where others can find this process: its node's address and a port that is free now."""
+        return free_address()
+
+    def open_weight_group(
+        self, servers: tuple[VllmServerHandle, ...], plan: TransferPlan, address: tuple[str, int], timeout_s: float
+    ) -> None:
+        """Form the group through which `send_weights` reaches the engines; see `rayapp.engines.vllm_transfer`.
+
+        Args:
+            address: where rank 0 listens.
+        Raises:
+            ConfigError: the transport needs a GPU.
+            WeightSyncError: somebody did not join in time.
+        """
+        # Here and not at the top: it imports vLLM, which learners of other transports have no use for.
+        from rayapp.engines.vllm_transfer import LearnerSource, WeightSender
+
+        if self._sender is not None:
+            self._sender.close()
+        self._client = ServersClient(servers, plan, timeout_s)
+        self._sender = WeightSender(
+            plan,
+            LearnerSource(self._learner.model, self._config.learner.lora),
+            rank=self._learner.ranks.rank,
+            client=self._client,
+            address=address,
+            timeout_s=timeout_s,
+        )
+
+    def send_weights(self, version: int) -> dict[str, float]:
+        """Give every server of the group the weights as they are, under this version.
+
+        Raises:
+            WeightSyncError: they did not all get there; the group is of no use any more.
+        """
+        assert self._sender is not None, "open_weight_group comes first"
+        assert self._client is not None
+        started, source = time.monotonic(), self._sender.source
+        self._client.announce(version, lambda: source.checksums)
+        self._sender.send()
+        seconds = time.monotonic() - started
+        return {"bytes": float(source.num_bytes), "seconds": seconds, "num_checked": float(len(source.checksums))}
+
     def begin_checkpoint(self, folder: str, version: int) -> None:
         """Copy the state aside and start to write it; `checkpoint_done` comes next. Collective."""
         assert self._saving is None, "a checkpoint is still being written"
@@ -109,5 +163,7 @@ class Learner:
         return log_probs_of(self._learner, group)
 
     def close(self) -> None:
-        """Leave the process group. Idempotent."""
+        """Leave the process groups. Idempotent."""
+        if self._sender is not None:
+            self._sender.close()
         end_ranks()

@@ -10,9 +10,10 @@ from typing import Any
 
 from ray.exceptions import RayActorError
 
-from actors.handles import LearnerHandle
-from rayapp.errors import DeadlineError, LearnersLostError, ProcessDiedError
+from actors.handles import LearnerHandle, VllmServerHandle
+from rayapp.errors import DeadlineError, LearnersLostError, ObjectsLostError, ProcessDiedError
 from rayapp.types import Group, GroupSummary
+from rayapp.weights.plan import TransferPlan
 
 DEATH_NOTICE_S = 10.0
 """From a rank's death to the others' and Ray's word of it."""
@@ -23,6 +24,8 @@ class LearnerGroup:
     """Handles by rank. Empty when a run only evaluates."""
 
     handles: tuple[LearnerHandle, ...]
+    plan: TransferPlan | None = None
+    """Of a transport that goes straight to the engines."""
     _written: set[str] = field(default_factory=set, init=False, repr=False, compare=False)
     """Ranks that are done with the checkpoint that is being written."""
 
@@ -64,6 +67,27 @@ class LearnerGroup:
         except RayActorError as error:
             raise LearnersLostError(f"a learner died while it gave its weights. {error}") from None
 
+    async def open_weight_group(self, servers: Sequence[VllmServerHandle], timeout_s: float) -> None:
+        """Every rank makes its end of a new group with these servers; rank 0 listens on its own node.
+
+        Raises:
+            WeightSyncError: somebody did not join in time.
+        """
+        assert self.plan is not None, "the group has a plan when the transport needs one"
+        address = await self.handles[0].free_address(timeout_s)
+        await self._all(
+            handle.open_weight_group(tuple(servers), self.plan, address, timeout_s) for handle in self.handles
+        )
+
+    async def send_weights(self, version: int, timeout_s: float) -> dict[str, float]:
+        """Give the group's servers the weights as they are. Returns rank 0's bytes and seconds.
+
+        Raises:
+            WeightSyncError: they did not all get there.
+        """
+        results = await self._all(handle.send_weights(version, timeout_s) for handle in self.handles)
+        return dict(results[0])
+
     async def begin_checkpoint(self, folder: Path, version: int) -> None:
         """Every rank copies its state aside and starts to write it."""
         self._written.clear()
@@ -93,7 +117,8 @@ class LearnerGroup:
         """Every rank's answer.
 
         Raises:
-            LearnersLostError: a rank died or hangs.
+            LearnersLostError: a rank died or hangs, or what it was to train on was on a node that is gone: the others
+                wait for it in the middle of the step.
         """
         running = [asyncio.ensure_future(call) for call in calls]
         try:
@@ -101,7 +126,7 @@ class LearnerGroup:
             # A rank that dies breaks the others' collective, and their errors may be here before Ray's report of it.
             await asyncio.wait(running, timeout=DEATH_NOTICE_S)
             errors = [error for task in running if task.done() and (error := task.exception())]
-            lost = [error for error in errors if isinstance(error, ProcessDiedError | DeadlineError)]
+            lost = [e for e in errors if isinstance(e, ProcessDiedError | DeadlineError | ObjectsLostError)]
             if lost:
                 raise LearnersLostError(str(lost[0]))
             if errors:

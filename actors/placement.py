@@ -20,7 +20,7 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from actors.calls import answer
-from actors.spawn import ROLES, Seat
+from actors.spawn import ROLES, Seat, free_address
 from rayapp.config import Config
 from rayapp.errors import ConfigError
 
@@ -107,6 +107,13 @@ class Placement:
         position = next(p for p, bundle in enumerate(self._bundles) if rank in bundle.learners)
         has_gpu = "GPU" in self._bundles[position].resources
         return Seat(strategy=self._strategy(position), num_gpus=1.0 if has_gpu else 0.0)
+
+    async def address_of_learner(self, rank: int) -> tuple[str, int]:
+        """Its node's address, and a port that is free there now."""
+        strategy = self.learner(rank).strategy
+        probe = ray.remote(free_address).options(num_cpus=0, scheduling_strategy=strategy, name="free port")
+        found: tuple[str, int] = await answer(probe.remote(), timeout_s=PROBE_TIMEOUT_S, what="free port")
+        return found
 
     def _strategy(self, position: int) -> PlacementGroupSchedulingStrategy:
         return PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=position)

@@ -23,11 +23,11 @@ ONE_DUMP_TIMEOUT_S = 10.0
 
 
 async def dump_stacks() -> str:
-    """Stacks of all living actors of this namespace, by name. Never raises: a node that does not answer is named."""
+    """Stacks of all living actors of this driver, by name. Never raises: a node that does not answer is named."""
     nodes: dict[str, dict[str, int]] = defaultdict(dict)
-    namespace = ray.get_runtime_context().namespace
+    job = ray.get_runtime_context().get_job_id()
     for actor in ray._private.state.actors().values():  # noqa: SLF001 - the public API needs a dashboard
-        if actor["State"] == "ALIVE" and actor["ActorNamespace"] == namespace:
+        if actor["State"] == "ALIVE" and actor["JobID"] == job:
             nodes[actor["Address"]["NodeID"]][actor["Name"] or actor["ActorID"]] = int(actor["Pid"])
     parts = await asyncio.gather(*(_dump_node(node, pids) for node, pids in nodes.items()))
     return "\n".join(parts)

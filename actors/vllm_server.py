@@ -104,27 +104,66 @@ class VllmServer:
         # Memory with no name: nothing is left behind when this process is killed, and /dev/shm, 64 MB in a container by
         # default, need not hold it. The engine's processes open it through /proc.
         with os.fdopen(os.memfd_create("rayapp-weights"), "wb") as file:
-            entries = await self._copy_buckets(buckets, file)
+            entries, checksums = await self._copy_buckets(buckets, file)
             copied = time.monotonic()
-            await engine.load_weights(version, f"/proc/{os.getpid()}/fd/{file.fileno()}", entries)
+            path = f"/proc/{os.getpid()}/fd/{file.fileno()}"
+            num_held = await engine.load_weights(version, path, entries, checksums)
             num_bytes = file.tell()
         self._not_servable = ""
         with about(step=version):
             log.info("holds policy version %d: %.0f MB in %.1f s", version, num_bytes / 1e6, time.monotonic() - started)
-        return {"bytes": float(num_bytes), "copy_s": copied - started, "engine_s": time.monotonic() - copied}
+        return {
+            "bytes": float(num_bytes),
+            "copy_s": copied - started,
+            "engine_s": time.monotonic() - copied,
+            "num_checked": float(len(checksums)),
+            "num_held": float(num_held),
+        }
 
-    async def _copy_buckets(self, buckets: list[Any], file: Any) -> list[TensorEntry]:
+    async def holds(self) -> int:
+        """Policy version that it holds whole; -1 for none, or while an update has begun and not ended."""
+        return -1 if self._not_servable or self._engine is None else self._engine.policy_version
+
+    async def join_weight_group(self, init_info: dict[str, Any]) -> None:
+        """Make the engine's workers members of the learners' group. They keep it until they join another."""
+        await self._started_engine().join_weight_group(init_info)
+
+    async def begin_update(self) -> None:
+        """New weights follow, straight into the engine: requests wait, those in flight freeze."""
+        engine = self._started_engine()
+        self._is_settled.clear()
+        self._not_servable = f"{self!r} may hold a mixture of two versions: its last weight update did not finish"
+        await engine.begin_update()
+
+    async def receive_weights(self, update_info: Any) -> None:
+        """Have the engine's workers take what the learners send now, or one part of it."""
+        await self._started_engine().receive_weights(update_info)
+
+    async def finish_update(self, version: int, checksums: dict[str, int]) -> int:
+        """The weights are there: check them, and go on from the same tokens. Returns how many tensors were checked.
+
+        Raises:
+            WeightSyncError: they are not what the learners sent; this server must be replaced.
+        """
+        num_held = await self._started_engine().finish_update(version, checksums)
+        self._not_servable = ""
+        self._is_settled.set()
+        return num_held
+
+    async def _copy_buckets(self, buckets: list[Any], file: Any) -> tuple[list[TensorEntry], dict[str, int]]:
         """One copy, from the object store into a file that the engine's processes can map: they are no Ray workers."""
         entries: list[TensorEntry] = []
+        checksums: dict[str, int] = {}
         for ref in buckets:
             bucket: WeightBucket = await ref
             start = file.tell()
             file.write(bucket.data.data)
+            checksums |= dict(bucket.checksums)
             entries += [
                 (name, dtype, shape, start + offset, size) for name, dtype, shape, offset, size in bucket.entries
             ]
         file.flush()
-        return entries
+        return entries, checksums
 
     async def prompt_log_probs(self, sequences: list[list[int]]) -> list[Any]:
         """(T-1,) log-probs of each sequence's tokens under the weights held now."""

@@ -14,6 +14,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
+from actors.calls import answer
 from actors.gpus import wait_for_gpus
 from actors.handles import (
     LearnerHandle,
@@ -32,6 +33,7 @@ from rayapp.config import FEWER_GPUS, Config
 from rayapp.errors import (
     ConfigError,
     LearnersLostError,
+    ObjectsLostError,
     ProcessDiedError,
     RayappError,
     RestartsUsedUpError,
@@ -44,7 +46,9 @@ from rayapp.sandbox.config import DaytonaConfig, E2BConfig
 from rayapp.store import StoredGroup
 from rayapp.supervision import Limits, Member, Supervisor
 from rayapp.types import Group
+from rayapp.weights.direct import DirectTransport
 from rayapp.weights.object_store import ObjectStoreTransport
+from rayapp.weights.plan import TransferPlan, choose_transport, transfer_plan
 
 log = logging.getLogger(__name__)
 Report = Callable[[str], None]
@@ -61,7 +65,7 @@ class Cluster:
     servers: tuple[VllmServerHandle, ...]
     learners: LearnerGroup
     rollout_workers: tuple[RolloutWorkerHandle, ...]
-    weights: ObjectStoreTransport
+    weights: ObjectStoreTransport | DirectTransport
     supervisor: Supervisor
     dashboard_url: str
     start_learners: Callable[[], Awaitable[LearnerGroup]]
@@ -78,6 +82,15 @@ class Cluster:
     def server_is_up(self, index: int) -> bool:
         """False while it is being replaced."""
         return self.supervisor.is_up(self.servers[index].name)
+
+    def check_weights(self) -> None:
+        """Return if a server that is replaced now gets weights.
+
+        Raises:
+            LearnersLostError: those of the last sync are gone with their node, and the learners with them.
+        """
+        if self.weights.are_lost:
+            raise LearnersLostError("the weights of the last sync were on a node that is gone.")
 
     async def sync_weights(self, version: int) -> dict[str, float]:
         """Give every server the learners' weights under this version. Returns `weight_sync/*` metrics.
@@ -98,11 +111,11 @@ class Cluster:
         if self.config.cluster.placement == "split":
             return
         asleep = await asyncio.gather(*(server.sleep() for server in self.servers), return_exceptions=True)
-        for server, answer in zip(self.servers, asleep, strict=True):
-            if isinstance(answer, RayappError):
-                await self.supervisor.condemn(server.name, str(answer))
-            elif isinstance(answer, BaseException):
-                raise answer
+        for server, outcome in zip(self.servers, asleep, strict=True):
+            if isinstance(outcome, RayappError):
+                await self.supervisor.condemn(server.name, str(outcome))
+            elif isinstance(outcome, BaseException):
+                raise outcome
 
     async def replace_learners(self, error: LearnersLostError) -> None:
         """Start all learners again; what they had learned since the last checkpoint is gone.
@@ -132,8 +145,18 @@ class Cluster:
         return MetricsTracker(self.config.run.name, self.config.train.num_steps)
 
     async def fetch_groups(self, groups: Sequence[StoredGroup[Any]]) -> list[Group]:
-        """The groups themselves, for the trajectory file."""
-        return list(await asyncio.gather(*(group.ref for group in groups)))
+        """The groups themselves, for the trajectory file.
+
+        Raises:
+            LearnersLostError: some were on a node that is gone. Their step has to be done again.
+        """
+        timeout_s = self.config.server.sync_timeout_s
+        try:
+            return list(
+                await asyncio.gather(*(answer(g.ref, timeout_s=timeout_s, what="the step's groups") for g in groups))
+            )
+        except ObjectsLostError as error:
+            raise LearnersLostError(str(error)) from None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -235,7 +258,8 @@ async def _start(
     )
     started.placement = placement
     pool = started.add(spawn_pool(config))
-    learners = LearnerGroup(await _spawn_learners(config, started, placement) if with_learners else ())
+    plan = _plan(config, on_gpu=on_gpu) if with_learners else None
+    learners = LearnerGroup(await _spawn_learners(config, started, placement) if with_learners else (), plan)
     servers = _spawn_servers(config, started, placement, must_sync=with_learners)
     workers = _spawn_rollout_workers(config, started, servers, pool)
     handles: tuple[VllmServerHandle | LearnerHandle | RolloutWorkerHandle, ...]
@@ -245,7 +269,8 @@ async def _start(
         starting.create_task(_report_ready(pool.name, ready_pool(config, pool, session, timeout_s), report))
         for handle in handles:
             starting.create_task(_report_ready(handle.name, handle.ready(timeout_s), report))
-    weights = ObjectStoreTransport(config.server.sync_timeout_s)
+    transport = DirectTransport if plan is not None else ObjectStoreTransport
+    weights = transport(config.server.sync_timeout_s)
     members: list[Member] = [
         PoolMember(pool, lambda: ready_pool(config, pool, session, timeout_s)),
         *(ServerMember(server, timeout_s, weights.catch_up) for server in servers),
@@ -254,7 +279,7 @@ async def _start(
 
     async def start_learners() -> LearnerGroup:
         await started.end(cluster.learners.handles)
-        group = LearnerGroup(await _spawn_learners(config, started, placement))
+        group = LearnerGroup(await _spawn_learners(config, started, placement), plan)
         await asyncio.gather(
             *(_report_ready(learner.name, learner.ready(timeout_s), report) for learner in group.handles)
         )
@@ -272,6 +297,12 @@ async def _start(
         start_learners=start_learners,
     )
     return cluster
+
+
+def _plan(config: Config, *, on_gpu: bool) -> TransferPlan | None:
+    """Of a group over learners and engines; None where weights go through the object store."""
+    chosen = choose_transport(config, on_gpu=on_gpu)
+    return None if chosen == "object_store" else transfer_plan(config, chosen)
 
 
 def _limits(config: Config, start_timeout_s: float) -> Limits:
@@ -334,7 +365,8 @@ def _spawn_servers(
 
 async def _spawn_learners(config: Config, started: _Started, placement: Placement) -> tuple[LearnerHandle, ...]:
     world_size = config.learner.num_learners
-    address, port = free_address()
+    # Rank 0 listens there, and may be on another node than the driver.
+    address, port = await placement.address_of_learner(0)
     handles = []
     for rank in range(world_size):
         name = f"learner-{rank}"

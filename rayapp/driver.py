@@ -24,6 +24,7 @@ from rayapp.errors import (
     DeadlineError,
     EngineDeadError,
     LearnersLostError,
+    ObjectsLostError,
     ProcessDiedError,
     RestartsUsedUpError,
     StaleVersionError,
@@ -51,8 +52,15 @@ from rayapp.watchdog import Watchdog
 Store = TrajectoryStore[object]
 MAX_ISSUES = 10
 """Of one group. Each process may be lost a few times, but not the same group with all of them."""
-LOST_GROUP = (ProcessDiedError, EngineDeadError, StaleVersionError, WeightSyncError, DeadlineError)
-"""A group's worker, server or sandbox pool is gone, hangs, or was started again and is not ready."""
+LOST_GROUP = (
+    ProcessDiedError,
+    EngineDeadError,
+    StaleVersionError,
+    WeightSyncError,
+    DeadlineError,
+    ObjectsLostError,
+)
+"""A group's worker, server, sandbox pool or node is gone, hangs, or was started again and is not ready."""
 
 
 def run_training(config: Config) -> None:
@@ -124,6 +132,7 @@ async def _evaluate_prompt(cluster: Cluster, index: int, cohort: tuple[int, ...]
             return await cluster.rollout_worker(index).evaluate(index, cohort, step)
         except LOST_GROUP:
             await cluster.supervisor.settled()
+            cluster.check_weights()
             cohort = ()
     raise RestartsUsedUpError(f"the evaluation of prompt {index} was lost {MAX_ISSUES} times")
 

@@ -25,6 +25,7 @@
     │   └── LearnersLostError           a learner is gone, and with it the step of all of them
     ├── StalledError                    nothing was finished for too long, though every process answers
     ├── RestartsUsedUpError             a process died more often than `recovery.max_restarts` allows
+    ├── ObjectsLostError                groups or weights were in the memory of a node that is gone
     ├── DeadlineError                   a Ray actor did not answer in time; the message names it
     ├── CheckpointError                 a checkpoint can't be written or read whole
     ├── StorageError                    object storage or a disk can't do what was asked
@@ -145,6 +146,10 @@ class ProcessUnavailableError(ProcessDiedError):
 
 class LearnersLostError(ProcessDiedError):
     """A learner is gone or hangs. What the others hold is of no use without it: all start again."""
+
+
+class ObjectsLostError(RayappError):
+    """What a call needs was in the object store of a node that is gone."""
 
 
 class StalledError(RayappError):

@@ -16,7 +16,8 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -29,8 +30,12 @@ from rayapp.errors import EngineDeadError, EngineError, WeightSyncError
 from rayapp.model_prefetch import with_local_model
 from rayapp.types import Completion, SamplingParams, VersionSpan
 from rayapp.weights.buckets import TensorEntry
+from rayapp.weights.plan import choose_transport
 
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+
+
+NO_CHECKSUMS: Mapping[str, int] = MappingProxyType({})
 
 
 class _Request:
@@ -175,28 +180,91 @@ class VllmEngine:
         except Exception as error:  # boundary: vLLM
             raise self._engine_error(error, request.request_id) from error
 
-    async def load_weights(self, version: int, path: str, entries: Sequence[TensorEntry]) -> None:
+    async def load_weights(
+        self, version: int, path: str, entries: Sequence[TensorEntry], checksums: Mapping[str, int] = NO_CHECKSUMS
+    ) -> int:
         """Replace the weights by those in a shared-memory file. Requests in flight go on from their tokens behind it.
 
+        Args:
+            checksums: of a sample of tensors, made by the learner.
+        Returns:
+            Number of tensors that the model was found to hold as the learner sent them.
         Raises:
             WeightSyncError: the engine may hold a mixture now; it must not generate.
         """
         async with self._changing:
             await self._freeze()
-            await self._replace_weights(version, path, entries)
+            num_held = await self._replace_weights(version, path, entries, checksums)
             if self._versions.num_open:
                 await self._resume()
+        return num_held
 
-    async def _replace_weights(self, version: int, path: str, entries: Sequence[TensorEntry]) -> None:
+    async def _replace_weights(
+        self, version: int, path: str, entries: Sequence[TensorEntry], checksums: Mapping[str, int]
+    ) -> int:
         try:
             # The cache comes back last: the learners' gradients may still be on the GPU while the weights are loaded.
             await self._wake("weights")
-            await self._engine.collective_rpc("load_shared_weights", args=(path, list(entries)))
+            held = await self._engine.collective_rpc("load_shared_weights", args=(path, list(entries), dict(checksums)))
             await self._wake("kv_cache")
         except Exception as error:  # boundary: vLLM
             raise WeightSyncError(f"version {version} was not loaded: {type(error).__name__}: {error}") from error
         self._is_asleep = False
         self.policy_version = version
+        return int(min(held))
+
+    async def join_weight_group(self, init_info: dict[str, Any]) -> None:
+        """vLLM's `init_weight_transfer_engine`. Blocks until everybody has joined.
+
+        Raises:
+            WeightSyncError: a worker could not.
+        """
+        from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
+
+        await self._transfer("join", self._engine.init_weight_transfer_engine(WeightTransferInitRequest(init_info)))
+
+    async def begin_update(self) -> None:
+        """Freeze what runs, and make the workers ready for weights. `finish_update` undoes it.
+
+        Raises:
+            WeightSyncError: a worker is not.
+        """
+        await self._changing.acquire()
+        await self._freeze()
+        await self._wake("weights")
+        await self._transfer("begin", self._engine.start_weight_update())
+
+    async def receive_weights(self, update_info: Any) -> None:
+        """vLLM's `update_weights`: returns when the workers have loaded what `update_info` describes.
+
+        Raises:
+            WeightSyncError: they may hold a mixture now; the engine must not generate.
+        """
+        from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
+
+        await self._transfer("receive", self._engine.update_weights(WeightTransferUpdateRequest(update_info)))
+
+    async def finish_update(self, version: int, checksums: Mapping[str, int]) -> int:
+        """Seal the update as this version, and go on. Returns the number of tensors found to be held as sent.
+
+        Raises:
+            WeightSyncError: the model does not hold what was sent; the engine must not generate.
+        """
+        await self._transfer("finish", self._engine.finish_weight_update())
+        held = await self._transfer("check", self._engine.collective_rpc("seal_weights", args=(dict(checksums),)))
+        await self._wake("kv_cache")
+        self._is_asleep = False
+        self.policy_version = version
+        if self._versions.num_open:
+            await self._resume()
+        self._changing.release()
+        return int(min(held))
+
+    async def _transfer(self, phase: str, call: Awaitable[Any]) -> Any:
+        try:
+            return await call
+        except Exception as error:  # boundary: vLLM
+            raise WeightSyncError(f"weight update, {phase}: {type(error).__name__}: {error}") from error
 
     async def sleep(self) -> bool:
         """Give the GPU's memory to the learners until the next `load_weights`. False where vLLM can't: on CPU.
@@ -326,7 +394,20 @@ def _engine_args(config: Config) -> dict[str, Any]:
         "generation_config": "vllm",
         "disable_log_stats": False,
         "enable_sleep_mode": config.cluster.placement == "colocated" and _has_gpu(),
+        **_transfer_args(config),
     }
+
+
+def _transfer_args(config: Config) -> dict[str, Any]:
+    transport = choose_transport(config, on_gpu=_has_gpu())
+    if transport == "object_store":
+        return {}
+    from vllm.config.weight_transfer import WeightTransferConfig
+
+    if transport == "ipc":
+        # Handles of GPU memory are no plain data, and the only processes that talk here are our own.
+        os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
+    return {"weight_transfer_config": WeightTransferConfig(backend=transport)}
 
 
 def _has_gpu() -> bool:

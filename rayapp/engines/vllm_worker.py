@@ -13,7 +13,12 @@ import threading
 from pathlib import Path
 from typing import Any
 
+from rayapp.engines import vllm_gloo
 from rayapp.weights.buckets import TensorEntry, unpack
+from rayapp.weights.checksum import checksum_of
+
+# This module is imported in every worker before it makes its weight-transfer engine.
+vllm_gloo.register()
 
 
 class WeightUpdateExtension:
@@ -21,22 +26,47 @@ class WeightUpdateExtension:
 
     model_runner: Any
 
-    def load_shared_weights(self, path: str, entries: list[TensorEntry]) -> int:
-        """Load a whole model from a file in shared memory. Returns the number of tensors.
+    def load_shared_weights(self, path: str, entries: list[TensorEntry], checksums: dict[str, int]) -> int:
+        """Load a whole model from a file in shared memory. Returns the number of tensors found to be held as sent.
 
         Args:
             path: file of raw tensors in memory, such as /proc/<server>/fd/<memfd>.
             entries: what is where in it.
+            checksums: of a sample of its tensors, made by the learner.
+        Raises:
+            ValueError: what arrived, or what the model holds now, is not what was sent.
         """
         import torch
 
         size = Path(path).stat().st_size
         data = torch.from_file(path, shared=True, size=size, dtype=torch.uint8)
+        sampled = {name: tensor for name, tensor in unpack(entries, data) if name in checksums}
+        _check("arrive", sampled, checksums)
         # Layer-wise reload and not load_weights: on CPU vLLM repacks parameters after the first load, and a second
         # plain load finds no weight_loader on them.
         self.model_runner.reload_weights(weights_iterator=unpack(entries, data))
         _tie_again(self.model_runner.get_model(), self.model_runner.model_config.hf_text_config)
-        return len(entries)
+        return self.check_weights(checksums)
+
+    def seal_weights(self, checksums: dict[str, int]) -> int:
+        """After an update that went straight into the model: tie what is tied, then `check_weights`."""
+        _tie_again(self.model_runner.get_model(), self.model_runner.model_config.hf_text_config)
+        return self.check_weights(checksums)
+
+    def check_weights(self, checksums: dict[str, int]) -> int:
+        """Compare what the model holds with checksums of the learner's; tensors that it keeps apart under their own
+        names, whole and in bfloat16: norms and biases. Returns how many those are.
+
+        Raises:
+            ValueError: one differs.
+        """
+        import torch
+
+        parameters = dict(self.model_runner.get_model().named_parameters())
+        held = {name: p for name, p in parameters.items() if name in checksums and p.dtype == torch.bfloat16}
+        whole = {name: p for name, p in held.items() if p.dim() == 1}
+        _check("are held", whole, checksums)
+        return len(whole)
 
     def seed_sampling(self, seed: int) -> None:
         """Seed the generator that all requests sample from."""
@@ -52,6 +82,15 @@ class WeightUpdateExtension:
         """End this engine when the server's process ends, SIGKILL included: nobody else would."""
         pidfd = os.pidfd_open(server_pid)
         threading.Thread(target=_end_engine_after, args=(pidfd, server_pid), daemon=True).start()
+
+
+def _check(what: str, tensors: dict[str, Any], checksums: dict[str, int]) -> None:
+    wrong = [name for name, tensor in tensors.items() if checksum_of(tensor) != checksums[name]]
+    if wrong:
+        raise ValueError(
+            f"{len(wrong)} of {len(tensors)} sampled tensors have another checksum where they {what} than where the "
+            f"learner sent them: {', '.join(wrong[:3])}"
+        )
 
 
 def _tie_again(model: Any, architecture: Any) -> None:

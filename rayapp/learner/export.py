@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from rayapp.config import Config, LoraSection
-from rayapp.learner.lora import merged_weights
+from rayapp.learner.lora import ADAPTER, BASE, merged_weights
 from rayapp.learner.policy import PolicyModel, named_weights
 from rayapp.weights.buckets import WeightBucket, pack
 
@@ -94,10 +94,30 @@ def whole_weights(model: PolicyModel, lora: LoraSection) -> Iterator[tuple[str, 
     yield from ((name, _whole(parameter)) for name, parameter in named_weights(model))
 
 
-def _whole(parameter: torch.nn.Parameter) -> Tensor:
-    """The full tensor in bfloat16 on the host. Cast before gathering: half the bytes travel."""
+def weight_shapes(model: PolicyModel) -> list[tuple[str, tuple[int, ...]]]:
+    """What `device_weights` yields, without gathering anything: names and whole shapes, in its order."""
+    named = ((name, parameter) for name, parameter in named_weights(model) if ADAPTER not in name)
+    return [(name.replace(BASE, ""), tuple(parameter.shape)) for name, parameter in named]
+
+
+def device_weights(model: PolicyModel, lora: LoraSection) -> Iterator[tuple[str, Tensor]]:
+    """Every weight in bfloat16 where the learner computes, adapters merged in, one at a time. Collective."""
+    if lora.rank > 0:
+        yield from ((name, weight.to(EXPORT_DTYPE)) for name, weight in merged_weights(model.causal_lm, lora))
+        return
+    yield from ((name, _gathered(parameter)) for name, parameter in named_weights(model))
+
+
+def _gathered(parameter: torch.nn.Parameter) -> Tensor:
+    """The full tensor in bfloat16. Cast before gathering: half the bytes travel."""
     narrow: Any = parameter.detach().to(EXPORT_DTYPE)
     full: Tensor = narrow.full_tensor() if hasattr(narrow, "full_tensor") else narrow
+    return full
+
+
+def _whole(parameter: torch.nn.Parameter) -> Tensor:
+    """The full tensor in bfloat16 on the host."""
+    full = _gathered(parameter)
     # A copy even on CPU: what is being written must not change with the next step.
     return full.to("cpu", copy=True) if full.data_ptr() == _local(parameter).data_ptr() else full.cpu()
 

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
+from rayapp.weights.checksum import checksum, is_sampled
+
 if TYPE_CHECKING:
     import torch
 
@@ -32,6 +34,8 @@ class WeightBucket:
     entries: tuple[TensorEntry, ...]
     data: NDArray[np.uint8]
     """(nbytes,) contiguous; the object store maps it without a copy."""
+    checksums: tuple[tuple[str, int], ...] = ()
+    """Of the tensors in it that are in the sample; see `rayapp.weights.checksum`."""
 
 
 def pack(tensors: Iterable[tuple[str, torch.Tensor]], bucket_bytes: int) -> Iterator[WeightBucket]:
@@ -65,7 +69,12 @@ def _bucket(tensors: list[tuple[str, torch.Tensor]], size: int) -> WeightBucket:
         buffer[offset : offset + nbytes].copy_(tensor.reshape(-1).view(torch.uint8))
         entries.append((name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), offset, nbytes))
         offset += _aligned(nbytes)
-    return WeightBucket(entries=tuple(entries), data=data)
+    checksums = tuple(
+        (name, checksum(data[offset : offset + nbytes]))
+        for name, _, _, offset, nbytes in entries
+        if is_sampled(name, nbytes)
+    )
+    return WeightBucket(entries=tuple(entries), data=data, checksums=checksums)
 
 
 def unpack(entries: Iterable[TensorEntry], data: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:

@@ -7,11 +7,14 @@ of a node without a copy, and no tensor ever passes through the driver or an eng
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import AsyncIterator, Sequence
 from typing import Any, Protocol
 
-from rayapp.errors import RayappError, WeightSyncError
+from rayapp.errors import ObjectsLostError, RayappError, WeightSyncError
+
+log = logging.getLogger(__name__)
 
 BUCKET_BYTES = 256 << 20
 """Large enough that a bucket's cost is its bytes, small enough that two copies in flight fit any object store."""
@@ -46,6 +49,8 @@ class ObjectStoreTransport:
         self._version = 0
         self._buckets: list[Any] = []
         self._is_syncing = asyncio.Lock()
+        self.are_lost = False
+        """The weights of the last sync were on a node that is gone. Only the learners can give them again."""
 
     async def sync(
         self, version: int, *, source: WeightSource, servers: Sequence[WeightTarget]
@@ -68,15 +73,17 @@ class ObjectStoreTransport:
                 raise WeightSyncError(
                     f"the learners did not give version {version} within server.sync_timeout_s = {self._timeout_s:g} s"
                 ) from None
-            self._version, self._buckets = version, buckets
+            self._version, self._buckets, self.are_lost = version, buckets, False
             exported = time.monotonic()
             loaded = await asyncio.gather(*(self._load(server) for server in servers))
         failed = {
             server.name: facts for server, facts in zip(servers, loaded, strict=True) if not isinstance(facts, dict)
         }
+        num_held = min((facts.get("num_held", 0.0) for facts in loaded if isinstance(facts, dict)), default=0.0)
         num_bytes = max((facts["bytes"] for facts in loaded if isinstance(facts, dict)), default=0.0)
         metrics = {
             "weight_sync/bytes": float(num_bytes),
+            "weight_sync/tensors_held": float(num_held),
             "weight_sync/export_s": exported - started,
             "weight_sync/load_s": time.monotonic() - exported,
         }
@@ -98,10 +105,18 @@ class ObjectStoreTransport:
     async def catch_up(self, server: WeightTarget) -> None:
         """Give the version of the last sync to a server that has just been started.
 
+        Where those weights are gone, as after the loss of the learners' node, it gets none: it serves nothing until the
+        next sync, and `are_lost` says so.
+
         Raises:
             WeightSyncError: or another error of `load_weights`; the server must be replaced.
         """
         # Not beside a sync: the server would get the older version last.
         async with self._is_syncing:
-            if self._buckets:
+            if not self._buckets:
+                return
+            try:
                 await server.load_weights(self._version, self._buckets)
+            except ObjectsLostError as error:
+                log.warning("version %d can't be given to %s any more: %s", self._version, server.name, error)
+                self._buckets, self.are_lost = [], True

@@ -1,0 +1,81 @@
+"""How learner 0 reaches the servers during a sync: vLLM's four control calls, with a deadline and distinct ranks.
+
+vLLM's own client for Ray waits without a deadline and gives every engine the same ranks. Called by vLLM's trainer side
+in the learner's process, from plain threads; the weights themselves never pass here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import ray
+from ray.exceptions import RayError
+
+from actors.handles import VllmServerHandle
+from rayapp.errors import RayappError, WeightSyncError
+from rayapp.weights.plan import TransferPlan
+
+
+class ServersClient:
+    """See the module; the methods are those of vLLM's `VLLMWeightSyncClient`.
+
+    Args:
+        timeout_s: of each call, on the slowest server.
+    """
+
+    def __init__(self, servers: Sequence[VllmServerHandle], plan: TransferPlan, timeout_s: float) -> None:
+        self._servers = servers
+        self._plan = plan
+        self._timeout_s = timeout_s
+        self._version = 0
+        self._checksums: Callable[[], dict[str, int]] = dict
+
+    def announce(self, version: int, checksums: Callable[[], dict[str, int]]) -> None:
+        """What the next `finish_weight_update` seals. Checksums are asked for then: they are made while sending."""
+        self._version, self._checksums = version, checksums
+
+    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
+        self._all(
+            "join_weight_group",
+            [server.actor.join_weight_group.remote(info) for server, info in self.init_infos(init_info)],
+        )
+
+    def init_infos(self, init_info: dict[str, Any]) -> list[tuple[VllmServerHandle, dict[str, Any]]]:
+        """vLLM offers every engine rank 1; each gets ranks of its own."""
+        if "rank_offset" not in init_info:
+            return [(server, init_info) for server in self._servers]
+        offsets = self._plan.rank_offsets
+        return [(s, init_info | {"rank_offset": offset}) for s, offset in zip(self._servers, offsets, strict=True)]
+
+    def start_weight_update(self) -> None:
+        self._all("begin_update", [server.actor.begin_update.remote() for server in self._servers])
+
+    def update_weights(self, update_info: Any) -> None:
+        self._all("receive_weights", [server.actor.receive_weights.remote(update_info) for server in self._servers])
+
+    def finish_weight_update(self, weight_version: str | None = None) -> None:
+        checksums = self._checksums()
+        refs = [server.actor.finish_update.remote(self._version, checksums) for server in self._servers]
+        self._all("finish_update", refs)
+
+    def _all(self, what: str, refs: list[Any]) -> None:
+        """Wait for every server.
+
+        Raises:
+            WeightSyncError: one is gone, refused, or did not answer in time; names it.
+        """
+        _, late = ray.wait(refs, num_returns=len(refs), timeout=self._timeout_s, fetch_local=False)
+        problems = [
+            f"{server.name}.{what} did not answer within server.sync_timeout_s = {self._timeout_s:g} s"
+            for server, ref in zip(self._servers, refs, strict=True)
+            if ref in late
+        ]
+        for server, ref in zip(self._servers, refs, strict=True):
+            if ref not in late:
+                try:
+                    ray.get(ref, timeout=self._timeout_s)
+                except (RayError, RayappError) as error:
+                    problems.append(f"{server.name}.{what}: {str(error).strip().splitlines()[-1]}")
+        if problems:
+            raise WeightSyncError("; ".join(problems))
