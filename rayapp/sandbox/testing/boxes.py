@@ -20,6 +20,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 UNPRIVILEGED_ID = 60001
 _PATH = "/usr/local/bin:/usr/bin:/bin"
 
@@ -62,8 +64,12 @@ class Box:
         return process
 
     def stop(self, process: Process) -> None:
-        """End a program and its group."""
+        """End a program, its group, and what it started in sessions of their own: a machine would end with them."""
         self.processes.discard(process)
+        with contextlib.suppress(psutil.NoSuchProcess):
+            for child in psutil.Process(process.pid).children(recursive=True):
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    child.kill()
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
 
