@@ -30,7 +30,7 @@ async def test_stopping_a_program_ends_what_it_started_in_a_session_of_its_own()
         await process.wait()
         # Nobody of ours waits for the child, so it may be left as a zombie: that runs nothing.
         async with asyncio.timeout(30):
-            while child.is_running() and child.status() != psutil.STATUS_ZOMBIE:  # noqa: ASYNC110  (another process)
+            while child.is_running() and child.status() != psutil.STATUS_ZOMBIE:
                 await asyncio.sleep(0.01)
     finally:
         boxes.close()
