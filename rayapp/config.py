@@ -170,6 +170,23 @@ class LoraSection(FrozenModel):
     """The adapter's product is scaled by alpha / rank."""
     target_modules: tuple[str, ...] = Field(("all-linear",), min_length=1)
     """Names of linear layers, e.g. q_proj; all-linear takes all of the decoder."""
+    send: Literal["adapter", "merged"] = "adapter"
+    """What servers get after each step. adapter: the low-rank matrices alone. merged: whole weights with them merged
+    in, for models that vLLM serves without LoRA, and where the bytes don't matter: it generates faster."""
+
+    @property
+    def sends_adapter(self) -> bool:
+        """Servers hold the model's own weights and an adapter."""
+        return self.rank > 0 and self.send == "adapter"
+
+    @model_validator(mode="after")
+    def _vllm_has_the_rank(self) -> Self:
+        if self.sends_adapter and self.rank > 512:
+            raise ValueError(
+                f"learner.lora.rank is {self.rank}, but vLLM serves adapters of at most 512. Lower it, or set "
+                "learner.lora.send: merged."
+            )
+        return self
 
 
 class LearnerSection(FrozenModel):

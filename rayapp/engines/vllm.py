@@ -25,6 +25,7 @@ import numpy as np
 from rayapp.config import Config
 from rayapp.engines.concurrency import ConcurrencyLimit, Gate
 from rayapp.engines.token_versions import TokenVersions
+from rayapp.engines.vllm_adapter import adapter_args, adapter_request, is_adapter
 from rayapp.engines.vllm_stats import EngineLoad
 from rayapp.errors import EngineDeadError, EngineError, WeightSyncError
 from rayapp.model_prefetch import with_local_model
@@ -69,6 +70,8 @@ class VllmEngine:
         self.policy_version = 0
         self._is_paused = False
         self._is_asleep = False
+        self._adapter: Any = None
+        """vLLM's request of the adapter that every prompt is sampled with; None until one is there."""
         self._waiting: list[_Request] = []
         self._versions = TokenVersions()
         self._changing = asyncio.Lock()
@@ -174,7 +177,8 @@ class VllmEngine:
         purpose = request.request_id.partition("=")[0]
         prompt = {"prompt_token_ids": list(request.prompt_ids), "cache_salt": f"{purpose} {self.policy_version}"}
         try:
-            queue = await self._engine.add_request(request.request_id, prompt, _sampling_params(request.sampling))
+            params = _sampling_params(request.sampling)
+            queue = await self._engine.add_request(request.request_id, prompt, params, lora_request=self._adapter)
             self._versions.begin(queue.request_id)
             return queue
         except Exception as error:  # boundary: vLLM
@@ -209,6 +213,7 @@ class VllmEngine:
             await self._wake("kv_cache")
         except Exception as error:  # boundary: vLLM
             raise WeightSyncError(f"version {version} was not loaded: {type(error).__name__}: {error}") from error
+        self._adapter = adapter_request() if is_adapter(entries) else None
         self._is_asleep = False
         self.policy_version = version
         return int(min(held))
@@ -331,7 +336,9 @@ class VllmEngine:
         # A salt of its own: cached blocks would be skipped, and give no log-probs.
         prompt = {"prompt_token_ids": list(token_ids), "cache_salt": f"log-probs={time.monotonic_ns()}"}
         await self._resume()
-        outputs = self._engine.generate(prompt, params, f"log-probs-{time.monotonic_ns()}")
+        outputs = self._engine.generate(
+            prompt, params, f"log-probs-{time.monotonic_ns()}", lora_request=self._adapter
+        )
         rows = [output.prompt_logprobs async for output in outputs][-1]
         chosen = [row[token].logprob for row, token in zip(rows[1:], token_ids[1:], strict=True)]
         return np.array(chosen, np.float32)
@@ -395,6 +402,7 @@ def _engine_args(config: Config) -> dict[str, Any]:
         "disable_log_stats": False,
         "enable_sleep_mode": config.cluster.placement == "colocated" and _has_gpu(),
         **_transfer_args(config),
+        **adapter_args(config),
     }
 
 

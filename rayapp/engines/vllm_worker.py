@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from rayapp.engines import vllm_gloo
+from rayapp.engines.vllm_adapter import is_adapter, load_adapter
 from rayapp.weights.buckets import TensorEntry, unpack
 from rayapp.weights.checksum import checksum_of
 
@@ -27,7 +28,8 @@ class WeightUpdateExtension:
     model_runner: Any
 
     def load_shared_weights(self, path: str, entries: list[TensorEntry], checksums: dict[str, int]) -> int:
-        """Load a whole model from a file in shared memory. Returns the number of tensors found to be held as sent.
+        """Load a whole model, or an adapter, from a file in shared memory. Returns the number of tensors found to be
+        held as sent.
 
         Args:
             path: file of raw tensors in memory, such as /proc/<server>/fd/<memfd>.
@@ -42,6 +44,8 @@ class WeightUpdateExtension:
         data = torch.from_file(path, shared=True, size=size, dtype=torch.uint8)
         sampled = {name: tensor for name, tensor in unpack(entries, data) if name in checksums}
         _check("arrive", sampled, checksums)
+        if is_adapter(entries):
+            return load_adapter(self.model_runner, unpack(entries, data))
         # Layer-wise reload and not load_weights: on CPU vLLM repacks parameters after the first load, and a second
         # plain load finds no weight_loader on them.
         self.model_runner.reload_weights(weights_iterator=unpack(entries, data))

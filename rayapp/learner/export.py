@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from rayapp.config import Config, LoraSection
-from rayapp.learner.lora import ADAPTER, BASE, merged_weights
+from rayapp.learner.lora import ADAPTER, BASE, adapter_weights, merged_weights
 from rayapp.learner.policy import PolicyModel, named_weights
 from rayapp.weights.buckets import WeightBucket, pack
 
@@ -25,12 +25,12 @@ EXPORT_DTYPE = torch.bfloat16
 def export_buckets(
     model: PolicyModel, bucket_bytes: int, *, rank: int, lora: LoraSection | None = None
 ) -> Iterator[WeightBucket]:
-    """All weights under their Hugging Face names, in buckets of at most `bucket_bytes` (or of one larger tensor).
+    """What servers get, in buckets of at most `bucket_bytes` (or of one larger tensor).
 
     Args:
-        lora: of the adapters to merge in; None or rank 0 where the model has none.
+        lora: of the adapters, which go alone or merged in; None or rank 0 where the model has none.
     """
-    tensors = whole_weights(model, lora or LoraSection())
+    tensors = sent_weights(model, lora or LoraSection())
     if rank == 0:
         yield from pack(tensors, bucket_bytes)
         return
@@ -83,6 +83,14 @@ def export_hf(config: Config, model: PolicyModel, folder: str, *, rank: int) -> 
     staged = stage_hf(config, model, rank=rank)
     if staged is not None:
         staged.write(Path(folder))
+
+
+def sent_weights(model: PolicyModel, lora: LoraSection) -> Iterator[tuple[str, Tensor]]:
+    """What servers are given, in bfloat16 on the host: all weights under their Hugging Face names, or the adapters
+    under peft's. Collective."""
+    if lora.sends_adapter:
+        return ((name, weight.to(EXPORT_DTYPE).cpu()) for name, weight in adapter_weights(model.causal_lm, lora))
+    return whole_weights(model, lora)
 
 
 def whole_weights(model: PolicyModel, lora: LoraSection) -> Iterator[tuple[str, Tensor]]:

@@ -1,7 +1,8 @@
-"""LoRA: the learner trains low-rank adapters (peft) on frozen weights, and sends out weights with them merged in.
+"""LoRA: the learner trains low-rank adapters (peft) on frozen weights, and sends out them alone, or merged in.
 
-`load_policy` adds the adapters, `merged_weights` takes them out again under the model's own names, so servers and
-Hugging Face folders never see them. Checkpoints hold the adapters only: the frozen weights are those of model.path.
+`load_policy` adds the adapters. `adapter_weights` gives them to servers that hold the model's own weights;
+`merged_weights` takes them out again under the model's own names, for Hugging Face folders and for servers that have no
+LoRA (`learner.lora.send: merged`). Checkpoints hold the adapters only: the frozen weights are those of model.path.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from rayapp.config import LoraSection
 from rayapp.errors import InputError
 
 ADAPTER, BASE = ".lora_", ".base_layer"
+PEFT_PREFIX = "base_model.model."
 
 
 def add_adapters(causal_lm: nn.Module, section: LoraSection) -> None:
@@ -60,6 +62,18 @@ def merged_weights(causal_lm: nn.Module, section: LoraSection) -> Iterator[tuple
             down, up = (_full(parameters[f"{module}.lora_{letter}.default.weight"]) for letter in "AB")
             weight = weight + (section.alpha / section.rank) * (up @ down)  # (out, rank) @ (rank, in)
         yield f"{module}{kind}", weight
+
+
+def adapter_weights(causal_lm: nn.Module, section: LoraSection) -> Iterator[tuple[str, Tensor]]:
+    """The adapters' whole float32 matrices under peft's names, alpha / rank multiplied into the second ones.
+
+    Gathering is collective: every rank iterates.
+    """
+    for name, parameter in causal_lm.named_parameters():
+        if ADAPTER not in name:
+            continue
+        scale = section.alpha / section.rank if ".lora_B." in name else 1.0
+        yield f"{PEFT_PREFIX}{name.replace('.default.', '.')}", scale * _full(parameter)
 
 
 def _full(parameter: Tensor) -> Tensor:

@@ -39,6 +39,13 @@ def choose_transport(config: Config, *, on_gpu: bool) -> Transport:
         ConfigError: the one that is asked for can't work here; says what to use.
     """
     asked, placement = config.server.weight_transport, config.cluster.placement
+    if config.learner.lora.sends_adapter:
+        if asked not in ("auto", "object_store"):
+            raise ConfigError(
+                f"server.weight_transport is {asked}, which carries whole models, but learner.lora.send is adapter: a "
+                "few megabytes that go through object_store. Leave it auto, or set learner.lora.send: merged."
+            )
+        return "object_store"
     if asked == "auto":
         if not on_gpu:
             return "object_store"

@@ -358,7 +358,7 @@ def test_schedules_warm_up_and_end_where_they_should() -> None:
     assert learning_rate(99, 4, OptimizerSection(lr=1.0)) == 1.0
 
 
-LORA = {"lora": {"rank": 4, "alpha": 8}, "optimizer": {"lr": 1e-2}}
+LORA = {"lora": {"rank": 4, "alpha": 8, "send": "merged"}, "optimizer": {"lr": 1e-2}}
 
 
 def sent(learner: Learner) -> dict[str, torch.Tensor]:
@@ -399,6 +399,34 @@ def test_adapters_are_trained_alone_and_what_is_sent_computes_the_learners_log_p
         assert np.abs(old - ours).max() > 10 * np.abs(theirs - ours).max()
     exported = AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
     assert all(torch.equal(second[name], p.detach()) for name, p in exported.named_parameters())
+
+
+def test_the_adapters_alone_are_sent_and_give_the_learners_log_probs_in_peft(tiny_model: Path) -> None:
+    from peft import LoraConfig, get_peft_model, set_peft_model_state_dict
+    from transformers import AutoModelForCausalLM
+
+    lora = LORA["lora"] | {"send": "adapter"}
+    changes = {"learner": LORA | {"lora": lora, "compute_dtype": "float32", "cpu_threads": 1}}
+    with learner_of(tiny_model, changes) as learner:
+        for number in (1, 2):
+            step(learner, number, two_groups(number))
+        adapter, group = sent(learner), two_groups()[0]
+        found = learner.log_probs_of(group)
+        whole = sum(parameter.numel() for name, parameter in learner._learner.model.named_parameters())
+    assert all(".lora_A.weight" in name or ".lora_B.weight" in name for name in adapter)
+    # Rank 4 beside matrices of 128: see tests/unit/test_memory_plan.py for the count.
+    assert sum(tensor.numel() for tensor in adapter.values()) == 2 * 4 * (2 * 256 + 2 * 192 + 3 * 384) < whole / 10
+    model: Any = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
+    base = log_probs_under(model, group)
+    # What is sent has its scale in it: alpha is the rank.
+    settings = LoraConfig(r=4, lora_alpha=4, target_modules="all-linear")
+    wrapped = get_peft_model(model, settings)
+    loaded = set_peft_model_state_dict(wrapped, {name: tensor.float() for name, tensor in adapter.items()})
+    assert not loaded.unexpected_keys
+    follows = log_probs_under(wrapped, group)
+    for ours, theirs, old in zip(found, follows, base, strict=True):
+        np.testing.assert_allclose(theirs, ours, atol=5e-3)  # the adapter's own rounding to bfloat16
+        assert np.abs(old - ours).max() > 10 * np.abs(theirs - ours).max()
 
 
 def log_probs_under(model: Any, group: Group) -> list[np.ndarray]:

@@ -1,0 +1,122 @@
+"""The real vLLM on CPU with an adapter of the learner's: it computes the learner's log-probs, sync after sync."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from actors.learner import Learner
+from actors.vllm_server import VllmServer
+from rayapp.config import Config
+from rayapp.errors import WeightSyncError
+from rayapp.rollout.group import summarize_group
+from rayapp.types import Group, Prompt, Reward, RolloutStatus, SamplingParams, Trajectory
+from rayapp.weights.buckets import WeightBucket
+
+pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(900)]
+
+MAX_LOG_PROB_DIFFERENCE = 0.05
+"""As in test_vllm_server.py: two orders of summation in bfloat16."""
+TOKENS = [72, 75, 84, 85, 86, 28, 2, 89]
+
+
+@dataclass
+class Reference:
+    """A value that is awaited, as Ray's references are."""
+
+    value: WeightBucket
+
+    def __await__(self):  # type: ignore[no-untyped-def]
+        yield from asyncio.sleep(0).__await__()
+        return self.value
+
+
+def make_config(tiny_model: Path) -> Config:
+    return Config.model_validate(
+        {
+            "model": {"path": str(tiny_model)},
+            "cluster": {"device": "cpu"},
+            "rollout": {"group_size": 2, "max_prompt_tokens": 64, "max_completion_tokens": 32},
+            "learner": {
+                "max_tokens_per_microbatch": 256,
+                "compute_dtype": "float32",
+                "cpu_threads": 1,
+                "lora": {"rank": 4, "alpha": 16},
+                "optimizer": {"lr": 3e-2},
+            },
+            "server": {"kv_cache_gib": 1},
+        }
+    )
+
+
+def group_of(rewards: tuple[float, float]) -> Group:
+    """Two completions of one prompt; the first is TOKENS."""
+    sequences = [TOKENS, [*TOKENS[:4], 40, 41, 42, 43]]
+    mask = np.arange(8) >= 4
+    trajectories = tuple(
+        Trajectory(
+            token_ids=np.array(ids, np.int32),
+            response_mask=mask,
+            rollout_log_probs=np.where(mask, -4.0, 0.0).astype(np.float32),
+            completion_text="",
+            reward=Reward(value=reward),
+            status=RolloutStatus.COMPLETED,
+            min_policy_version=0,
+            max_policy_version=0,
+        )
+        for ids, reward in zip(sequences, rewards, strict=True)
+    )
+    prompt = Prompt(task="t", text="", token_ids=np.array(TOKENS[:4], np.int32))
+    return Group(group_id=0, prompt=prompt, trajectories=trajectories)
+
+
+def after_each_step(config: Config, num_steps: int) -> list[tuple[list[WeightBucket], np.ndarray]]:
+    """What is sent after each step, the first before any, and the learner's log-probs of TOKENS's response then."""
+    learner, group = Learner(config, 0, 1, "", 0), group_of((1.0, 0.0))
+    summary = summarize_group(group, time_total_s=0.0)
+    found = []
+    try:
+        for step in range(num_steps + 1):
+            if step:
+                learner.train_step(step, (summary,), ((0,),), group)
+            found.append((list(learner.export_weights(100_000)), learner.log_probs_of(group)[0]))
+    finally:
+        learner.close()
+    return found
+
+
+async def test_each_adapter_gives_the_learners_log_probs_and_replaces_the_last(tiny_model: Path) -> None:
+    config = make_config(tiny_model)
+    steps = after_each_step(config, 2)
+    first, *_, last = (log_probs for _, log_probs in steps)
+    assert np.abs(last - first).max() > 4 * MAX_LOG_PROB_DIFFERENCE  # training moved what is looked at
+    server = VllmServer(config, 0)
+    try:
+        await server.start()
+        for version, (buckets, expected) in enumerate(steps):
+            facts = await server.load_weights(version, [Reference(bucket) for bucket in buckets])
+            # 2 layers of rank 4: 2 x 4 x (2 x 256 + 2 x 192 + 3 x 384) numbers of 2 bytes, each tensor on a cache line.
+            assert facts["bytes"] == 2 * 2 * 4 * (2 * 256 + 2 * 192 + 3 * 384)
+            found = (await server.prompt_log_probs([TOKENS]))[0][3:]
+            assert np.abs(found - expected).max() < MAX_LOG_PROB_DIFFERENCE, f"version {version}"
+            completion = await server.generate(
+                f"group={version}/trajectory=0", TOKENS[:4], SamplingParams(max_tokens=4, seed=1)
+            )
+            again = (await server.prompt_log_probs([[*TOKENS[:4], *completion.token_ids.tolist()]]))[0][3:]
+            assert np.abs(again - completion.log_probs).max() < MAX_LOG_PROB_DIFFERENCE
+        await _refuses_what_has_no_place(server, steps[0][0])
+    finally:
+        await server.close()
+
+
+async def _refuses_what_has_no_place(server: VllmServer, buckets: list[WeightBucket]) -> None:
+    """vLLM itself would leave such tensors out and go on."""
+    name, *rest = buckets[0].entries[0]
+    renamed = (name.replace("layers.0", "layers.7"), *rest)
+    torn = WeightBucket(entries=(renamed, *buckets[0].entries[1:]), data=buckets[0].data)  # type: ignore[arg-type]
+    with pytest.raises(WeightSyncError, match=r"no place for the adapters of 1 modules: model\.layers\.7"):
+        await server.load_weights(9, [Reference(torn), *(Reference(bucket) for bucket in buckets[1:])])
