@@ -155,6 +155,9 @@ class SandboxConfig(_Frozen):
     """A rollout worker not heard of for so long is dead: its leases are taken back."""
     min_ready: int = Field(0, ge=0)
     """Remote sandboxes kept warm, idle, for each kind in use. A step's burst should find them ready."""
+    prefetch: bool = False
+    """Have as many remote sandboxes ready for the next step as the steps before used at once: they are made while the
+    learner trains. Idle ones cost money; they are ended after idle_timeout_s, which a step should not outlast."""
     max_uses: int = Field(1, ge=1)
     """Leases one remote sandbox serves. 1 leaves nothing behind for the next; with more, each return is checked."""
     create_timeout_s: float = Field(90.0, gt=0, le=3600)

@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from rayapp.errors import SandboxError, SandboxUnavailableError
+from rayapp.sandbox.demand import Demand
 from rayapp.sandbox.fair_queue import FairQueue
 from rayapp.sandbox.keeper import Keeper
 from rayapp.sandbox.leases import Fate, Lease
@@ -48,6 +49,7 @@ class _Lane:
     """Holder, id of the lease, turn."""
     used_at: float
     """When somebody last asked for this kind."""
+    demand: Demand
     num_wanted_ready: int = 0
     """Asked for ahead of time (`prefetch`)."""
 
@@ -70,6 +72,7 @@ class LeasePool:
         min_ready: sandboxes kept ready for each kind in use.
         holder_timeout_s: a holder not heard of for so long is dead.
         idle_timeout_s: a kind that nobody asked for so long is not kept ready any more.
+        is_ahead: have as many ready as were lately in use at once, for the next step.
         clock: monotonic seconds.
     """
 
@@ -83,6 +86,7 @@ class LeasePool:
         min_ready: int = 0,
         holder_timeout_s: float = float("inf"),
         idle_timeout_s: float = 300.0,
+        is_ahead: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         local = Supply("local", max_sandboxes=max_leases, clock=clock)
@@ -93,6 +97,7 @@ class LeasePool:
         self._min_ready = min_ready
         self._holder_timeout_s = holder_timeout_s
         self._idle_timeout_s = idle_timeout_s
+        self._is_ahead = is_ahead
         self._clock = clock
         # Not from 1: a pool that replaces a dead one must not give the ids that its predecessor's callers still hold.
         self._ids = itertools.count(secrets.randbits(40) << 20)
@@ -180,6 +185,8 @@ class LeasePool:
             held.source.supply.return_place(was_made=fate is not Fate.UNBORN)
         else:
             held.source.keeper.give_back(held.member, is_clean=fate is Fate.CLEAN)
+            if (lane := self._lanes.get(held.member.spec)) is not None:
+                lane.demand.returned()
         self.pump()
 
     def _withdraw(self, lease_id: int) -> None:
@@ -265,6 +272,8 @@ class LeasePool:
         self._num_waiting -= 1
         if member is None:
             source.supply.lend_place()
+        else:
+            lane.demand.taken()
         lease = Lease(
             lease_id=lease_id,
             holder=holder,
@@ -279,7 +288,8 @@ class LeasePool:
 
     def _stock_up(self, spec: SandboxSpec, lane: _Lane) -> float:
         """Have sandboxes made for who waits and for the stock. Returns seconds until there may be more to do."""
-        num_wanted = len(lane.queue) + max(self._min_ready, lane.num_wanted_ready)
+        num_ahead = lane.demand.num_ahead if self._is_ahead else 0
+        num_wanted = len(lane.queue) + max(self._min_ready, lane.num_wanted_ready, num_ahead)
         nap_s = float("inf")
         for source in self.sources:
             supply = source.supply
@@ -320,7 +330,11 @@ class LeasePool:
             self._nap = asyncio.get_running_loop().call_later(nap_s, self.pump)
 
     def _lane(self, spec: SandboxSpec) -> _Lane:
-        lane = self._lanes.setdefault(spec, _Lane(FairQueue(), self._clock()))
+        lane = self._lanes.get(spec)
+        if lane is None:
+            # Forgotten before a sandbox is idle for too long: what is ended then must not be made again.
+            demand = Demand(window_s=self._idle_timeout_s / 2, clock=self._clock)
+            lane = self._lanes[spec] = _Lane(FairQueue(), self._clock(), demand)
         lane.used_at = self._clock()
         return lane
 
@@ -346,7 +360,7 @@ class LeasePool:
     def _forget_unused_lanes(self) -> None:
         oldest = self._clock() - self._idle_timeout_s
         for spec, lane in tuple(self._lanes.items()):
-            if not lane.queue and not lane.num_wanted_ready and lane.used_at < oldest:
+            if not lane.queue and not lane.num_wanted_ready and not lane.demand.num_in_use and lane.used_at < oldest:
                 del self._lanes[spec]
 
     async def close(self, *, timeout_s: float = 30.0) -> set[str]:

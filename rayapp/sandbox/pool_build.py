@@ -52,6 +52,7 @@ def build_pool(
         min_ready=config.min_ready,
         holder_timeout_s=config.holder_timeout_s,
         idle_timeout_s=config.idle_timeout_s,
+        is_ahead=config.prefetch,
         clock=clock,
     )
     return builder.pool

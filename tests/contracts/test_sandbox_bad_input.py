@@ -162,6 +162,17 @@ async def test_ten_megabytes_of_code_to_a_function_fail_each_call(kind: str) -> 
 
 
 @EVERY
+async def test_ten_megabytes_of_code_are_a_failure_of_the_code_and_the_sandbox_goes_on(kind: str) -> None:
+    async with any_provider(kind) as provider:
+        sandbox = await provider.create(SandboxSpec(), labels={}, ttl_s=300, timeout_s=30)
+        result = await sandbox.run_code("x = 1\n" * 1_700_000, timeout_s=20)
+        assert result.outcome is ExecOutcome.CODE_FAILED, result
+        assert "characters" in result.error
+        assert (await sandbox.run_code("print(1)", timeout_s=20)).stdout == "1\n"
+        await sandbox.kill()
+
+
+@EVERY
 async def test_results_that_are_no_plain_data_are_no_results(kind: str) -> None:
     code = "import sys\ndef f(kind):\n    return eval(kind)"
     inputs = [["object()"], ["lambda: 1"], ["float('nan')"], ["{1: {2: print}}"], ["sys.stdout"], ["1 + 2j"], ["5"]]

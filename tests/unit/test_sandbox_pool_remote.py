@@ -57,7 +57,7 @@ async def opened(
 
 async def until(condition: Callable[[], bool]) -> None:
     """Let the pool's own tasks run until something is so."""
-    async with asyncio.timeout(5.0):
+    async with asyncio.timeout(60.0):
         while not condition():
             await asyncio.sleep(0.001)
 
@@ -80,6 +80,40 @@ async def test_min_ready_sandboxes_wait_before_anybody_asks_and_are_replaced_whe
         await pool.acquire("worker", SPEC, timeout_s=1)
         await until(lambda: pool.stats()["sandbox/fake/ready"] == 2)
         assert len(provider.created) == 3
+
+
+async def test_with_prefetch_the_next_step_finds_as_many_ready_as_the_last_one_used_at_once() -> None:
+    clock, provider = Clock(), FakeProvider()
+    async with opened(provider, clock=clock, prefetch=True, idle_timeout_s=300.0) as pool:
+        leases = await asyncio.gather(*(pool.acquire("worker", SPEC, timeout_s=5) for _ in range(3)))
+        for lease in leases:
+            pool.release(lease.lease_id)
+        await until(lambda: pool.stats()["sandbox/fake/ready"] == 3)
+
+        again = await asyncio.gather(*(pool.acquire("worker", SPEC, timeout_s=5) for _ in range(3)))
+        created = provider.calls["create"]
+        for lease in again:
+            pool.release(lease.lease_id)
+        await until(lambda: pool.stats()["sandbox/fake/ready"] == 3)
+        assert created == 6, "three for the first step, three ahead of the second"
+
+        clock.now += 301.0
+        pool.tend()
+        await until(lambda: not provider.living)
+        assert provider.calls["create"] == 9, "nobody came back: none is made again"
+
+
+async def test_creations_keep_to_the_providers_rate() -> None:
+    clock, provider = Clock(), FakeProvider()
+    async with opened(provider, clock=clock, fake={"creation_burst": 2, "creations_per_s": 0.5}) as pool:
+        pool.prefetch(SPEC, 4)
+        await until(lambda: len(provider.living) == 2)
+        clock.now += 1.9
+        pool.pump()
+        assert provider.calls["create"] == 2
+        clock.now += 0.1  # one token every two seconds
+        pool.pump()
+        await until(lambda: len(provider.living) == 3)
 
 
 async def test_no_more_live_than_the_provider_allows_and_who_waits_gets_the_next() -> None:
