@@ -135,8 +135,6 @@ class RunFolder:
 
     def truncate_after(self, version: int) -> None:
         """Forget metrics and trajectories of steps that the resumed run takes again."""
-        if self._mirror is not None:
-            self._mirror.truncate_after(version)
         metrics = self.path / "metrics.jsonl"
         if metrics.exists():
             kept = [line for line in metrics.read_text().splitlines() if _step_of(line) <= version]
@@ -144,6 +142,9 @@ class RunFolder:
         for file in (self.path / "trajectories").glob("step=*.parquet"):
             if int(file.stem.removeprefix("step=")) > version:
                 file.unlink()
+        # After they are gone here: what the mirror forgets while they are there, it would send again.
+        if self._mirror is not None:
+            self._mirror.truncate_after(version)
 
     async def write_trajectories(self, step: int, groups: Sequence[Group]) -> None:
         """Write `trajectories/step=NNNNNN.parquet`, off the event loop."""

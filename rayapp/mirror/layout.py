@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from pathlib import Path
 
 from rayapp.mirror.ledger import Stamp, stamp_of
@@ -23,11 +23,18 @@ LOCAL_ONLY = frozenset({"run.lock"})
 _STEP = re.compile(r"trajectories/step=(\d+)\.parquet")
 
 
-def loose_files(folder: Path) -> dict[str, Stamp]:
-    """Every file that travels alone, in the order in which they should be sent. Hidden ones are work in progress."""
+def loose_files(folder: Path, sent: Container[str] = ()) -> dict[str, Stamp]:
+    """Every file that travels alone, in the order in which they should be sent. Hidden ones are work in progress.
+
+    Args:
+        sent: keys of what is safe already. Trajectories among them are left out: they never change, and looking at each
+            of thousands every second would cost.
+    """
     found: dict[str, Stamp] = {}
     for path in _walk(folder):
         key = path.relative_to(folder).as_posix()
+        if key in sent and trajectory_step(key) is not None:
+            continue
         try:
             found[key] = stamp_of(path)
         except OSError:

@@ -62,7 +62,7 @@ class Uploader:
 
     def pending(self) -> dict[str, int]:
         """Bytes still to be sent, by key; folders are one key."""
-        files = {key: stamp[0] for key, stamp in loose_files(self._folder).items() if self._is_new(key, stamp)}
+        files = {key: stamp[0] for key, stamp in self._new_files().items()}
         for path in self._unsent_checkpoints():
             files[f"{CHECKPOINTS}/{path.name}"] = (folder_stamp(path) or (0, 0))[0]
         final = folder_stamp(self._folder / FINAL)
@@ -76,7 +76,7 @@ class Uploader:
         """
         async with self._one_at_a_time:
             await self._cut()
-            new = {key: stamp for key, stamp in loose_files(self._folder).items() if self._is_new(key, stamp)}
+            new = self._new_files()
             metrics = new.pop(METRICS, None)
             await together(lambda item: self._file(*item), new.items(), at_once=_AT_ONCE)
             if metrics is not None:
@@ -95,6 +95,10 @@ class Uploader:
         stamp = await asyncio.to_thread(folder_stamp, final)
         if stamp is not None and self._is_new(FINAL, stamp):
             await self._attempt(FINAL, self._final(final, stamp))
+
+    def _new_files(self) -> dict[str, Stamp]:
+        found = loose_files(self._folder, self._ledger.files)
+        return {key: stamp for key, stamp in found.items() if self._is_new(key, stamp)}
 
     def _is_new(self, key: str, stamp: Stamp) -> bool:
         return self._ledger.files.get(key) != stamp

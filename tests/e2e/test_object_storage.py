@@ -60,8 +60,12 @@ class Machine:
         (folder / "config.yaml").write_text(yaml.safe_dump(config))
 
     def train(self, *overrides: str) -> subprocess.Popen[str]:
+        return self.run("train", *overrides)
+
+    def run(self, command: str, *arguments: str) -> subprocess.Popen[str]:
+        """`rayapp COMMAND CONFIG ...` on this machine."""
         return subprocess.Popen(
-            [sys.executable, "-m", "rayapp", "train", str(self._folder / "config.yaml"), *overrides],
+            [sys.executable, "-m", "rayapp", command, str(self._folder / "config.yaml"), *arguments],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -161,3 +165,11 @@ def test_a_run_whose_machine_is_lost_goes_on_from_the_bucket_alone_with_the_same
         machine.read(uri, f"trajectories/step={num_steps + 1:06d}.parquet")
     staging = machine._folder / "disk" / "staging"
     assert list(staging.iterdir()) == []  # all of it is in the bucket
+
+
+def test_a_model_in_a_bucket_is_evaluated_by_the_command(machine: Machine) -> None:
+    output = finish(machine.run("eval", "--samples", "2"))
+
+    metrics = json.loads(output[output.index("{") :])
+    assert metrics["groups/count"] == 2.0
+    assert {"pass_at_1/first", "pass_at_2/second"} <= metrics.keys()
