@@ -54,6 +54,7 @@ class ChatFormat:
     ) -> None:
         self.tokenizer = tokenizer
         self._name = name
+        self._template = template
         self._tools = [tool.as_openai() for tool in tools]
         self._options: dict[str, Any] = {"chat_template": template} if template else {}
         self._eos_id: int | None = getattr(tokenizer, "eos_token_id", None)
@@ -61,6 +62,10 @@ class ChatFormat:
         self._end_text = self._end_of_turn()
         self._end_ids = tokenizer.encode(self._end_text, add_special_tokens=False)
         self._check_tools(tools)
+
+    def without_tools(self) -> ChatFormat:
+        """The same for prompts that tell of no tools."""
+        return ChatFormat(self.tokenizer, (), template=self._template, name=self._name)
 
     def prompt_ids(self, messages: Sequence[Message]) -> list[int]:
         """The conversation so far, the tools, and the opening of the policy's turn."""

@@ -101,13 +101,20 @@ def _check_schema(path: Path, schema: Any) -> None:
         )
     kinds: Mapping[str, tuple[Any, str]] = {
         "prompt": (_is_list_of_structs, "a list of structs with role and content"),
-        "data_source": (lambda kind: types.is_string(kind) or types.is_large_string(kind), "text"),
+        "data_source": (_is_text, "text"),
+        "agent_name": (lambda kind: _is_text(kind) or types.is_null(kind), "text"),
         "reward_model": (types.is_struct, "a struct with ground_truth"),
         "extra_info": (lambda kind: types.is_struct(kind) or types.is_null(kind), "a struct"),
     }
     for name, (is_right, wanted) in kinds.items():
         if name in schema.names and not is_right(_plain(schema.field(name).type)):
             raise InputError(f"{path}: column {name} must be {wanted}; it is {schema.field(name).type}")
+
+
+def _is_text(kind: Any) -> bool:
+    from pyarrow import types
+
+    return bool(types.is_string(kind) or types.is_large_string(kind))
 
 
 def _is_list_of_structs(kind: Any) -> bool:

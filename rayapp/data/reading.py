@@ -23,8 +23,10 @@ from rayapp.data.order import Window, row_order, windows
 from rayapp.data.prompts import Truncation, cut_prompt
 from rayapp.errors import InputError
 
-Encode = Callable[[Sequence[Mapping[str, Any]]], Sequence[int]]
-"""Messages to the prompt's token ids, template and tools included."""
+Encode = Callable[[Sequence[Mapping[str, Any]], str], Sequence[int]]
+"""Messages and the row's agent_name to the prompt's token ids, with the template and what tools that agent has."""
+CheckAgent = Callable[[str, str], None]
+"""Raises InputError for an agent_name that can't be played; takes the name, and file and row for the message."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,12 +47,20 @@ class ReadOptions:
 class TrainingData:
     """An endless sequence of rows; make one with `open_data`."""
 
-    def __init__(self, groups: Sequence[RowGroup], options: ReadOptions, encode: Encode | None = None) -> None:
+    def __init__(
+        self,
+        groups: Sequence[RowGroup],
+        options: ReadOptions,
+        encode: Encode | None = None,
+        check_agent: CheckAgent | None = None,
+    ) -> None:
         if options.max_prompt_tokens is not None and encode is None:
             raise InputError("max_prompt_tokens needs a tokenizer to measure prompts with")
         self._groups = groups
         self._options = options
         self._encode = encode
+        if check_agent is not None:
+            _check_agents(groups, check_agent)
         self._kept = [self._measure(group) for group in groups]
         self._sizes = [len(kept) for kept in self._kept]
         self.num_overlong = sum(group.num_rows for group in groups) - len(self)
@@ -104,7 +114,7 @@ class TrainingData:
     def _with_prompt(self, row: DataRow, where: str) -> DataRow:
         if self._encode is None:
             return row
-        ids = self._encode_row(row.messages, where)
+        ids = self._encode_row(row.messages, row.agent_name, where)
         limit = self._options.max_prompt_tokens
         if limit is not None:
             ids = cut_prompt(ids, limit, self._options.truncation, where)
@@ -117,25 +127,30 @@ class TrainingData:
         if options.max_prompt_tokens is None or (not options.filter_overlong_prompts and options.truncation != "error"):
             return range(group.num_rows)
         kept = []
-        for index, prompt in enumerate(read_group(group, ("prompt",)).column("prompt").to_pylist()):
+        for index, row in enumerate(read_group(group, ("prompt", "agent_name")).to_pylist()):
             where = _where(group, index)
-            ids = self._encode_row(parse_messages(prompt, where), where)
+            ids = self._encode_row(parse_messages(row["prompt"], where), row.get("agent_name") or "", where)
             if len(ids) <= options.max_prompt_tokens:
                 kept.append(index)
             elif not options.filter_overlong_prompts:
                 cut_prompt(ids, options.max_prompt_tokens, "error", where)
         return kept
 
-    def _encode_row(self, messages: Sequence[Mapping[str, Any]], where: str) -> Sequence[int]:
+    def _encode_row(self, messages: Sequence[Mapping[str, Any]], agent_name: str, where: str) -> Sequence[int]:
         assert self._encode is not None
         try:
-            return self._encode(messages)
+            return self._encode(messages, agent_name)
         except (TypeError, KeyError, ValueError) as error:
             raise InputError(f"{where}: its prompt can't be rendered: {error}") from error
 
 
 async def open_data(
-    uris: Sequence[str], options: ReadOptions, *, cache: Path, encode: Encode | None = None
+    uris: Sequence[str],
+    options: ReadOptions,
+    *,
+    cache: Path,
+    encode: Encode | None = None,
+    check_agent: CheckAgent | None = None,
 ) -> TrainingData:
     """Fetch, check and measure the files.
 
@@ -143,13 +158,26 @@ async def open_data(
         uris: parquet files in verl's schema, local or s3://.
         cache: folder for copies of remote files.
         encode: needed to measure prompts and for `DataRow.prompt_ids`.
+        check_agent: asked about every agent_name in the files.
     Raises:
         InputError: a file or a prompt can't be used; the message names it.
         StorageError: a remote file can't be fetched.
     """
 
     paths = await fetch_files(uris, cache)
-    return await asyncio.to_thread(lambda: TrainingData(open_files(paths), options, encode))
+    return await asyncio.to_thread(lambda: TrainingData(open_files(paths), options, encode, check_agent))
+
+
+def _check_agents(groups: Sequence[RowGroup], check: CheckAgent) -> None:
+    """All names before the first step, at the cost of one small column."""
+    seen: set[str | None] = set()
+    for group in groups:
+        table = read_group(group, ("agent_name",))
+        names = table.column("agent_name").to_pylist() if table.num_columns else []
+        for index, name in enumerate(names):
+            if name not in seen:
+                seen.add(name)
+                check(name or "", _where(group, index))
 
 
 def _where(group: RowGroup, index: int) -> str:

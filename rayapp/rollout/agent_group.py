@@ -16,6 +16,7 @@ import numpy as np
 
 from rayapp.agent.episode import AgentPrompt, Episode
 from rayapp.agent.loop import AgentLoop
+from rayapp.agent.loops import AgentLoops
 from rayapp.agent.outcome import to_trajectory
 from rayapp.data.data_row import DataRow
 from rayapp.errors import EngineDeadError, EngineError, StaleVersionError
@@ -32,7 +33,8 @@ log = logging.getLogger(__name__)
 class AgentWork:
     """What all groups of a process share."""
 
-    loop: AgentLoop
+    loops: AgentLoops
+    """The row's agent_name says which one plays it."""
     rewards: AnswerRewards
     deadline_s: float
     """Trajectories not finished by then are recorded as failed."""
@@ -54,10 +56,11 @@ async def run_agent_group(
     Raises:
         StaleVersionError, EngineDeadError: the server can't serve the version asked for; nothing of the group is kept.
         SandboxConfigError: no sandbox can ever be had with this configuration.
-        InputError: there is no rule for the row's data source.
+        InputError: there is no rule for the row's data source, or no loop of its agent_name.
     """
     started = time.monotonic()
-    group_of_row = _RowGroup(request=request, row=row, work=work, engine=engine, sampling=sampling)
+    loop = work.loops.of(row.agent_name)
+    group_of_row = _RowGroup(request=request, row=row, work=work, loop=loop, engine=engine, sampling=sampling)
     trajectories = await gather_trajectories([group_of_row.trajectory(index) for index in range(group_size)])
     group = Group(group_id=request.group_id, prompt=group_of_row.prompt, trajectories=tuple(trajectories))
     return group, summarize_group(group, time_total_s=time.monotonic() - started)
@@ -68,6 +71,7 @@ class _RowGroup:
     request: GroupRequest
     row: DataRow
     work: AgentWork
+    loop: AgentLoop
     engine: RolloutEngine
     sampling: SamplingParams
 
@@ -75,7 +79,7 @@ class _RowGroup:
     def prompt(self) -> Prompt:
         """What the group records: the row's source stands where a task's name would."""
         ids = self.row.prompt_ids
-        text = self.work.loop.chat.tokenizer.decode(list(ids), skip_special_tokens=False)
+        text = self.loop.chat.tokenizer.decode(list(ids), skip_special_tokens=False)
         return Prompt(task=self.row.data_source, text=text, token_ids=np.array(ids, np.int32))
 
     async def trajectory(self, index: int) -> Trajectory:
@@ -84,7 +88,7 @@ class _RowGroup:
         seat = _CohortSeat(self.engine, f"{request_id}/turn=0", self.row.prompt_ids, self._sampling(index))
         try:
             async with asyncio.timeout(work.deadline_s):
-                episode = await work.loop.run(
+                episode = await self.loop.run(
                     self._prompt_of_loop(), engine=seat, sampling=self._sampling(index), request_id=request_id
                 )
                 reward = await self._score(episode)

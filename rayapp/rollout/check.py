@@ -9,10 +9,12 @@ import asyncio
 import os
 
 from rayapp.agent.chat import load_template
+from rayapp.agent.loops import check_agent_name
 from rayapp.config import Config
 from rayapp.data.reading import ReadOptions, open_data
 from rayapp.errors import ConfigError, InputError
 from rayapp.model_check import check_model
+from rayapp.model_prefetch import with_local_model
 from rayapp.rollout.order import evaluation_waves
 from rayapp.rollout.prompts import render_prompts
 from rayapp.rollout.sources import answer_rewards
@@ -32,6 +34,7 @@ def check_inputs(config: Config, *, training: bool) -> None:
     Raises:
         UserError: one of them can't be used.
     """
+    config = with_local_model(config)
     check_model(config)
     if not config.uses_data:
         render_prompts(config, load_tasks(config.tasks))
@@ -60,7 +63,8 @@ async def _check_files(config: Config) -> None:
     """Every file's schema, and one row of each; lengths are measured by the workers, which have the tools' schemas."""
     for files in (config.data.train_files, config.data.eval_files):
         for file in files:
-            data = await open_data((file,), ReadOptions(shuffle=False), cache=config.data.cache_dir)
+            options, cache = ReadOptions(shuffle=False), config.data.cache_dir
+            data = await open_data((file,), options, cache=cache, check_agent=check_agent_name)
             data.row(0)
 
 

@@ -13,9 +13,11 @@ from typing import Any, Protocol
 from rayapp.agent.build import open_agent_loop
 from rayapp.agent.episode import AgentLimits
 from rayapp.agent.loop import AgentLoop
+from rayapp.agent.loops import AgentLoops, agent_loops, check_agent_name
 from rayapp.config import Config
 from rayapp.data.data_row import DataRow
 from rayapp.data.reading import Encode, ReadOptions, TrainingData, open_data
+from rayapp.model_prefetch import with_local_model
 from rayapp.protocols import RolloutEngine, SandboxSource, Task
 from rayapp.rollout.agent_group import AgentWork, run_agent_group
 from rayapp.rollout.group import run_group
@@ -36,6 +38,11 @@ class Groups(Protocol):
         """Prompts of one evaluation; a request of purpose `eval` names one by its group_id."""
         ...
 
+    @property
+    def num_train_prompts(self) -> int:
+        """Prompts of one epoch of training."""
+        ...
+
     async def run(
         self, request: GroupRequest, *, engine: RolloutEngine, sampling: SamplingParams, group_size: int, seed: int
     ) -> tuple[Group, GroupSummary]: ...
@@ -49,6 +56,7 @@ async def open_groups(config: Config, sandboxes: SandboxSource) -> Groups:
     Raises:
         UserError: a task, a file, the chat template or a tool can't be used.
     """
+    config = await asyncio.to_thread(with_local_model, config)
     if config.uses_data:
         return await DataGroups.open(config, sandboxes)
     tasks = load_tasks(config.tasks)
@@ -70,10 +78,14 @@ class TaskGroups:
     def num_eval_prompts(self) -> int:
         return len(self._prompts)
 
+    @property
+    def num_train_prompts(self) -> int:
+        return len(self._prompts)
+
     async def run(
         self, request: GroupRequest, *, engine: RolloutEngine, sampling: SamplingParams, group_size: int, seed: int
     ) -> tuple[Group, GroupSummary]:
-        index = request.group_id
+        index = request.place
         if request.purpose == "group":
             index = prompt_index(index, num_prompts=len(self._prompts), seed=seed)
         return await run_group(
@@ -98,14 +110,14 @@ class DataGroups:
     def __init__(
         self,
         config: Config,
-        loop: AgentLoop,
+        loops: AgentLoops,
         rewards: AnswerRewards,
         *,
         train: TrainingData | None,
         held_out: TrainingData | None,
     ) -> None:
         self._config = config
-        self._loop = loop
+        self._loops = loops
         self._rewards = rewards
         self._train = train
         self._held_out = held_out
@@ -117,13 +129,13 @@ class DataGroups:
         rewards = answer_rewards(config)
         # Seconds of imports, which would hold up the first scores and every other trajectory of this process.
         await asyncio.to_thread(load_reward_code, rewards)
-        loop = await _open_loop(config, sandboxes)
+        loops = agent_loops(await _open_loop(config, sandboxes), config.agent.default_agent)
         try:
-            train, held_out = await open_files(config, loop.chat.prompt_ids)
+            train, held_out = await open_files(config, loops.prompt_ids)
         except BaseException:
-            await loop.tools.close()
+            await loops.close()
             raise
-        return cls(config, loop, rewards, train=train, held_out=held_out)
+        return cls(config, loops, rewards, train=train, held_out=held_out)
 
     @property
     def num_eval_prompts(self) -> int:
@@ -131,11 +143,15 @@ class DataGroups:
             return 0
         return min(len(self._held_out), self._config.data.max_eval_rows or len(self._held_out))
 
+    @property
+    def num_train_prompts(self) -> int:
+        return len(self._train) if self._train is not None else 0
+
     async def run(
         self, request: GroupRequest, *, engine: RolloutEngine, sampling: SamplingParams, group_size: int, seed: int
     ) -> tuple[Group, GroupSummary]:
         work = AgentWork(
-            loop=self._loop, rewards=self._rewards, deadline_s=self._config.rollout.group_deadline_s, seed=seed
+            loops=self._loops, rewards=self._rewards, deadline_s=self._config.rollout.group_deadline_s, seed=seed
         )
         row = await self._row(request)
         return await run_agent_group(request, row, work, engine=engine, sampling=sampling, group_size=group_size)
@@ -145,11 +161,11 @@ class DataGroups:
         assert rows is not None, "the driver checks which files a command needs"
         # One at a time: two groups that reach a new window of rows together would both load it.
         async with self._reading:
-            return await asyncio.to_thread(rows.row, request.group_id)
+            return await asyncio.to_thread(rows.row, request.place)
 
     async def close(self) -> None:
         """End what the tools hold."""
-        await self._loop.tools.close()
+        await self._loops.close()
 
 
 async def open_files(config: Config, encode: Encode) -> tuple[TrainingData | None, TrainingData | None]:
@@ -170,7 +186,7 @@ async def open_files(config: Config, encode: Encode) -> tuple[TrainingData | Non
             filter_overlong_prompts=config.data.filter_overlong_prompts,
             truncation=config.data.truncation,
         )
-        return await open_data(files, options, cache=config.data.cache_dir, encode=encode)
+        return await open_data(files, options, cache=config.data.cache_dir, encode=encode, check_agent=check_agent_name)
 
     train = await opened(config.data.train_files, shuffle=config.data.shuffle)
     return train, await opened(config.data.eval_files, shuffle=False)

@@ -14,7 +14,7 @@ from rayapp.config import Config
 from rayapp.config_loading import load_config
 from rayapp.errors import ConfigError
 from rayapp.verl_import.reading import read_verl
-from rayapp.verl_import.rules import Landing, Rule
+from rayapp.verl_import.rules import Landing, Rule, no_effect
 from rayapp.verl_import.table import DEFAULTS, TABLE
 
 OURS = "rayapp."
@@ -86,6 +86,8 @@ def _rules_of(values: Mapping[str, Any]) -> dict[str, Rule]:
 def _rule(key: str) -> Rule | None:
     if key in TABLE:
         return TABLE[key]
+    if key.endswith("._target_"):
+        return no_effect("names a class of verl's")
     parts = key.split(".")
     sections = (".".join([*parts[:length], "*"]) for length in range(len(parts), 0, -1))
     return next((TABLE[section] for section in sections if section in TABLE), None)

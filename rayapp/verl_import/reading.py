@@ -32,7 +32,25 @@ def read_verl(path: str | Path, overrides: Sequence[str] = ()) -> dict[str, Any]
         for below in [name for name in values if name.startswith(f"{key}.")]:
             del values[below]
         values |= dict(_flat({key: value}))
-    return values
+    return _interpolated(values, path)
+
+
+def _interpolated(values: dict[str, Any], path: str | Path) -> dict[str, Any]:
+    """`${data.max_prompt_length}` and the like, as Hydra fills them in."""
+    if not any(isinstance(value, str) and "${" in value for value in values.values()):
+        return values
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    tree = OmegaConf.create()
+    for key, value in values.items():
+        OmegaConf.update(tree, key, value, force_add=True)
+    try:
+        resolved = OmegaConf.to_container(tree, resolve=True)
+    except OmegaConfBaseException as error:
+        raise ConfigError(f"verl config {path}: {str(error).splitlines()[0]}") from error
+    assert isinstance(resolved, dict)
+    return dict(_flat({str(key): value for key, value in resolved.items()}))
 
 
 def _load(path: Path) -> dict[str, Any]:

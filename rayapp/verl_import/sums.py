@@ -159,6 +159,8 @@ def trackers(key: str, value: Any, values: Values) -> Landing:
     known = get_args(get_args(field.annotation)[0])
     asked = as_list(value)
     kept = [name for name in asked if name in known]
+    if values.get("actor_rollout_ref.rollout.trace.backend") == "mlflow":
+        kept.append("mlflow")  # traces have no other place to go
     missing = [name for name in asked if name not in known]
     note = f"not here: {', '.join(missing)}; the same numbers are in metrics.jsonl" if missing else ""
     return Landing(settings={"tracking.trackers": list(dict.fromkeys([*kept, "jsonl"]))}, note=note)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from rayapp.verl_import import sums
+from rayapp.verl_import.rest import REST
 from rayapp.verl_import.rules import Rule, choice, no_effect, only, optional, to
 
 _ACTOR, _ROLLOUT, _MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.model"
@@ -46,6 +47,7 @@ DEFAULTS: dict[str, Any] = {
     f"{_ROLLOUT}.enforce_eager": False,
     f"{_ROLLOUT}.max_num_seqs": 256,
     f"{_ROLLOUT}.agent.num_workers": 8,
+    f"{_ROLLOUT}.agent.default_agent_loop": "single_turn_agent",
     f"{_TURNS}.enable": False,
     f"{_TURNS}.max_assistant_turns": None,
     f"{_TURNS}.max_parallel_calls": 1,
@@ -207,7 +209,11 @@ ROLLOUT: dict[str, Rule] = {
         no_effect(_VLLM_OWN),
     ),
     f"{_ROLLOUT}.agent.num_workers": to("rollout.num_workers", int),
-    f"{_ROLLOUT}.agent.default_agent_loop": no_effect("every row runs the tool agent; without tools it speaks once"),
+    f"{_ROLLOUT}.agent.default_agent_loop": choice(
+        "agent.default_agent",
+        {"tool_agent": "tool_agent", "single_turn_agent": "single_turn_agent"},
+        note="for rows without agent_name",
+    ),
     f"{_TURNS}.enable": no_effect("max_assistant_turns counts if it is on"),
     f"{_TURNS}.max_assistant_turns": sums.turns,
     f"{_TURNS}.max_user_turns": only(None, why="tools are the only ones that answer the policy"),
@@ -223,7 +229,6 @@ ROLLOUT: dict[str, Rule] = {
     f"{_VAL}.do_sample": no_effect("temperature counts if it is on"),
     f"{_VAL}.top_p": only(1, 1.0, why="evaluation samples the model's own distribution too"),
     f"{_VAL}.top_k": only(-1, why="evaluation samples the model's own distribution too"),
-    f"{_ROLLOUT}.trace.*": no_effect("every turn, with its text and its calls, is in trajectories/ (column turns)"),
     f"{_ROLLOUT}.profiler.*": no_effect("verl's profiler"),
 }
 
@@ -258,4 +263,4 @@ TRAINER: dict[str, Rule] = {
     "ray_kwargs.*": no_effect("see cluster.*"),
 }
 
-TABLE: dict[str, Rule] = DATA | ALGORITHM | LEARNER | ROLLOUT | TRAINER
+TABLE: dict[str, Rule] = REST | DATA | ALGORITHM | LEARNER | ROLLOUT | TRAINER

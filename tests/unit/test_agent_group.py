@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ import pytest
 from rayapp.agent.chat import ChatFormat, load_template
 from rayapp.agent.episode import AgentLimits
 from rayapp.agent.loop import AgentLoop
+from rayapp.agent.loops import agent_loops
 from rayapp.agent.parsing import HermesParser
 from rayapp.config import Config
 from rayapp.config_loading import load_config
@@ -69,7 +70,7 @@ def work_of(tokenizer: Any, *tools: ToolBase, deadline_s: float = 60.0) -> Agent
     chat = ChatFormat(tokenizer, tool_set.schemas, template=load_template("chatml_hermes"))
     limits = AgentLimits(max_response_tokens=2000)
     loop = AgentLoop(chat=chat, parser=HermesParser(), tools=tool_set, limits=limits)
-    return AgentWork(loop=loop, rewards=AnswerRewards(tool_weight=1.0), deadline_s=deadline_s, seed=0)
+    return AgentWork(loops=agent_loops(loop), rewards=AnswerRewards(tool_weight=1.0), deadline_s=deadline_s, seed=0)
 
 
 def engine_of(tokenizer: Any, script: Callable[[str, Sequence[int]], str] = policy) -> ScriptedEngine:
@@ -81,14 +82,20 @@ def engine_of(tokenizer: Any, script: Callable[[str, Sequence[int]], str] = poli
 
 
 async def play(
-    work: AgentWork, engine: RolloutEngine, *, group_size: int = 3, source: str = "openai/gsm8k"
+    work: AgentWork,
+    engine: RolloutEngine,
+    *,
+    group_size: int = 3,
+    source: str = "openai/gsm8k",
+    agent_name: str = "",
 ) -> tuple[Group, GroupSummary]:
     row = DataRow(
         messages=MESSAGES,
         data_source=source,
+        agent_name=agent_name,
         ground_truth="4",
         tools_kwargs={"calc_gsm8k_reward": {"create_kwargs": {"ground_truth": "4"}}},
-        prompt_ids=tuple(work.loop.chat.prompt_ids(MESSAGES)),
+        prompt_ids=tuple(work.loops.prompt_ids(MESSAGES, agent_name)),
     )
     request = GroupRequest(group_id=7, policy_version=0)
     sampling = SamplingParams(max_tokens=2000)
@@ -104,6 +111,30 @@ async def test_each_episode_is_scored_by_its_last_turn_and_the_tools_rewards(cha
     assert summary.task == "openai/gsm8k"
     assert group.trajectories[0].completion_text == "It is 4.\n#### 4"
     assert summary.valid.all()
+
+
+async def test_a_single_turn_row_reads_no_tools_and_its_calls_are_its_answer(chat_tokenizer: Any) -> None:
+    work, engine = work_of(chat_tokenizer, Gsm8kTool()), engine_of(chat_tokenizer)
+
+    group, _ = await play(work, engine, agent_name="single_turn_agent")
+    told, _ = await play(work, engine, agent_name="tool_agent")
+
+    assert [trajectory.num_turns for trajectory in group.trajectories] == [1, 1, 1]
+    assert group.trajectories[0].completion_text == CALL % 5
+    assert not any(turn.calls for trajectory in group.trajectories for turn in trajectory.turns)
+    assert "calc_gsm8k_reward" not in group.prompt.text
+    assert "calc_gsm8k_reward" in told.prompt.text
+
+
+async def test_rows_without_a_name_are_played_as_configured(chat_tokenizer: Any) -> None:
+    work = work_of(chat_tokenizer, Gsm8kTool())
+    single = replace(work, loops=agent_loops(work.loops.tool_agent, default="single_turn_agent"))
+
+    group, _ = await play(single, engine_of(chat_tokenizer))
+
+    assert {trajectory.num_turns for trajectory in group.trajectories} == {1}
+    with pytest.raises(InputError, match="agent_name 'react' is no agent loop here"):
+        await play(work, engine_of(chat_tokenizer), agent_name="react")
 
 
 async def test_calls_and_failures_are_in_the_metrics_and_not_among_the_rewards(chat_tokenizer: Any) -> None:

@@ -14,6 +14,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from rayapp.agent.loops import check_agent_name
 from rayapp.data.order import row_order, windows
 from rayapp.data.preparing import Preparation, prepare
 from rayapp.data.problems import FOLDER
@@ -36,9 +37,10 @@ def write(path: Path, rows: Sequence[Mapping[str, Any]], rows_per_group: int = 4
     return str(path)
 
 
-def encode(messages: Sequence[Mapping[str, Any]]) -> list[int]:
-    """One token a word."""
-    return [index for message in messages for index, _ in enumerate(message["content"].split())]
+def encode(messages: Sequence[Mapping[str, Any]], agent_name: str) -> list[int]:
+    """One token a word, and three for the tools of an agent that has some."""
+    tools = [0] * 3 if agent_name == "tool_agent" else []
+    return tools + [index for message in messages for index, _ in enumerate(message["content"].split())]
 
 
 def open_now(uris: Sequence[str], tmp_path: Path, options: ReadOptions = ReadOptions(), **more: Any) -> TrainingData:  # noqa: B008
@@ -183,6 +185,7 @@ def test_data_with_overlong_prompts_only_is_refused(tmp_path: Path) -> None:
         ({"data_source": 3}, "data_source must be text"),
         ({"reward_model": "4"}, "reward_model must be a struct"),
         ({"extra_info": "x"}, "extra_info must be a struct"),
+        ({"agent_name": 3}, "agent_name must be text"),
     ],
 )
 def test_a_column_of_another_type_is_named(tmp_path: Path, change: dict[str, Any], words: str) -> None:
@@ -249,3 +252,26 @@ async def test_what_prepare_writes_can_be_read(tmp_path: Path) -> None:
     assert row.agent_name == "tool_agent"
     assert row.tools_kwargs == {"calc_gsm8k_reward": {"create_kwargs": {"ground_truth": row.ground_truth}}}
     assert [message["role"] for message in row.messages] == ["system", "user"]
+
+
+def test_the_tools_of_a_row_count_for_its_length(tmp_path: Path) -> None:
+    rows = [
+        verl_row(number, words=4) | {"agent_name": name} for number, name in enumerate(["tool_agent", None, "other"])
+    ]
+    path = write(tmp_path / "a.parquet", rows)
+
+    data = open_now([path], tmp_path, ReadOptions(max_prompt_tokens=6, shuffle=False), encode=encode)
+
+    assert numbers(data, 2) == [1, 2]  # 3 + 4 tokens are too many, 4 are not
+
+
+def test_an_agent_that_is_unknown_is_told_with_its_row_before_the_first_step(tmp_path: Path) -> None:
+    rows = [verl_row(number) | {"agent_name": "tool_agent" if number < 5 else "react_agent"} for number in range(9)]
+    path = write(tmp_path / "a.parquet", rows)
+
+    with pytest.raises(
+        InputError, match=r"a\.parquet, row 5: agent_name 'react_agent' is no agent loop here"
+    ) as caught:
+        open_now([path], tmp_path, check_agent=check_agent_name)
+
+    assert "tool_agent and single_turn_agent" in str(caught.value)

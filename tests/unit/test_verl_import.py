@@ -120,6 +120,20 @@ def test_the_seeds_job_means_the_same_here(seed_yaml: Path) -> None:
     assert config.cluster.placement == "colocated"
 
 
+def test_the_seeds_traces_go_to_mlflow_and_rows_without_a_name_speak_once_as_in_verl(seed_yaml: Path) -> None:
+    config = imported(seed_yaml).config
+
+    assert config.tracking.trackers == ("console", "mlflow", "jsonl")
+    assert config.tracking.trace_ratio == 1.0
+    assert config.agent.default_agent == "single_turn_agent"
+
+
+def test_a_share_of_the_traces_is_that_of_verls_workers(seed_yaml: Path) -> None:
+    config = imported(seed_yaml, "actor_rollout_ref.rollout.trace.max_samples_per_step_per_worker=1").config
+
+    assert config.tracking.trace_ratio == 0.5  # 1 prompt of each of verl's 8 workers, of 16 prompts
+
+
 def test_verls_defaults_count_where_the_user_says_nothing(seed_yaml: Path) -> None:
     config = imported(seed_yaml).config
 
@@ -162,11 +176,67 @@ def test_an_unknown_key_fails_and_every_unknown_key_is_named(seed_yaml: Path) ->
         ("algorithm.adv_estimator=gae", "critic"),
         ("actor_rollout_ref.rollout.n=1", "rollout.group_size"),
         ("~data.seed", "key=value"),
+        ("algorithm.filter_groups.enable=True algorithm.filter_groups.metric=acc", "compared by their rewards"),
+        ("reward_model.reward_manager=mine", "known here are: naive, batch, prime, dapo"),
+        ("reward.reward_kwargs.temper=3", "no reward here takes it"),
+        ("actor_rollout_ref.rollout.agent.default_agent_loop=react", "known here are: tool_agent, single_turn_agent"),
+        ("actor_rollout_ref.rollout.trace.backend=weave", "traces go to MLflow"),
+        ("actor_rollout_ref.rollout.engine_kwargs.vllm.seed=3", "no options go to vLLM unseen"),
+        ("actor_rollout_ref.rollout.response_length=99", "must be data.max_response_length = 1024"),
+        ("distillation.enabled=True", "there is no teacher"),
+        ("actor_rollout_ref.actor.qat.enable=True", "learner.compute_dtype"),
+        ("trainer.v1.trainer_mode=separate_async", "max_staleness"),
+        ("data.max_prompt_length='${data.nobody}'", "nobody"),
     ],
 )
 def test_what_cannot_be_honoured_is_refused_with_its_reason(seed_yaml: Path, override: str, reason: str) -> None:
     with pytest.raises(ConfigError, match=reason):
-        imported(seed_yaml, override)
+        imported(seed_yaml, *shlex.split(override))
+
+
+def test_dapo_comes_over(seed_yaml: Path) -> None:
+    config = imported(
+        seed_yaml,
+        "algorithm.filter_groups.enable=True",
+        "algorithm.filter_groups.metric=seq_reward",
+        "algorithm.filter_groups.max_num_gen_batches=3",
+        "reward_model.reward_manager=dapo",
+        "reward_model.overlong_buffer.enable=True",
+        "reward_model.overlong_buffer.len=256",
+        "reward_model.overlong_buffer.penalty_factor=0.5",
+        "actor_rollout_ref.actor.clip_ratio_high=0.28",
+    ).config
+
+    assert config.algorithm.dynamic_sampling.enabled
+    assert config.algorithm.dynamic_sampling.max_dropped_per_step == 32  # 3 batches of 16, of which 16 are kept
+    assert (config.algorithm.overlong.buffer_tokens, config.algorithm.overlong.penalty) == (256, 0.5)
+    assert config.algorithm.clip_ratio_high == 0.28
+
+
+def test_options_of_a_policy_loss_come_over_with_the_loss(seed_yaml: Path) -> None:
+    loss = "actor_rollout_ref.actor.policy_loss"
+    config = imported(seed_yaml, f"{loss}.loss_mode=clip_cov", f"{loss}.clip_cov_lb=0.5").config
+
+    assert (config.algorithm.policy_loss, config.algorithm.policy_loss_options) == ("clip_cov", {"clip_cov_lb": 0.5})
+
+
+def test_one_value_can_stand_for_another_as_in_hydra(seed_yaml: Path) -> None:
+    config = imported(
+        seed_yaml, "data.max_response_length=${data.max_prompt_length}", "data.max_prompt_length=512"
+    ).config
+
+    assert config.rollout.max_completion_tokens == 512
+
+
+def test_every_key_that_verl_itself_ships_has_a_place_or_a_reason() -> None:
+    required = ["algorithm.adv_estimator=grpo", "actor_rollout_ref.rollout.n=8", "actor_rollout_ref.rollout.name=vllm"]
+    named = ["data.train_files=/a", "data.val_files=/b", "actor_rollout_ref.model.path=/m"]
+    steps = ["trainer.total_training_steps=3", "trainer.logger=[console]"]
+
+    rows = import_verl(verls_own_file(), [*required, *named, *steps]).rows
+
+    assert len(rows) > 800
+    assert [row.key for row in rows if not row.where and not row.landing.note] == []
 
 
 def test_without_a_number_of_steps_epochs_and_rows_give_it(seed_yaml: Path, tmp_path: Path) -> None:
@@ -206,12 +276,16 @@ def test_every_default_that_is_taken_from_verl_has_a_rule() -> None:
     assert DEFAULTS.keys() <= TABLE.keys()
 
 
-def test_the_defaults_are_those_of_the_verl_that_is_installed() -> None:
+def verls_own_file() -> Path:
+    """All keys with their defaults, as verl ships them."""
     package = importlib.util.find_spec("verl")
     assert package is not None
     assert package.submodule_search_locations is not None
-    config = Path(package.submodule_search_locations[0]) / "trainer" / "config" / "_generated_ppo_trainer.yaml"
-    theirs = yaml.safe_load(config.read_text())
+    return Path(package.submodule_search_locations[0]) / "trainer" / "config" / "_generated_ppo_trainer.yaml"
+
+
+def test_the_defaults_are_those_of_the_verl_that_is_installed() -> None:
+    theirs = yaml.safe_load(verls_own_file().read_text())
 
     def value(key: str) -> object:
         found = theirs
