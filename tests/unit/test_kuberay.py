@@ -359,7 +359,8 @@ def nulls(value: Any, path: str = "") -> Iterator[str]:
 def test_keys_stand_in_secrets_only() -> None:
     for document in documents(dict(example("single-node-ack"))):
         if document["kind"] != "Secret":
-            assert "replace-me" not in yaml.safe_dump(document).replace("bucket: replace-me", "")
+            text = yaml.safe_dump(document).replace("bucket: replace-me", "").replace("s3://replace-me", "")
+            assert "replace-me" not in text
 
 
 # --- the dataset Job
@@ -377,12 +378,12 @@ def environment(container: Manifest) -> dict[str, str]:
 
 
 def test_dataset_job_writes_a_bucket_by_its_own_api_with_the_secrets_keys() -> None:
-    place = {"bucket": "b", "path": "/raw/", "endpoint": "oss-x-internal.aliyuncs.com"}
+    place = {"bucket": "rows", "path": "/raw/", "endpoint": "oss-x-internal.aliyuncs.com"}
     oss = dataset_job({"storage": {"data": {"kind": "ossfs"} | place}})
     s3 = dataset_job({"storage": {"data": {"kind": "s3"} | place | {"path": "/", "endpoint": "eu-central-1"}}})
 
-    assert oss["command"][oss["command"].index("--out") + 1] == "s3://b/raw"
-    assert s3["command"][s3["command"].index("--out") + 1] == "s3://b"
+    assert oss["command"][oss["command"].index("--out") + 1] == "s3://rows/raw"
+    assert s3["command"][s3["command"].index("--out") + 1] == "s3://rows"
     assert (
         environment(oss).items()
         >= {
