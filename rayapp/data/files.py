@@ -83,6 +83,7 @@ def _open_one(path: Path) -> Iterator[RowGroup]:
 
     with pq.ParquetFile(path) as file:
         _check_schema(path, file.schema_arrow)
+        _check_no_images(path, file.metadata)
         first_row = 0
         for index in range(file.metadata.num_row_groups):
             num_rows = file.metadata.row_group(index).num_rows
@@ -109,6 +110,24 @@ def _check_schema(path: Path, schema: Any) -> None:
     for name, (is_right, wanted) in kinds.items():
         if name in schema.names and not is_right(_plain(schema.field(name).type)):
             raise InputError(f"{path}: column {name} must be {wanted}; it is {schema.field(name).type}")
+
+
+def _check_no_images(path: Path, metadata: Any) -> None:
+    """A policy that reads text would be trained on problems whose pictures it never sees."""
+    for index in range(metadata.num_row_groups):
+        group = metadata.row_group(index)
+        chunks = (group.column(column) for column in range(group.num_columns))
+        if any(_has_values(chunk) for chunk in chunks if chunk.path_in_schema.startswith("images.")):
+            raise InputError(
+                f"{path}: its rows have images, and prompts are text here: the policy would not see them. Leave out "
+                "rows with images, or the column."
+            )
+
+
+def _has_values(chunk: Any) -> bool:
+    # An empty list counts as one null.
+    statistics = chunk.statistics
+    return statistics is None or statistics.null_count < chunk.num_values
 
 
 def _is_text(kind: Any) -> bool:

@@ -275,3 +275,19 @@ def test_an_agent_that_is_unknown_is_told_with_its_row_before_the_first_step(tmp
         open_now([path], tmp_path, check_agent=check_agent_name)
 
     assert "tool_agent and single_turn_agent" in str(caught.value)
+
+
+def test_rows_with_images_are_refused_and_empty_columns_of_images_are_not(tmp_path: Path) -> None:
+    image = {"bytes": b"png", "path": None}
+    kind = pa.list_(pa.struct([("bytes", pa.binary()), ("path", pa.string())]))
+
+    def with_images(*images: list[dict[str, Any]] | None) -> str:
+        table = pa.Table.from_pylist([verl_row(number) for number in range(len(images))])
+        path = tmp_path / f"{len(list(tmp_path.iterdir()))}.parquet"
+        pq.write_table(table.append_column("images", pa.array(images, kind)), path)
+        return str(path)
+
+    with pytest.raises(InputError, match="its rows have images, and prompts are text here"):
+        open_now([with_images([], [image])], tmp_path)
+
+    assert numbers(open_now([with_images([], None)], tmp_path, ReadOptions(shuffle=False)), 2) == [0, 1]
