@@ -108,8 +108,9 @@ class RunMirror:
         self._ended.set()
         while self._thread.is_alive():
             self._thread.join(0.2)
-        if self._crash is not None and not self._left:
-            self._left = {"(unknown)": 0}
+        # Whoever can't tell what is there must not say that all of it is: the staging folder would go.
+        if self._crash is not None or self._lock.lost:
+            return self._left or {"(not known)": 0}
         return self._left
 
     @property
@@ -143,6 +144,7 @@ class RunMirror:
                 await self._send_rest(uploader)
                 beating.cancel()
             self._left = uploader.pending()
+            self._ledger.save()
             with suppress(StorageError):
                 # Without it the next run waits for our lease to end: no more than that.
                 await self._lock.release(storage)
@@ -164,14 +166,13 @@ class RunMirror:
         assert uploader is not None
         try:
             await send()
-        except StorageError as error:
+            self._ledger.save()
+        except (StorageError, OSError) as error:
             self._num_outages += 1
             uploader.last_error = str(error)
             if self._stuck_at is None:
                 self._stuck_at = uploader.uploaded_bytes
                 log.warning("nothing can be uploaded now; training goes on, and uploads are tried again: %s", error)
-        finally:
-            self._ledger.save()
         # A round that had nothing to send succeeds in every outage.
         if self._stuck_at is not None and uploader.uploaded_bytes > self._stuck_at:
             self._stuck_at = None
@@ -186,7 +187,7 @@ class RunMirror:
         since, before = time.monotonic(), uploader.uploaded_bytes
         while not self._lock.lost:
             await self._attempt(everything)
-            if not uploader.pending() and uploader.cut_after is None:
+            if not uploader.pending():
                 return
             if uploader.uploaded_bytes > before:
                 since, before = time.monotonic(), uploader.uploaded_bytes

@@ -61,8 +61,10 @@ class Uploader:
         """Trajectories of later steps belong to a run that was given up; set by a resume, until they are deleted."""
 
     def pending(self) -> dict[str, int]:
-        """Bytes still to be sent, by key; folders are one key."""
+        """Bytes still to be sent, by key; folders are one key, and so is what is still to be deleted there."""
         files = {key: stamp[0] for key, stamp in self._new_files().items()}
+        if self.cut_after is not None:
+            files[f"{TRAJECTORIES} after step {self.cut_after}, to be deleted"] = 0
         for path in self._unsent_checkpoints():
             files[f"{CHECKPOINTS}/{path.name}"] = (folder_stamp(path) or (0, 0))[0]
         final = folder_stamp(self._folder / FINAL)
