@@ -15,11 +15,13 @@ from __future__ import annotations
 import ast
 import re
 import textwrap
+import threading
 import warnings
 
 _FENCE = re.compile(r"^[ \t]*(?P<fence>`{3,}|~{3,})[ \t]*(?P<language>[^\n`]*)$", re.MULTILINE)
 _PYTHON_LANGUAGES = frozenset({"", "python", "py", "python3", "pycon", "ipython"})
 _STARTS_CODE = re.compile(r"(?:(?:async\s+)?def|class|import|from)\b|@")
+_ONE_PARSE = threading.Lock()
 _MAX_TRIES = 12
 """Parses spent on finding where the code ends (or begins): a hostile completion must not cost seconds."""
 _DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Import, ast.ImportFrom)
@@ -65,7 +67,9 @@ def cut_after_function(source: str, func_name: str) -> str:
 def parse(source: str) -> ast.Module | None:
     """The syntax tree, or None. Python's warnings about the code (`"\\d"`) are not ours to print."""
     try:
-        with warnings.catch_warnings():
+        # Completions are read in threads, and two at a time fail in Python 3.11 ("AST constructor recursion
+        # depth mismatch"): it counts the depth for all threads together.
+        with _ONE_PARSE, warnings.catch_warnings():
             warnings.simplefilter("ignore")
             return ast.parse(source)
     # Besides SyntaxError: NUL bytes and lone surrogates are ValueError, deep nesting RecursionError or MemoryError.

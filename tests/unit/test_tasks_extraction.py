@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import ast
+import gc
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rayapp.tasks.extraction import cut_after_function, extract_code
+from rayapp.tasks.extraction import cut_after_function, extract_code, parse
 
 PREFILL = "```python\ndef f(xs):"
 
@@ -118,3 +122,31 @@ def test_hostile_length_costs_little() -> None:
 
 def test_code_that_only_closes_a_fence_is_found() -> None:
     assert extract_code("def f(x):\n    return 1\n```\nDone.", "f") == "def f(x):\n    return 1\n"
+
+
+@pytest.fixture(name="many_switches")
+def _many_switches() -> Iterator[None]:
+    """Threads take turns within a parse, too: the collector runs often, and each time Python code."""
+    interval, threshold = sys.getswitchinterval(), gc.get_threshold()
+
+    def on_collection(phase: str, info: dict[str, int]) -> None: ...
+
+    gc.freeze()  # what is there already need not be looked at each time
+    sys.setswitchinterval(1e-6)
+    gc.set_threshold(20)
+    gc.callbacks.append(on_collection)
+    yield
+    gc.callbacks.remove(on_collection)
+    gc.set_threshold(*threshold)
+    gc.unfreeze()
+    sys.setswitchinterval(interval)
+
+
+@pytest.mark.usefixtures("many_switches")
+def test_completions_are_read_in_many_threads_at_once() -> None:
+    # Python 3.11 counts the depth of a tree for all threads together: without care, one in a few fails (SystemError).
+    lines = "\n".join(f"    y{i} = [x, (x + {i}) * (x - {i}), {{'a': [x]}}]" for i in range(40))
+    source = f"def square(x):\n{lines}\n    return x * x"
+    with ThreadPoolExecutor(8) as threads:
+        trees = list(threads.map(parse, [source] * 240))
+    assert all(tree is not None for tree in trees)
