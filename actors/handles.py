@@ -249,6 +249,10 @@ class RolloutWorkerHandle(Handle):
         num_prompts: int = await self.call("num_eval_prompts", self.actor.num_eval_prompts.remote(), timeout_s)
         return num_prompts
 
+    async def num_train_prompts(self, timeout_s: float = 30.0) -> int:
+        num_prompts: int = await self.call("num_train_prompts", self.actor.num_train_prompts.remote(), timeout_s)
+        return num_prompts
+
     async def evaluate(self, index: int, cohort: tuple[int, ...], step: int) -> GroupSummary:
         """Samples of one prompt after `step`, for their numbers only."""
         method = self.actor.evaluate.options(num_returns=2, name=f"{self.name}.evaluate step={step} prompt={index}")

@@ -122,6 +122,10 @@ class RolloutWorker:
         """Prompts of one evaluation."""
         return self._ready_groups().num_eval_prompts
 
+    async def num_train_prompts(self) -> int:
+        """Prompts of one epoch."""
+        return self._ready_groups().num_train_prompts
+
     async def _sample(
         self, request: GroupRequest, *, num_samples: int, temperature: float, seed: int
     ) -> tuple[Group, GroupSummary]:

@@ -84,6 +84,16 @@ class DynamicSamplingSection(FrozenModel):
     """Past it groups are kept as they are, so that a step ends when every prompt is solved, or none is."""
 
 
+class CurriculumSection(FrozenModel):
+    """Prompts by difficulty."""
+
+    enabled: bool = False
+    """Draw each group's prompt by weight instead of going through all in turn: 4 p (1 - p) of the share p of its
+    trajectories that were solved so far, so that what is always or never solved comes less often."""
+    min_weight: float = Field(0.1, gt=0.0, le=1.0)
+    """Of a prompt that is always or never solved; one that was never tried has 1."""
+
+
 class OverlongSection(FrozenModel):
     """DAPO's treatment of completions that run into rollout.max_completion_tokens."""
 
@@ -119,6 +129,7 @@ class AlgorithmSection(FrozenModel):
     """Weight of the entropy bonus. Entropy is measured every step whatever this is."""
     rollout_correction: RolloutCorrectionSection = RolloutCorrectionSection()
     dynamic_sampling: DynamicSamplingSection = DynamicSamplingSection()
+    curriculum: CurriculumSection = CurriculumSection()
     overlong: OverlongSection = OverlongSection()
 
 

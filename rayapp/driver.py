@@ -37,6 +37,7 @@ from rayapp.interrupts import run_until_done, uninterrupted
 from rayapp.logs import about, start_logs
 from rayapp.phases import Phases
 from rayapp.rollout.check import check_inputs
+from rayapp.rollout.curriculum import Curriculum
 from rayapp.rollout.order import GroupRequest, evaluation_waves
 from rayapp.routing import Router
 from rayapp.run_folder import RunFolder
@@ -183,7 +184,13 @@ async def train(config: Config, cluster: Cluster, folder: RunFolder, tracker: Ru
         next_group_id=next_group_id,
         refuses=sampling.refuses,
     )
-    saver = CheckpointSaver(cluster.learners, folder, asynchronous=config.checkpoint.asynchronous)
+    curriculum = await open_curriculum(cluster, folder)
+    saver = CheckpointSaver(
+        cluster.learners,
+        folder,
+        asynchronous=config.checkpoint.asynchronous,
+        files=curriculum.state if curriculum is not None else dict,
+    )
     run = Run(
         cluster=cluster,
         folder=folder,
@@ -195,6 +202,7 @@ async def train(config: Config, cluster: Cluster, folder: RunFolder, tracker: Ru
         watchdog=_watchdog(cluster, folder, tracker),
         router=Router(len(cluster.servers), is_up=cluster.server_is_up),
         best=BestMetric(config),
+        curriculum=curriculum,
     )
     async with saving(saver), saving_when_stopped(saver, folder, store), unstalled(run.watchdog), feeding(run):
         for step in range(version + 1, config.train.num_steps + 1):
@@ -221,6 +229,8 @@ class Run:
     watchdog: Watchdog
     router: Router
     best: BestMetric
+    curriculum: Curriculum | None
+    """None where prompts come in turn."""
 
 
 def _enter_phase(run: Run, name: str) -> None:
@@ -269,6 +279,8 @@ async def train_step(run: Run, step: int, groups: Sequence[StoredGroup[object]],
         sync_metrics = await cluster.sync_weights(step)
     eval_metrics = await validate(cluster, step, phases)
     staleness_version = store.version
+    if run.curriculum is not None:
+        run.curriculum.end_step()  # before the slots of this step are free: their groups are drawn from what it taught
     await store.release(step)
     with phases("record"):
         fetched = await cluster.fetch_groups(groups)
@@ -286,6 +298,7 @@ async def train_step(run: Run, step: int, groups: Sequence[StoredGroup[object]],
         | phases.metrics(summaries)
         | ledger_metrics(store)
         | run.router.metrics()
+        | (run.curriculum.metrics() if run.curriculum is not None else {})
         | run.failures.metrics()
         | folder.storage_metrics()
     )
@@ -316,6 +329,15 @@ async def saving_when_stopped(saver: CheckpointSaver, folder: RunFolder, store: 
     except TrainingAbortedError:
         await saver.finish()
         raise
+
+
+async def open_curriculum(cluster: Cluster, folder: RunFolder) -> Curriculum | None:
+    """Of a run that begins, or goes on from its last checkpoint; None where prompts come in turn."""
+    if not cluster.config.algorithm.curriculum.enabled:
+        return None
+    checkpoint = folder.latest_checkpoint()
+    num_prompts = await cluster.rollout_worker(0).num_train_prompts()
+    return Curriculum.open(cluster.config, num_prompts, checkpoint.path if checkpoint is not None else None)
 
 
 async def restore(cluster: Cluster, folder: RunFolder) -> tuple[int, int]:
@@ -358,7 +380,8 @@ async def feed(run: Run) -> None:
             # Only a synchronous run starts whole batches together; what trickles in must not wait for company.
             cohort = tuple(ids) if run.cluster.is_synchronous else ()
             for group_id in ids:
-                request = GroupRequest(group_id=group_id, policy_version=version, cohort=cohort)
+                prompt = run.curriculum.draw(group_id) if run.curriculum is not None else None
+                request = GroupRequest(group_id=group_id, policy_version=version, cohort=cohort, prompt=prompt)
                 with about(step=version + 1, group=group_id):
                     tasks.create_task(generate(run, request), name=f"group={group_id}")
 
@@ -381,8 +404,10 @@ async def generate(run: Run, request: GroupRequest) -> None:
             await cluster.supervisor.settled()
             cluster.check_weights()
             # Alone: the others of its cohort may be done, or be on their way from another server.
-            request = GroupRequest(group_id=group_id, policy_version=version)
+            request = GroupRequest(group_id=group_id, policy_version=version, prompt=request.prompt)
         else:
+            if run.curriculum is not None:
+                run.curriculum.record(request.place, summary)
             return await run.store.finish(summary, ref)
     raise RestartsUsedUpError(f"group {group_id} was lost {MAX_ISSUES} times; see the notes above for the reasons")
 

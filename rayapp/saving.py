@@ -9,11 +9,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Protocol
 
+from rayapp.durable import explain_full_disk, write_text
 from rayapp.run_folder import RunFolder
 
 log = logging.getLogger(__name__)
@@ -31,10 +32,22 @@ class SavingLearners(Protocol):
 
 
 class CheckpointSaver:
-    """See the module. Its owner closes it with `saving`."""
+    """See the module. Its owner closes it with `saving`.
 
-    def __init__(self, learners: SavingLearners, folder: RunFolder, *, asynchronous: bool) -> None:
+    Args:
+        files: further state of the driver's, asked for when a save begins: text by name.
+    """
+
+    def __init__(
+        self,
+        learners: SavingLearners,
+        folder: RunFolder,
+        *,
+        asynchronous: bool,
+        files: Callable[[], Mapping[str, str]] = dict,
+    ) -> None:
         self._learners, self._folder, self._asynchronous = learners, folder, asynchronous
+        self._files = files
         self._writing: asyncio.Task[None] | None = None
         self._seconds = 0.0
 
@@ -47,6 +60,9 @@ class CheckpointSaver:
         await self.finish()
         pending = self._folder.begin_checkpoint(version)
         started = time.monotonic()
+        with explain_full_disk(pending):
+            for name, text in self._files().items():
+                write_text(pending / name, text)
         await self._learners.begin_checkpoint(pending / "learner", version)
         self._writing = asyncio.create_task(
             self._write(version, next_group_id, score, started), name=f"checkpoint={version}"

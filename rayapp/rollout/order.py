@@ -33,10 +33,17 @@ class GroupRequest:
     cohort: tuple[int, ...] = ()
     """Ids of the groups that start together with this one. A server admits a cohort's requests in one go, so that the
     batches it computes, and with them the last bits of its log-probs, don't depend on arrival times. Empty: at once."""
+    prompt: int | None = None
+    """Place of its prompt in the first epoch's order, where a curriculum chose it. None: the group's own in turn."""
     server: int | None = None
     """Index of the server that samples it, all turns of all its trajectories. None: whoever runs it deals it out."""
     purpose: Literal["group", "eval"] = "group"
     """First word of its requests' ids: evaluation meets training neither in a server's queue nor in its cache."""
+
+    @property
+    def place(self) -> int:
+        """Which of the run's prompts it samples, counted through all epochs."""
+        return self.group_id if self.prompt is None else self.prompt
 
 
 def prompt_index(group_id: int, *, num_prompts: int, seed: int) -> int:

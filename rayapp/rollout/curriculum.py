@@ -1,0 +1,112 @@
+"""Difficulty curriculum, off by default: prompts that are sometimes solved are drawn more often than the others.
+
+The driver has one. It draws the prompt of each new group by weight, hears how every finished group went, and counts
+that in when a step ends: what is drawn follows from the seed, the group's id and the counts after the last step, so a
+resumed run draws what one that never stopped would have. The counts travel in each checkpoint. Pure counting, no Ray.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rayapp.config import Config
+from rayapp.errors import CheckpointError
+from rayapp.types import GroupSummary
+
+FILE = "curriculum.json"
+"""In a checkpoint, and like all its files in its manifest."""
+SOLVED = "solved"
+
+
+class Curriculum:
+    """See the module.
+
+    Args:
+        num_prompts: of one epoch. A prompt is named by its place in the first epoch's order.
+        min_weight: of prompts that were always or never solved.
+        counts: of a checkpoint, as `state` gave them.
+    """
+
+    def __init__(
+        self, *, num_prompts: int, seed: int, min_weight: float, counts: Mapping[str, tuple[float, float]] | None = None
+    ) -> None:
+        self._seed, self._min_weight = seed, min_weight
+        self._tried, self._solved = np.zeros((2, num_prompts))
+        for place, (tried, solved) in (counts or {}).items():
+            self._tried[int(place)], self._solved[int(place)] = tried, solved
+        self._waiting: list[tuple[int, float, float]] = []
+        self._cumulative = np.cumsum(self.weights())
+
+    @classmethod
+    def open(cls, config: Config, num_prompts: int, checkpoint: Path | None) -> Curriculum:
+        """The curriculum of a run that begins, or goes on from a checkpoint.
+
+        Raises:
+            CheckpointError: the checkpoint has none, or it is of other prompts.
+        """
+        counts = _read(checkpoint / FILE, num_prompts) if checkpoint is not None else None
+        section = config.algorithm.curriculum
+        return cls(num_prompts=num_prompts, seed=config.run.seed, min_weight=section.min_weight, counts=counts)
+
+    def weights(self) -> NDArray[np.float64]:
+        """(num_prompts,) how much likelier than others each is drawn.
+
+        4 p (1 - p) of the share p of trajectories that solved it, with one more solved and one more failed: the
+        variance of a reward of 0 or 1, without which a group teaches nothing. 1 for a prompt that was never tried.
+        """
+        share = (self._solved + 1) / (self._tried + 2)
+        return np.maximum(self._min_weight, 4 * share * (1 - share))
+
+    def draw(self, group_id: int) -> int:
+        """Place in the first epoch's order of the prompt that this group samples."""
+        words = np.random.SeedSequence((self._seed, group_id, len(self._tried)))
+        point = float(np.random.default_rng(words).random()) * self._cumulative[-1]
+        return int(np.searchsorted(self._cumulative, point, side="right"))
+
+    def record(self, place: int, summary: GroupSummary) -> None:
+        """How a group of this prompt went; counts from the next `end_step` on.
+
+        A trajectory counts as solved by its reward's term `solved`, or else by the reward itself, cut to [0, 1].
+        """
+        values = summary.reward_terms.get(SOLVED, summary.rewards)[summary.valid.astype(bool)]
+        known = values[np.isfinite(values)]
+        self._waiting.append((place, float(known.size), float(np.clip(known, 0.0, 1.0).sum())))
+
+    def end_step(self) -> None:
+        """Count in what was recorded, whatever order it came in."""
+        for place, tried, solved in sorted(self._waiting):
+            self._tried[place] += tried
+            self._solved[place] += solved
+        self._waiting.clear()
+        self._cumulative = np.cumsum(self.weights())
+
+    def state(self) -> dict[str, str]:
+        """Files of a checkpoint."""
+        seen = {str(i): (self._tried[i], self._solved[i]) for i in np.flatnonzero(self._tried)}
+        return {FILE: json.dumps({"num_prompts": len(self._tried), "counts": seen})}
+
+    def metrics(self) -> dict[str, float]:
+        """`curriculum/*`: the share of prompts that were tried, and the mean weight of those."""
+        tried = self._tried > 0
+        weight = float(self.weights()[tried].mean()) if tried.any() else 1.0
+        return {"curriculum/tried": float(tried.mean()), "curriculum/weight_mean": weight}
+
+
+def _read(file: Path, num_prompts: int) -> dict[str, tuple[float, float]]:
+    if not file.exists():
+        raise CheckpointError(
+            f"{file.parent} was saved without a curriculum, and algorithm.curriculum.enabled is true: choose another "
+            "run.name, or leave it off."
+        )
+    stored = json.loads(file.read_text())
+    if stored["num_prompts"] != num_prompts:
+        raise CheckpointError(
+            f"{file.parent} has a curriculum over {stored['num_prompts']} prompts, and this run has {num_prompts}: the "
+            "tasks or the data have changed. Give the old ones, or choose another run.name."
+        )
+    return {place: (float(tried), float(solved)) for place, (tried, solved) in stored["counts"].items()}
