@@ -40,6 +40,7 @@ from rayapp.errors import (
     first_error,
 )
 from rayapp.interrupts import to_the_end
+from rayapp.kept_groups import summaries
 from rayapp.protocols import Tracker
 from rayapp.ray_session import RaySession, ray_session
 from rayapp.sandbox.config import DaytonaConfig, E2BConfig
@@ -143,6 +144,15 @@ class Cluster:
     def metrics_tracker(self) -> Tracker:
         """Reports each step to Ray's metrics endpoint; see docs/operate.md."""
         return MetricsTracker(self.config.run.name, self.config.train.num_steps)
+
+    def put_groups(self, groups: Sequence[Group]) -> list[StoredGroup[Any]]:
+        """Groups that a checkpoint kept, back in the object store."""
+        import ray
+
+        return [
+            StoredGroup(summary=summary, ref=ray.put(group))
+            for group, summary in zip(groups, summaries(groups), strict=True)
+        ]
 
     async def fetch_groups(self, groups: Sequence[StoredGroup[Any]]) -> list[Group]:
         """The groups themselves, for the trajectory file.

@@ -11,7 +11,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -34,6 +34,7 @@ from rayapp.errors import (
 )
 from rayapp.failures import FailureBudget
 from rayapp.interrupts import run_until_done, uninterrupted
+from rayapp.kept_groups import KeptGroups
 from rayapp.logs import about, start_logs
 from rayapp.phases import Phases
 from rayapp.rollout.check import check_inputs
@@ -51,6 +52,7 @@ from rayapp.types import GroupSummary
 from rayapp.watchdog import Watchdog
 
 Store = TrajectoryStore[object]
+Kept = Callable[[], Awaitable[KeptGroups]]
 MAX_ISSUES = 10
 """Of one group. Each process may be lost a few times, but not the same group with all of them."""
 LOST_GROUP = (
@@ -170,7 +172,7 @@ async def train_through_losses(config: Config, cluster: Cluster, folder: RunFold
 
 async def train(config: Config, cluster: Cluster, folder: RunFolder, tracker: RunTracker) -> None:
     """Train from the last whole checkpoint, or from the model, to `config.train.num_steps`."""
-    version, next_group_id = await restore(cluster, folder)
+    version, next_group_id, kept = await restore(cluster, folder)
     await cluster.sync_weights(version)
     if version == 0 and config.eval.before_training:
         tracker.phase("eval")
@@ -182,6 +184,9 @@ async def train(config: Config, cluster: Cluster, folder: RunFolder, tracker: Ru
         version=version,
         num_groups=(config.train.num_steps - version) * config.train.groups_per_step,
         next_group_id=next_group_id,
+        straggler_window=straggler_window(config),
+        waiting=cluster.put_groups(kept.waiting),
+        done_ahead=kept.done_ahead,
         refuses=sampling.refuses,
     )
     curriculum = await open_curriculum(cluster, folder)
@@ -204,7 +209,12 @@ async def train(config: Config, cluster: Cluster, folder: RunFolder, tracker: Ru
         best=BestMetric(config),
         curriculum=curriculum,
     )
-    async with saving(saver), saving_when_stopped(saver, folder, store), unstalled(run.watchdog), feeding(run):
+    async with (
+        saving(saver),
+        saving_when_stopped(saver, folder, store, partial(kept_groups, run)),
+        unstalled(run.watchdog),
+        feeding(run),
+    ):
         for step in range(version + 1, config.train.num_steps + 1):
             phases = Phases(on_change=partial(_enter_phase, run))
             with about(step=step):
@@ -310,12 +320,21 @@ async def save_if_due(run: Run, step: int, score: float | None) -> dict[str, flo
     config = run.cluster.config
     metrics = await run.saver.check()
     if is_due(step, config.checkpoint.every_steps, last=config.train.num_steps):
-        await run.saver.begin(step, next_group_id=run.store.next_untrained_id, score=score)
+        # Before the copies of the state are made, and of one moment: what finishes meanwhile is generated again.
+        next_group_id, kept = run.store.next_untrained_id, await kept_groups(run)
+        await run.saver.begin(step, next_group_id=next_group_id, score=score, kept=kept)
     return metrics
 
 
+async def nothing_kept() -> KeptGroups:
+    """For those who have no store to keep anything of."""
+    return KeptGroups()
+
+
 @asynccontextmanager
-async def saving_when_stopped(saver: CheckpointSaver, folder: RunFolder, store: Store) -> AsyncIterator[None]:
+async def saving_when_stopped(
+    saver: CheckpointSaver, folder: RunFolder, store: Store, kept_groups: Kept = nothing_kept
+) -> AsyncIterator[None]:
     """A run that is stopped (Ctrl-C, SIGTERM, `ray job stop`) saves the steps since its last checkpoint, then stops."""
     try:
         yield
@@ -323,12 +342,27 @@ async def saving_when_stopped(saver: CheckpointSaver, folder: RunFolder, store: 
         await saver.finish()
         last = folder.latest_checkpoint()
         if store.version > (last.version if last is not None else 0):
-            await saver.begin(store.version, next_group_id=store.next_untrained_id)
+            next_group_id, kept = store.next_untrained_id, await kept_groups()
+            await saver.begin(store.version, next_group_id=next_group_id, kept=kept)
             await saver.finish()
         raise
     except TrainingAbortedError:
         await saver.finish()
         raise
+
+
+def straggler_window(config: Config) -> int:
+    """Groups that may be trained before one that is still being generated."""
+    window = config.train.straggler_window
+    return config.train.groups_per_step if window is None else window
+
+
+async def kept_groups(run: Run) -> KeptGroups:
+    """What the checkpoint of now need not have generated again. A synchronous run repeats, so it keeps nothing."""
+    if run.cluster.is_synchronous:
+        return KeptGroups()
+    done_ahead, waiting = run.store.done_ahead, run.store.waiting
+    return KeptGroups(waiting=tuple(await run.cluster.fetch_groups(waiting)), done_ahead=done_ahead)
 
 
 async def open_curriculum(cluster: Cluster, folder: RunFolder) -> Curriculum | None:
@@ -340,15 +374,19 @@ async def open_curriculum(cluster: Cluster, folder: RunFolder) -> Curriculum | N
     return Curriculum.open(cluster.config, num_prompts, checkpoint.path if checkpoint is not None else None)
 
 
-async def restore(cluster: Cluster, folder: RunFolder) -> tuple[int, int]:
-    """Load the last whole checkpoint into the learners. Returns its version and the next group id; (0, 0) without."""
+async def restore(cluster: Cluster, folder: RunFolder) -> tuple[int, int, KeptGroups]:
+    """Load the last whole checkpoint into the learners.
+
+    Returns:
+        Its version, the next group id, and the groups it kept; (0, 0, nothing) without one.
+    """
     checkpoint = folder.latest_checkpoint()
     if checkpoint is None:
         folder.truncate_after(-1)
-        return 0, 0
+        return 0, 0, KeptGroups()
     version = await cluster.learners.load_checkpoint(checkpoint.path / "learner")
     folder.truncate_after(version)
-    return version, checkpoint.next_group_id
+    return version, checkpoint.next_group_id, KeptGroups.read(checkpoint.path)
 
 
 def is_due(step: int, every_steps: int, *, last: int) -> bool:

@@ -15,10 +15,12 @@ from pathlib import Path
 from typing import Protocol
 
 from rayapp.durable import explain_full_disk, write_text
+from rayapp.kept_groups import KeptGroups
 from rayapp.run_folder import RunFolder
 
 log = logging.getLogger(__name__)
 POLL_S = 0.2
+NOTHING_KEPT = KeptGroups()
 
 
 class SavingLearners(Protocol):
@@ -51,9 +53,18 @@ class CheckpointSaver:
         self._writing: asyncio.Task[None] | None = None
         self._seconds = 0.0
 
-    async def begin(self, version: int, *, next_group_id: int, score: float | None = None) -> None:
+    async def begin(
+        self,
+        version: int,
+        *,
+        next_group_id: int,
+        score: float | None = None,
+        kept: KeptGroups = NOTHING_KEPT,
+    ) -> None:
         """Start to save; returns when training may go on.
 
+        Args:
+            kept: what a run that goes on from here need not generate again.
         Raises:
             CheckpointError, RunFolderError: this checkpoint, or the one before it, can't be written.
         """
@@ -65,12 +76,15 @@ class CheckpointSaver:
                 write_text(pending / name, text)
         await self._learners.begin_checkpoint(pending / "learner", version)
         self._writing = asyncio.create_task(
-            self._write(version, next_group_id, score, started), name=f"checkpoint={version}"
+            self._write(version, next_group_id, score, started, kept, pending), name=f"checkpoint={version}"
         )
         if not self._asynchronous:
             await self.finish()
 
-    async def _write(self, version: int, next_group_id: int, score: float | None, started: float) -> None:
+    async def _write(
+        self, version: int, next_group_id: int, score: float | None, started: float, kept: KeptGroups, pending: Path
+    ) -> None:
+        await asyncio.to_thread(kept.write, pending, version)
         while not await self._learners.checkpoint_done():  # noqa: ASYNC110 - an actor can't set an event of ours
             await asyncio.sleep(POLL_S)
         await asyncio.to_thread(self._folder.commit_checkpoint, version, next_group_id=next_group_id, score=score)

@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
@@ -62,6 +62,10 @@ class TrajectoryStore(Generic[RefT]):
         num_groups: groups that this run still trains on; no more than these, and those in place of dropped ones, are
             ever admitted.
         next_group_id: first id to hand out; on resume, `next_untrained_id` of the run before.
+        straggler_window: groups that may be trained before one that was admitted earlier and is still being generated.
+            0 keeps their order. None may wait so long that it grows too stale, whatever this is.
+        waiting: finished groups that a checkpoint kept.
+        done_ahead: on resume, ids from next_group_id on that have been trained.
         refuses: whether a finished group is dropped instead of kept, by its summary and its place in the step.
     """
 
@@ -73,6 +77,9 @@ class TrajectoryStore(Generic[RefT]):
         version: int,
         num_groups: int,
         next_group_id: int = 0,
+        straggler_window: int = 0,
+        waiting: Sequence[StoredGroup[RefT]] = (),
+        done_ahead: Collection[int] = (),
         refuses: Callable[[GroupSummary, int], bool] = lambda summary, place: False,
     ) -> None:
         self._refuses = refuses
@@ -82,10 +89,18 @@ class TrajectoryStore(Generic[RefT]):
         self._num_groups = num_groups
         self._version = version
         self._next_id = next_group_id
-        self._first_id = next_group_id
         self._step_first_id = next_group_id
+        self._straggler_window = straggler_window
+        self._num_issued = len(waiting)
         self._admitted: set[int] = set()
-        self._ready: dict[int, StoredGroup[RefT]] = {}
+        self._admitted_for: dict[int, int] = _oldest_versions(waiting)
+        """Version that each group in generation, or ready, was admitted for: nothing older can have sampled it."""
+        self._ready: dict[int, StoredGroup[RefT]] = {group.summary.group_id: group for group in waiting}
+        self._done_ahead = set(done_ahead)
+        self._never_again = frozenset((*self._ready, *done_ahead))
+        """Ids that a checkpoint has kept, or counted as trained."""
+        self._overtaken: Counter[int] = Counter()
+        """Of each group in generation: groups with higher ids that were taken since it was admitted."""
         self._training: set[int] = set()
         self._num_trained = 0
         self._dropped_since_release: set[int] = set()
@@ -106,10 +121,22 @@ class TrajectoryStore(Generic[RefT]):
         """
         async with self._changed:
             await self._changed.wait_for(lambda: self._num_free() > 0)
-            ids = list(range(self._next_id, self._next_id + self._num_free()))
-            self._next_id += len(ids)
+            ids = [self._hand_out() for _ in range(self._num_free())]
             self._admitted.update(ids)
+            self._admitted_for.update(dict.fromkeys(ids, self._version))
         return ids, self._version
+
+    def _hand_out(self) -> int:
+        group_id = self._upcoming_id()
+        self._next_id = group_id + 1
+        self._num_issued += 1
+        return group_id
+
+    def _upcoming_id(self) -> int:
+        group_id = self._next_id
+        while group_id in self._never_again:
+            group_id += 1
+        return group_id
 
     def _num_free(self) -> int:
         if self._max_staleness == 0 and self._admitted:
@@ -125,7 +152,7 @@ class TrajectoryStore(Generic[RefT]):
         async with self._changed:
             if summary.group_id not in self._admitted:
                 raise AssertionError(f"group {summary.group_id} finished, but it is not being generated")
-            self._admitted.remove(summary.group_id)
+            self._leave(summary.group_id)
             if self._refuses(summary, self._place(summary.group_id)):
                 self._count_dropped(summary.group_id, EQUAL_REWARDS)
             else:
@@ -143,6 +170,10 @@ class TrajectoryStore(Generic[RefT]):
         self.reissued_for[reason] += 1
         return self._version
 
+    def _leave(self, group_id: int) -> None:
+        self._admitted.remove(group_id)
+        self._overtaken.pop(group_id, None)
+
     def _place(self, group_id: int) -> int:
         """Among the groups admitted for the next step; below 0 for as many as may be ahead of it."""
         return group_id - self._step_first_id - self._max_staleness * self._groups_per_step
@@ -151,7 +182,7 @@ class TrajectoryStore(Generic[RefT]):
         """Give a group up, admitted or ready: it is counted, and its slot goes to the next prompt."""
         async with self._changed:
             if group_id in self._admitted:
-                self._admitted.remove(group_id)
+                self._leave(group_id)
             elif self._ready.pop(group_id, None) is None:
                 raise AssertionError(f"group {group_id} dropped for {reason}, but it is not in the store")
             self._count_dropped(group_id, reason)
@@ -159,30 +190,53 @@ class TrajectoryStore(Generic[RefT]):
 
     def _count_dropped(self, group_id: int, reason: str) -> None:
         self.dropped_for[reason] += 1
+        del self._admitted_for[group_id]
         self._dropped_since_release.add(group_id)
 
     async def take(self, num_groups: int) -> list[StoredGroup[RefT]]:
-        """The next `num_groups` groups in id order, once that many are ready.
+        """The next `num_groups` groups, oldest first, once that many are ready and no straggler is in their way.
 
-        Order of ids, not of arrival: what a step trains on must not depend on which server was faster, and a straggler
-        must not be left behind to grow stale.
+        Order of ids, not of arrival: what a step trains on must not depend on which server was faster. Within
+        `straggler_window` groups pass one that is still being generated, unless it could then grow too stale.
         """
         async with self._changed:
             await self._changed.wait_for(lambda: self._next_in_order(num_groups) is not None)
             ids = self._next_in_order(num_groups)
             assert ids is not None
+            for running in self._admitted:
+                self._overtaken[running] += sum(group_id > running for group_id in ids)
             groups = [self._ready.pop(group_id) for group_id in ids]
+            for group_id in ids:
+                del self._admitted_for[group_id]
         self._training.update(ids)
         for group in groups:
             self._check_staleness(group.summary)
         return groups
 
     def _next_in_order(self, num_groups: int) -> list[int] | None:
-        """Ids of the next step, or None while one with a lower id is still being generated."""
+        """Ids of the next step, or None while it has to wait."""
         ids = sorted(self._ready)[:num_groups]
-        if len(ids) < num_groups or any(running < ids[-1] for running in self._admitted):
+        if len(ids) < num_groups or self._overtakes_too_many(ids) or not self._leaves_time_for_the_rest(ids):
             return None
         return ids
+
+    def _overtakes_too_many(self, ids: Sequence[int]) -> bool:
+        return any(
+            self._overtaken[running] + sum(group_id > running for group_id in ids) > self._straggler_window
+            for running in self._admitted
+            if running < max(ids)
+        )
+
+    def _leaves_time_for_the_rest(self, ids: Sequence[int]) -> bool:
+        """Whether every other group can still be trained in time, at `groups_per_step` a step."""
+        taken = set(ids)
+        rest = sorted(
+            self._admitted_for[group_id] + self._max_staleness
+            for group_id in (*self._admitted, *self._ready)
+            if group_id not in taken
+        )
+        # The n-th of them is trained in step 1 + n // groups_per_step after this one, by the version before that.
+        return all(last >= self._version + 1 + place // self._groups_per_step for place, last in enumerate(rest))
 
     def _check_staleness(self, summary: GroupSummary) -> None:
         staleness = self._version - summary.min_policy_version
@@ -196,9 +250,11 @@ class TrajectoryStore(Generic[RefT]):
         """The taken groups are trained and every server holds `version`: their slots admit new prompts."""
         async with self._changed:
             self._num_trained += len(self._training)
+            self._done_ahead |= self._training
             self._training.clear()
             self._dropped_since_release.clear()
             self._step_first_id = self.next_untrained_id
+            self._done_ahead = {group_id for group_id in self._done_ahead if group_id > self._step_first_id}
             self._version = version
             self._changed.notify_all()
 
@@ -209,7 +265,19 @@ class TrajectoryStore(Generic[RefT]):
         So are those dropped since the last release: what replaced them must start with the same neighbours.
         """
         in_flight = (*self._admitted, *self._ready, *self._training, *self._dropped_since_release)
-        return min(in_flight, default=self._next_id)
+        # Kept groups can be ahead of ids that have not been handed out again yet.
+        return min((*in_flight, self._upcoming_id()))
+
+    @property
+    def done_ahead(self) -> tuple[int, ...]:
+        """Trained ids above `next_untrained_id`: a resumed run must not hand them out again."""
+        first = self.next_untrained_id
+        return tuple(sorted(group_id for group_id in self._done_ahead if group_id > first))
+
+    @property
+    def waiting(self) -> list[StoredGroup[RefT]]:
+        """Finished groups that no step has taken yet, oldest first."""
+        return [self._ready[group_id] for group_id in sorted(self._ready)]
 
     def oldest_ready_s(self) -> float:
         """Seconds that the oldest finished group has waited to be trained on; 0 when none waits."""
@@ -223,5 +291,18 @@ class TrajectoryStore(Generic[RefT]):
             training=len(self._training),
             trained=self._num_trained,
             dropped=self.dropped_for.total(),
-            issued=self._next_id - self._first_id,
+            issued=self._num_issued,
         )
+
+
+def _oldest_versions(waiting: Sequence[StoredGroup[RefT]]) -> dict[int, int]:
+    """By id, the version that a kept group was admitted for at the earliest.
+
+    Groups are admitted in the order of their ids, so none was admitted for a newer version than a later one was sampled
+    by; one that was issued again was itself sampled by newer weights than that.
+    """
+    versions: dict[int, int] = {}
+    for group in sorted(waiting, key=lambda stored: stored.summary.group_id, reverse=True):
+        oldest = min([group.summary.min_policy_version, *list(versions.values())[-1:]])
+        versions[group.summary.group_id] = oldest
+    return versions

@@ -1,0 +1,168 @@
+"""The real vLLM and a real learner in one gloo group, through vLLM's own weight-transfer handshake."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import pytest_asyncio
+
+from actors.learner import Learner
+from actors.vllm_server import VllmServer
+from rayapp.config import Config
+from rayapp.engines.vllm_transfer import LearnerSource, WeightSender
+from rayapp.errors import WeightSyncError
+from rayapp.types import SamplingParams
+from rayapp.weights.plan import transfer_plan
+
+pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(400)]
+
+MAX_LOG_PROB_DIFFERENCE = 0.05
+"""bfloat16 has 8 bits of mantissa: logits of size 4 differ by up to 1/64 between two orders of summation."""
+TIMEOUT_S = 120.0
+
+
+def config(model: Path) -> Config:
+    return Config.model_validate(
+        {
+            "model": {"path": str(model)},
+            "cluster": {"device": "cpu"},
+            "rollout": {"max_prompt_tokens": 64, "max_completion_tokens": 32},
+            "learner": {"max_tokens_per_microbatch": 256},
+            # Several buckets for the tiny model, too.
+            "server": {"kv_cache_gib": 1, "weight_transport": "gloo", "weight_bucket_mib": 1},
+        }
+    )
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def server(tiny_model: Path) -> AsyncIterator[VllmServer]:
+    started = VllmServer(config(tiny_model), 0, must_sync=True)
+    await started.start()
+    yield started
+    await started.close()
+
+
+@pytest.fixture(scope="module")
+def moved(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny model with every weight moved, as an optimizer step would."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    folder = tmp_path_factory.mktemp("moved")
+    for file in tiny_model.iterdir():
+        (folder / file.name).write_bytes(file.read_bytes())
+    model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.bfloat16)
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.02)
+    model.save_pretrained(folder)
+    return folder
+
+
+class Client:
+    """What `ServersClient` is in a run, for a server in this process: called from the sender's threads."""
+
+    def __init__(self, server: VllmServer, loop: asyncio.AbstractEventLoop) -> None:
+        self._server = server
+        self._loop = loop
+        self.version = 0
+        self.checksums: dict[str, int] | None = None
+        self.source: LearnerSource | None = None
+        self.num_held = 0
+
+    def _wait(self, call: Any) -> Any:
+        return asyncio.run_coroutine_threadsafe(call, self._loop).result(TIMEOUT_S)
+
+    def init_weight_transfer_engine(self, info: dict[str, Any]) -> None:
+        self._wait(self._server.join_weight_group(info))
+
+    def start_weight_update(self) -> None:
+        self._wait(self._server.begin_update())
+
+    def update_weights(self, info: Any) -> None:
+        self._wait(self._server.receive_weights(info))
+
+    def finish_weight_update(self, weight_version: str | None = None) -> None:
+        assert self.source is not None
+        checksums = self.source.checksums if self.checksums is None else self.checksums
+        self.num_held = self._wait(self._server.finish_update(self.version, checksums))
+
+
+@pytest.fixture(scope="module")
+def learner(moved: Path) -> Any:
+    made = Learner(config(moved), 0, 1, "", 0)
+    yield made
+    made.close()
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def joined(server: VllmServer, learner: Learner, moved: Path) -> tuple[WeightSender, Client]:
+    settings = config(moved)
+    client = Client(server, asyncio.get_running_loop())
+    client.source = LearnerSource(learner._learner.model, settings.learner.lora)
+    sender = await asyncio.to_thread(
+        WeightSender,
+        transfer_plan(settings, "gloo"),
+        client.source,
+        rank=0,
+        client=client,
+        address=("127.0.0.1", free_port()),
+        timeout_s=TIMEOUT_S,
+    )
+    return sender, client
+
+
+def log_probs(folder: Path, token_ids: list[int]) -> np.ndarray:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+    with torch.no_grad():
+        logits = model(torch.tensor([token_ids])).logits[0, :-1].float().log_softmax(-1)
+    return logits[range(len(token_ids) - 1), token_ids[1:]].numpy()
+
+
+async def test_one_group_takes_the_weights_again_and_again_and_the_server_computes_with_them(
+    server: VllmServer, joined: tuple[WeightSender, Client], moved: Path, tiny_model: Path
+) -> None:
+    sender, client = joined
+    tokens = [72, 75, 84, 40, 41, 42, 43]
+    for version in (1, 2):
+        client.version = version
+        await asyncio.to_thread(sender.send)
+        assert await server.holds() == version
+        assert client.num_held >= 4  # two norms in each of two layers, and the last one
+        (found,) = await server.prompt_log_probs([tokens])
+        assert np.abs(found - log_probs(moved, tokens)).max() < MAX_LOG_PROB_DIFFERENCE
+    assert np.abs(found - log_probs(tiny_model, tokens)).max() > MAX_LOG_PROB_DIFFERENCE
+
+
+async def test_weights_that_are_not_what_was_sent_are_found_and_the_server_serves_nothing(
+    server: VllmServer, joined: tuple[WeightSender, Client]
+) -> None:
+    sender, client = joined
+    client.version = 3
+    assert client.source is not None
+    client.checksums = {name: value ^ 1 for name, value in client.source.checksums.items()}
+
+    with pytest.raises(WeightSyncError, match="have another checksum where they are held"):
+        await asyncio.to_thread(sender.send)
+
+    assert await server.holds() == -1
+    assert "mixture" in server._not_servable
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.2):
+            await server.generate("group=0/trajectory=0", [72], SamplingParams(max_tokens=1))
