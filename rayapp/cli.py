@@ -16,7 +16,7 @@ import typer
 
 from rayapp.data.cli import app as data_app
 from rayapp.errors import RayappError, UserError
-from rayapp.job_cli import stop, submit
+from rayapp.job_cli import status, stop, submit
 from rayapp.k8s.cli import render_k8s
 from rayapp.mcp_server.cli import app as mcp_app
 from rayapp.sandbox.cli import app as sandbox_app
@@ -58,6 +58,7 @@ app.command(
     "  RAY_AUTH_MODE=token RAY_AUTH_TOKEN=… rayapp submit configs/coding_8gpu.yaml run.output_dir=/var/outputs "
     "--address http://127.0.0.1:8265"
 )(submit)
+app.command(epilog="Examples:\n\n  rayapp status\n\n  rayapp status coding_cpu-20261121-080000")(status)
 app.command(epilog="Examples:\n\n  rayapp stop coding_cpu-20261121-080000\n\n  rayapp stop --all --timeout-s 240")(stop)
 
 ConfigFile = Annotated[Path, typer.Argument(metavar="CONFIG", help="YAML file, e.g. configs/coding_cpu.yaml")]

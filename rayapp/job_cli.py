@@ -1,4 +1,4 @@
-"""`rayapp submit` and `rayapp stop`. Called by `rayapp.cli`; loads Ray only when it runs."""
+"""`rayapp submit`, `rayapp status` and `rayapp stop`. Called by `rayapp.cli`; loads Ray only when it runs."""
 
 from __future__ import annotations
 
@@ -60,6 +60,17 @@ def stop(
         raise ConfigError("name the jobs to stop, or give --all, not both and not neither")
     for submission_id, status in jobs.stop(submission_ids or (), address, timeout_s=timeout_s).items():
         typer.echo(f"{submission_id}: {status}")
+
+
+def status(
+    submission_ids: Annotated[list[str] | None, typer.Argument(metavar="JOB", help="Submission ids; none: all")] = None,
+    address: Address = "http://127.0.0.1:8265",
+) -> None:
+    """Say which jobs a Ray cluster has: job, status, seconds, run, and Ray's message. The log: ray job logs JOB."""
+    from rayapp import submit as jobs
+
+    for job in jobs.states(submission_ids or (), address, at=jobs.now()):
+        typer.echo(f"{job.submission_id}  {job.status}  {job.seconds:.0f} s  run {job.run_name or '-'}  {job.message}")
 
 
 def _write(text: str) -> None:

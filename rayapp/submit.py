@@ -1,4 +1,4 @@
-"""`rayapp submit` and `rayapp stop`: a run as a job of a Ray cluster, on a workstation or under KubeRay.
+"""`rayapp submit`, `rayapp status`, `rayapp stop`: a run as a job of a Ray cluster, on a workstation or under KubeRay.
 
 It does what `ray job submit` does, after checking what would fail over there: the config, paths that only exist here, a
 run of that name that is still going on. Called by `rayapp.job_cli`. It never starts a Ray and never attaches to one.
@@ -133,6 +133,43 @@ def stop(submission_ids: Sequence[str], address: str, *, timeout_s: float) -> di
         for submission_id in ids:
             client.stop_job(submission_id)
         return {i: _wait(client, i, timeout_s=max(0.0, deadline - time.monotonic())) for i in ids}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobState:
+    """What Ray says of a job."""
+
+    submission_id: str
+    run_name: str
+    """Empty for one that no `rayapp submit` started."""
+    status: str
+    seconds: float
+    """Since its start, or from it to its end; 0 before."""
+    message: str
+
+
+def states(submission_ids: Sequence[str], address: str, *, at: datetime) -> list[JobState]:
+    """These jobs, or every one that was submitted when none is named, the oldest first.
+
+    Raises:
+        ConfigError: the cluster can't be reached, or has no such job.
+    """
+    with _explained(address):
+        client = _client(address)
+        found = [client.get_job_info(i) for i in submission_ids] or [j for j in client.list_jobs() if j.submission_id]
+    return [_state(job, at) for job in sorted(found, key=lambda job: job.start_time or 0)]
+
+
+def _state(job: Any, at: datetime) -> JobState:
+    # Ray's times are in milliseconds since 1970.
+    end_ms = job.end_time or at.timestamp() * 1000
+    return JobState(
+        submission_id=job.submission_id,
+        run_name=(job.metadata or {}).get(RUN_NAME, ""),
+        status=str(job.status.value),
+        seconds=max(0.0, (end_ms - job.start_time) / 1000) if job.start_time else 0.0,
+        message=_first_line(Exception(job.message or "-")),
+    )
 
 
 def _wait(client: Any, submission_id: str, *, timeout_s: float) -> str:

@@ -95,6 +95,13 @@ def test_job_that_can_not_start_fails_with_its_own_message(head: Any, tmp_path: 
     assert done.returncode == 1, done.stdout + done.stderr
     assert "error: model.path '/not/there'" in done.stdout
     assert done.stderr.splitlines()[-1].endswith(": FAILED")
+    job = re.search(r"job (\S+): FAILED", done.stderr)
+    assert job is not None
+    state = head.rayapp("status", job[1])
+    assert re.match(rf"{job[1]}  FAILED  \d+ s  run coding_cpu  Job entrypoint command failed", state.stdout), (
+        state.stderr
+    )
+    assert state.stdout in head.rayapp("status").stdout
 
 
 def test_stopped_job_has_the_time_to_save(head: Any, tmp_path: Path) -> None:

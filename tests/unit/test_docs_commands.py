@@ -108,6 +108,7 @@ ELSEWHERE = (
     How(begins="rayapp eval", test="tests/e2e/test_object_storage.py"),
     How(begins="rayapp sync", test="tests/unit/test_mirror.py"),
     How(begins="rayapp submit", test="tests/cluster/test_jobs.py"),
+    How(begins="rayapp status", test="tests/cluster/test_jobs.py"),
     How(begins="rayapp stop", test="tests/cluster/test_jobs.py"),
     How(begins="rayapp score", test="tests/contracts/test_score_command.py"),
     How(begins="rayapp view", test="tests/unit/test_view_server.py"),

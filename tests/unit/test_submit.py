@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from dataclasses import astuple
 from datetime import UTC, datetime
+from enum import Enum
 from pathlib import Path
 
 import pytest
@@ -18,7 +20,14 @@ from rayapp.interrupts import uninterrupted
 from rayapp.run_folder import RunFolder
 from rayapp.saving import CheckpointSaver, saving
 from rayapp.store import TrajectoryStore
-from rayapp.submit import plan
+from rayapp.submit import _state, plan
+
+
+class Status(Enum):
+    """Ray's, in part."""
+
+    FAILED = "FAILED"
+
 
 NOW = datetime(2026, 11, 21, 8, 0, 0, tzinfo=UTC)
 
@@ -42,6 +51,19 @@ def test_job_says_what_runs_and_with_which_config(folder: Path) -> None:
     assert job.runtime_env["working_dir"] == "."
     # Ray kills after 3 s unless told otherwise.
     assert float(job.runtime_env["env_vars"]["RAY_JOB_STOP_WAIT_TIME_S"]) >= 60
+
+
+def test_state_of_a_job_is_what_a_person_asks_for() -> None:
+    class Details:
+        submission_id, status, message = "a-1", Status.FAILED, "Job entrypoint failed\nTraceback"
+        metadata, start_time, end_time = {"run_name": "a"}, 1_000, 4_500
+
+    class Other(Details):
+        metadata, start_time, end_time, message = None, None, None, None
+
+    # 4500 ms - 1000 ms = 3.5 s
+    assert astuple(_state(Details, NOW)) == ("a-1", "a", "FAILED", 3.5, "Job entrypoint failed")
+    assert astuple(_state(Other, NOW)) == ("a-1", "", "FAILED", 0.0, "-")
 
 
 @pytest.mark.parametrize(
