@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from rayapp.config import Config
+from rayapp.learner.batch import TrainItem, make_micro_batch
 from rayapp.learner.build import build_learner
 from rayapp.learner.distributed import end_ranks, start_ranks
 from rayapp.learner.scoring import log_probs_of
@@ -166,6 +168,55 @@ def test_any_packing_and_split_gives_the_plain_gradient(
 def test_invalid_trajectories_are_in_neither_the_baseline_nor_the_loss(tiny_model: Path) -> None:
     groups = make_groups(7, with_invalid=True)
     assert_same_gradient(gradient_of_step(make_config(tiny_model), groups), plain_gradient(tiny_model, groups))
+
+
+def multi_turn(group: Group, seed: int) -> Group:
+    """The same tokens, of which some in the middle came from a tool: they are read, and not trained on."""
+    rng = np.random.default_rng(seed)
+    trajectories = []
+    for t in group.trajectories:
+        mask = t.response_mask.copy()
+        inside = np.flatnonzero(mask)[1:-1]
+        mask[inside[rng.random(inside.size) < 0.4]] = False
+        trajectories.append(replace(t, response_mask=mask, rollout_log_probs=np.where(mask, -1.0, 0.0).astype("f4")))
+    return replace(group, trajectories=tuple(trajectories))
+
+
+@pytest.mark.parametrize("share_prefixes", [True, False])
+def test_what_a_tool_answered_is_read_and_not_trained_on(tiny_model: Path, *, share_prefixes: bool) -> None:
+    groups = [multi_turn(group, seed) for seed, group in enumerate(make_groups(11))]
+    gaps = [int(np.diff(np.flatnonzero(t.response_mask)).max(initial=1)) for g in groups for t in g.trajectories]
+    assert max(gaps) > 1
+    config = make_config(tiny_model, share_prefixes=share_prefixes)
+    assert_same_gradient(gradient_of_step(config, groups), plain_gradient(tiny_model, groups))
+
+
+@settings(max_examples=30, deadline=None)
+@given(seed=st.integers(0, 2**16), share_prefixes=st.booleans())
+def test_positions_and_targets_are_those_that_transformers_has_for_padded_rows(
+    seed: int, *, share_prefixes: bool
+) -> None:
+    groups = [multi_turn(group, seed) for group in make_groups(seed)]
+    rows = [(g, t) for g, group in enumerate(groups) for t in group.trajectories]
+    items = [
+        TrainItem(row=i, group=g, trajectory=t, advantages=np.ones(t.num_response_tokens, np.float32))
+        for i, (g, t) in enumerate(rows)
+    ]
+    batch = make_micro_batch(items, share_prefixes=share_prefixes)
+    width = max(t.num_tokens for _, t in rows)
+    for i, (path, item) in enumerate(zip(batch.packing.paths, batch.items, strict=True)):
+        t = item.trajectory
+        attended = (np.arange(width) >= width - t.num_tokens).astype(int)  # padded on the left, as for generation
+        # transformers' position ids where a caller gives a mask only: (mask.cumsum - 1), 1 on padding
+        positions = (attended.cumsum() - 1)[attended == 1]
+        assert batch.packing.position_ids[path].tolist() == positions[: path.size].tolist()
+        assert batch.packing.token_ids[path].tolist() == t.token_ids[: path.size].tolist()
+        # transformers shifts labels by one: token k is predicted where token k - 1 is read
+        responses = np.flatnonzero(t.response_mask)
+        predicted_at = batch.head_positions[batch.row_heads[i, : responses.size]]
+        assert predicted_at.tolist() == path[responses - 1].tolist()
+        assert batch.pair_targets[batch.row_pairs[i, : responses.size]].tolist() == t.token_ids[responses].tolist()
+        assert batch.mask[i].sum() == responses.size
 
 
 def test_groups_with_equal_rewards_move_nothing(tiny_model: Path) -> None:
