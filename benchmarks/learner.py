@@ -96,6 +96,26 @@ def tokens_by_task(run: Path, config: Config) -> dict[str, dict[str, float]]:
     return totals
 
 
+def layout_of_run(run: Path, config: Config) -> dict[str, float]:
+    """`token_counts` of every recorded step, added up, with the shares of the sums."""
+    sums: dict[str, float] = {}
+    for file in sorted((run / "trajectories").glob("step=*.parquet")):
+        groups = [group for group in read_groups(file) if any(t.is_trainable for t in group.trajectories)]
+        counts = token_counts(groups, config)
+        whole = counts["computed_shared"] * counts["sharing_efficiency"]
+        packed = counts["tokens"] / counts["packing_efficiency"]
+        parts = {name: counts[name] for name in ("tokens", "computed_shared", "computed_padded")}
+        for name, value in (parts | {"packed": packed, "whole": whole}).items():
+            sums[name] = sums.get(name, 0.0) + value
+    return {
+        "tokens": sums["tokens"],
+        "saved_by_sharing": 1 - sums["computed_shared"] / sums["tokens"],
+        "packing_efficiency": sums["tokens"] / sums["packed"],
+        "sharing_efficiency": sums["whole"] / sums["computed_shared"],
+        "padded_efficiency": sums["tokens"] / sums["computed_padded"],
+    }
+
+
 def flops(config: Config, groups: Sequence[Group]) -> float:
     """Of our step's matrix products: 6 a weight and token, the head where a response is predicted; no attention."""
     from rayapp.plan_command import model_shape
@@ -236,7 +256,12 @@ def main() -> None:
     parser.add_argument("overrides", nargs="*")
     arguments = parser.parse_args()
     config = load_config(arguments.config, arguments.overrides)
-    result: dict[str, Any] = {"machine": machine.describe(), "tokens_by_task": tokens_by_task(arguments.run, config)}
+    result: dict[str, Any] = {"machine": machine.describe()}
+    if arguments.tokens_only:
+        result |= {
+            "tokens_by_task": tokens_by_task(arguments.run, config),
+            "layout_of_run": layout_of_run(arguments.run, config),
+        }
     if not arguments.tokens_only:
         groups = [g for s in recorded_steps(arguments.run, arguments.steps, arguments.groups) for g in s]
         result |= {"layout": token_counts(groups, config)}
