@@ -336,9 +336,7 @@ class VllmEngine:
         # A salt of its own: cached blocks would be skipped, and give no log-probs.
         prompt = {"prompt_token_ids": list(token_ids), "cache_salt": f"log-probs={time.monotonic_ns()}"}
         await self._resume()
-        outputs = self._engine.generate(
-            prompt, params, f"log-probs-{time.monotonic_ns()}", lora_request=self._adapter
-        )
+        outputs = self._engine.generate(prompt, params, f"log-probs-{time.monotonic_ns()}", lora_request=self._adapter)
         rows = [output.prompt_logprobs async for output in outputs][-1]
         chosen = [row[token].logprob for row, token in zip(rows[1:], token_ids[1:], strict=True)]
         return np.array(chosen, np.float32)
@@ -407,7 +405,7 @@ def _engine_args(config: Config) -> dict[str, Any]:
 
 
 def _transfer_args(config: Config) -> dict[str, Any]:
-    transport = choose_transport(config, on_gpu=_has_gpu())
+    transport = choose_transport(config, on_gpu=config.cluster.device != "cpu" and _has_gpu())
     if transport == "object_store":
         return {}
     from vllm.config.weight_transfer import WeightTransferConfig

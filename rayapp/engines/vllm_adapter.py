@@ -62,14 +62,14 @@ def load_adapter(model_runner: Any, tensors: Iterable[tuple[str, Any]]) -> int:
         dtype=workers.lora_config.lora_dtype,
         weights_mapper=mapper.get_rename_mapper() if mapper is not None else None,
     )
-    _check_places(adapter.loras, manager.modules, manager.packed_modules)
+    check_places(adapter.loras, manager.modules, manager.packed_modules)
     manager.remove_adapter(ADAPTER_ID)
     manager.add_adapter(adapter)
     manager.activate_adapter(ADAPTER_ID)
     return len(own)
 
 
-def _check_places(loras: Mapping[str, Any], modules: Mapping[str, Any], packed: Mapping[str, Sequence[str]]) -> None:
+def check_places(loras: Mapping[str, Any], modules: Mapping[str, Any], packed: Mapping[str, Sequence[str]]) -> None:
     """Raises ValueError when the engine lacks a module, e.g. one of another model."""
     places = {part for name in modules for part in packed.get(name, [name])}
     lost = sorted(set(loras) - places)

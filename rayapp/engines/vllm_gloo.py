@@ -27,7 +27,7 @@ SENDER = 0
 
 
 @dataclass(kw_only=True)
-class GlooInitInfo(WeightTransferInitInfo):
+class GlooInitInfo(WeightTransferInitInfo):  # type: ignore[misc]
     """What a worker needs to join. vLLM makes it from a dict."""
 
     master_address: str
@@ -39,7 +39,7 @@ class GlooInitInfo(WeightTransferInitInfo):
 
 
 @dataclass(kw_only=True)
-class GlooTrainerInitInfo(TrainerInitInfo):
+class GlooTrainerInitInfo(TrainerInitInfo):  # type: ignore[misc]
     """What a learner needs to join; only rank 0 does, the others take part in gathering."""
 
     backend: ClassVar[str] = BACKEND
@@ -50,8 +50,8 @@ class GlooTrainerInitInfo(TrainerInitInfo):
     timeout_s: float
 
 
-def join(address: str, port: int, *, rank: int, world_size: int, timeout_s: float) -> ProcessGroupGloo:
-    """The group. Blocks until all are there.
+def join(address: str, port: int, *, rank: int, world_size: int, timeout_s: float) -> Any:
+    """The group, a `ProcessGroupGloo`; torch gives its collectives no types. Blocks until all are there.
 
     Raises:
         RuntimeError: somebody did not come in time, or the port is taken.
@@ -73,7 +73,7 @@ def chunks(sizes: Sequence[int], bucket_bytes: int) -> Iterator[range]:
         yield range(start, len(sizes))
 
 
-class GlooWeightTransferEngine(NCCLWeightTransferEngine):
+class GlooWeightTransferEngine(NCCLWeightTransferEngine):  # type: ignore[misc]
     """In an engine's worker: receives buckets and loads them layer by layer."""
 
     init_info_cls = GlooInitInfo
@@ -82,7 +82,7 @@ class GlooWeightTransferEngine(NCCLWeightTransferEngine):
         parallel = self.parallel_config
         rank = init_info.rank_offset + parallel.data_parallel_index * parallel.world_size + parallel.rank
         self._bucket_bytes = init_info.bucket_bytes
-        self._group = join(
+        self._group: Any = join(
             init_info.master_address,
             init_info.master_port,
             rank=rank,
@@ -100,7 +100,7 @@ class GlooWeightTransferEngine(NCCLWeightTransferEngine):
         for positions in chunks(sizes, self._bucket_bytes):
             buffer = torch.empty(sum(sizes[p] for p in positions), dtype=torch.uint8)
             self._group.broadcast(buffer, SENDER).wait()
-            parts = buffer.split([sizes[p] for p in positions])
+            parts: Any = buffer.split([sizes[p] for p in positions])  # type: ignore[no-untyped-call]
             self.model.load_weights(
                 (update_info.names[p], part.view(dtypes[p]).view(update_info.shapes[p]))
                 for p, part in zip(positions, parts, strict=True)
@@ -110,10 +110,12 @@ class GlooWeightTransferEngine(NCCLWeightTransferEngine):
         self._group = None
 
 
-class GlooTrainerWeightTransferEngine(NCCLTrainerWeightTransferEngine):
+class GlooTrainerWeightTransferEngine(NCCLTrainerWeightTransferEngine):  # type: ignore[misc]
     """In a learner: vLLM's own sequence of calls, with gloo where NCCL would be."""
 
     init_info_cls = GlooTrainerInitInfo
+    _group: Any = None
+    _bucket_bytes = 0
 
     @classmethod
     def trainer_init(cls, init_info: Any, *, client: Any, source: Any = None) -> GlooTrainerWeightTransferEngine:

@@ -129,7 +129,12 @@ def _init_info(plan: TransferPlan, *, rank: int, address: tuple[str, int], timeo
         from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo
 
         return IPCTrainerInitInfo(rank=rank, packed=True, packed_buffer_size_bytes=plan.bucket_bytes)
-    common = {"rank": rank, "master_address": address[0], "master_port": address[1], "world_size": plan.world_size}
+    common: dict[str, Any] = {
+        "rank": rank,
+        "master_address": address[0],
+        "master_port": address[1],
+        "world_size": plan.world_size,
+    }
     if plan.transport == "gloo":
         return GlooTrainerInitInfo(**common, bucket_bytes=plan.bucket_bytes, timeout_s=timeout_s)
     from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo

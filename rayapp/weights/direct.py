@@ -32,7 +32,7 @@ class GroupSource(Protocol):
         """Give every server of the group the weights as they are. Returns bytes and seconds."""
         ...
 
-    def export_weights(self, bucket_bytes: int) -> AsyncIterator[Any]: ...
+    def export_weights(self, version: int, bucket_bytes: int) -> AsyncIterator[Any]: ...
 
 
 class GroupTarget(Protocol):
@@ -133,5 +133,5 @@ class DirectTransport:
             if self._source is None:
                 return
             self._joined_by = None
-            buckets = [ref async for ref in self._source.export_weights(BUCKET_BYTES)]
+            buckets = [ref async for ref in self._source.export_weights(self._version, BUCKET_BYTES)]
             await server.load_weights(self._version, buckets)

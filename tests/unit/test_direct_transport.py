@@ -51,7 +51,7 @@ class Learners:
             server.version = version
         return {"bytes": 64.0, "num_checked": 3.0}
 
-    async def export_weights(self, bucket_bytes: int) -> AsyncIterator[str]:
+    async def export_weights(self, version: int, bucket_bytes: int) -> AsyncIterator[str]:
         yield "bucket"
 
 
