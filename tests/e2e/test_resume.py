@@ -13,11 +13,13 @@ from pathlib import Path
 import pytest
 import yaml
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(3600)]
 
 NUM_STEPS = 6
 KILL_AFTER = 3
-DEADLINE_S = 400.0
+DEADLINE_S = 1500.0
+"""Of one run, for one that hangs: on a machine that others keep busy the actors' start alone takes minutes."""
+STOP_S = 120.0
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +63,11 @@ def records(folder: Path) -> list[dict[str, float]]:
 
 
 def finish(process: subprocess.Popen[str]) -> str:
-    output, _ = process.communicate(timeout=DEADLINE_S)
+    try:
+        output, _ = process.communicate(timeout=DEADLINE_S)
+    except subprocess.TimeoutExpired:
+        process.send_signal(signal.SIGTERM)  # it ends its actors, which nobody else would
+        output, _ = process.communicate(timeout=STOP_S)
     assert process.returncode == 0, output
     return output
 

@@ -44,6 +44,17 @@ def test_what_works_everywhere_is_taken_as_asked(transport: str, on_gpu: bool) -
     assert choose_transport(config(transport), on_gpu=on_gpu) == transport
 
 
+def test_an_adapter_goes_through_the_object_store() -> None:
+    def with_adapter(transport: str, send: str = "adapter") -> Config:
+        lora = {"rank": 8, "send": send}
+        return Config.model_validate({"server": {"weight_transport": transport}, "learner": {"lora": lora}})
+
+    assert choose_transport(with_adapter("auto"), on_gpu=True) == "object_store"
+    assert choose_transport(with_adapter("auto", "merged"), on_gpu=True) == "nccl"
+    with pytest.raises(ConfigError, match=r"weight_transport is nccl, which carries whole models.*send: merged"):
+        choose_transport(with_adapter("nccl"), on_gpu=True)
+
+
 @pytest.mark.parametrize(
     ("transport", "placement", "on_gpu", "message"),
     [
