@@ -62,6 +62,23 @@ def tiny_run(name: str, outputs: Path, model: Path, tasks: list[str]) -> dict[st
     }
 
 
+def test_plain_ray_job_submit_trains_on_a_ray_without_tokens(
+    tiny_model: Path, letter_tasks: list[str], start_head: Any, tmp_path: Path
+) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text(yaml.safe_dump(tiny_run("plain", tmp_path, tiny_model, letter_tasks)))
+
+    with start_head("disabled") as head:
+        done = head.run(
+            str(RAY), "job", "submit", "--address", head.address, "--working-dir", ".", "--runtime-env",
+            "runtime_env/job.yaml", "--", "python", "-m", "rayapp", "train", str(file), "train.num_steps=1",
+        )  # fmt: skip
+
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert re.search(r"^step 1/1  reward ", done.stdout, re.MULTILINE)
+    assert list((tmp_path / "plain" / "final").glob("*.safetensors"))
+
+
 @pytest.fixture(scope="module")
 def training(
     tiny_model: Path, letter_tasks: list[str], start_head: Any, tmp_path_factory: pytest.TempPathFactory
@@ -221,7 +238,7 @@ def test_dashboards_pages_show_the_run_in_a_browser(training: Training, tmp_path
         page = browser.new_page(viewport={"width": 1500, "height": 800})
         page.set_default_timeout(PAGE_TIMEOUT_S * 1000)
         page.goto(head.address)
-        page.get_by_label("Authentication Token").fill(head.environment["RAY_AUTH_TOKEN"])
+        page.get_by_placeholder("Enter your authentication token").fill(head.environment["RAY_AUTH_TOKEN"])
         page.get_by_role("button", name="Submit").click()
 
         page.goto(f"{head.address}/#/jobs")
