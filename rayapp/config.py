@@ -228,7 +228,7 @@ class LearnerSection(FrozenModel):
     @property
     def token_budget(self) -> int:
         """`max_tokens_per_microbatch` as a number; a learner replaces auto before anybody asks."""
-        assert self.max_tokens_per_microbatch != "auto", "auto was not replaced by a number"
+        assert isinstance(self.max_tokens_per_microbatch, int), "auto was not replaced by a number"
         return self.max_tokens_per_microbatch
 
 
@@ -499,7 +499,7 @@ class Config(FrozenModel):
 
     def _sequence_fits_microbatch(self) -> None:
         longest, budget = self.max_model_tokens, self.learner.max_tokens_per_microbatch
-        if budget != "auto" and longest > budget:
+        if isinstance(budget, int) and longest > budget:
             raise ValueError(
                 f"rollout.max_prompt_tokens {self.rollout.max_prompt_tokens} + rollout.max_completion_tokens "
                 f"{self.rollout.max_completion_tokens} = {longest} tokens, but learner.max_tokens_per_microbatch is "

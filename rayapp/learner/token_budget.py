@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -131,13 +132,19 @@ def _kept_on_cpu(model: PolicyModel, batch: MicroBatch, options: HeadOptions, de
 
 def _head_on_cpu(config: Config, model: PolicyModel) -> int:
     """See `memory_plan.head_bytes`: kept logits, and a chunk's or the head's gradient beside them."""
-    vocabulary, hidden = _vocabulary(model), model.causal_lm.config.hidden_size  # type: ignore[union-attr]
+    vocabulary, hidden = _vocabulary(model), int(_settings(model).hidden_size)
     element, rows = DTYPES[config.learner.compute_dtype].itemsize, config.learner.log_prob_chunk_tokens
-    return int(4 * rows * vocabulary + max((element + 8) * rows * vocabulary, (element + 4) * vocabulary * hidden))
+    return 4 * rows * vocabulary + max((element + 8) * rows * vocabulary, (element + 4) * vocabulary * hidden)
 
 
 def _vocabulary(model: PolicyModel) -> int:
-    return int(model.causal_lm.config.vocab_size)  # type: ignore[union-attr]
+    return int(_settings(model).vocab_size)
+
+
+def _settings(model: PolicyModel) -> Any:
+    """transformers' config of the model."""
+    causal_lm: Any = model.causal_lm
+    return causal_lm.config
 
 
 def free_bytes(ranks: Ranks, model: PolicyModel) -> int:
