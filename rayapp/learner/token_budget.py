@@ -20,7 +20,8 @@ from rayapp.learner.batch import MicroBatch, TrainItem, split
 from rayapp.learner.distributed import Ranks
 from rayapp.learner.log_probs import HeadOptions
 from rayapp.learner.policy import DTYPES, PolicyModel, to_device
-from rayapp.memory_plan import ADAM, MASTER
+from rayapp.memory_plan import ADAM, MASTER, adapter_bytes_per_token, layer_bytes_per_token
+from rayapp.plan_command import model_shape
 from rayapp.types import Reward, RolloutStatus, Trajectory
 
 log = logging.getLogger(__name__)
@@ -75,7 +76,8 @@ def probe(config: Config, ranks: Ranks, model: PolicyModel, num_tokens: int) -> 
     options = HeadOptions(temperature=1.0, chunk_rows=config.learner.log_prob_chunk_tokens)
     if ranks.device.type == "cuda":
         return _peak_on_gpu(model, batch, options, ranks.device)
-    return _kept_on_cpu(model, batch, options, ranks.device) + _head_on_cpu(config, model)
+    kept = _kept_on_cpu(model, batch, options, ranks.device)
+    return kept + _recomputed_on_cpu(config, num_tokens) + _head_on_cpu(config, model)
 
 
 def _batch(config: Config, model: PolicyModel, num_tokens: int) -> MicroBatch:
@@ -128,6 +130,14 @@ def _kept_on_cpu(model: PolicyModel, batch: MicroBatch, options: HeadOptions, de
     with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
         _run(model, batch, options, device)
     return sum(kept.values())
+
+
+def _recomputed_on_cpu(config: Config, num_tokens: int) -> int:
+    """Of the one layer that is being computed again: those tensors never pass the hooks of whoever called backward."""
+    if not config.learner.activation_checkpointing:
+        return 0
+    shape, element = model_shape(config), DTYPES[config.learner.compute_dtype].itemsize
+    return num_tokens * (layer_bytes_per_token(shape, element) + adapter_bytes_per_token(shape, element))
 
 
 def _head_on_cpu(config: Config, model: PolicyModel) -> int:
