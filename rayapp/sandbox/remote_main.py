@@ -48,10 +48,21 @@ def main(job: Job, harness: Job) -> None:
 
 def _adopt_orphans() -> None:
     """A process that outlives its parent becomes our child, so that nothing of the job survives it."""
+    _prctl(36, 1)  # PR_SET_CHILD_SUBREAPER
+
+
+def _end_with(watcher: int) -> None:
+    """The candidate dies with its watcher: one that was killed, by a server or the candidate, ends nothing itself."""
+    _prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+    if os.getppid() != watcher:
+        os._exit(70)
+
+
+def _prctl(option: int, value: int) -> None:
     with contextlib.suppress(Exception):  # boundary: not Linux, or no ctypes; then only the process group is ended
         import ctypes
 
-        ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)  # PR_SET_CHILD_SUBREAPER
+        ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
 
 
 def _read_file(job: Job) -> Job:
@@ -65,9 +76,10 @@ def _read_file(job: Job) -> Job:
 def _watch(job: Job, harness: Job) -> Job:
     pipes = {name: os.pipe() for name in _PIPES}
     started = time.monotonic()
+    watcher = os.getpid()
     child = os.fork()
     if child == 0:
-        _become_candidate(job, harness, {name: write for name, (_, write) in pipes.items()})
+        _become_candidate(job, harness, {name: write for name, (_, write) in pipes.items()}, watcher)
     readers = {}
     for name, (read, write) in pipes.items():
         os.close(write)
@@ -142,9 +154,10 @@ def _children_of_mine() -> list[int]:
     return found
 
 
-def _become_candidate(job: Job, harness: Job, writers: Job) -> None:
+def _become_candidate(job: Job, harness: Job, writers: Job, watcher: int) -> None:
     status = 70
     try:
+        _end_with(watcher)
         os.setsid()
         _open_stdin(job["stdin"])
         os.dup2(writers["stdout"], 1)
