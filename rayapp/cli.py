@@ -125,7 +125,9 @@ def _load_verl(config: Path, overrides: list[str]) -> Config:
 def evaluate(
     config: ConfigFile,
     overrides: Overrides = None,
-    model: Annotated[str | None, typer.Option(help="Evaluate this model instead of the config's")] = None,
+    model: Annotated[
+        str | None, typer.Option(help="Evaluate this model or checkpoint (checkpoints/step=…) instead of the config's")
+    ] = None,
     samples: Annotated[
         int | None, typer.Option(min=1, help="Completions per task or data row; default eval.samples_per_task")
     ] = None,
@@ -138,9 +140,12 @@ def evaluate(
     options = [f"model.path={json.dumps(model)}"] if model else []
     options += [f"eval.samples_per_task={samples}"] if samples else []
     loaded = load_config(config, [*(overrides or ()), *options])
+    from rayapp.checkpoint_model import with_checkpoint_as_model
     from rayapp.driver import run_evaluation
 
-    typer.echo(json.dumps(run_evaluation(loaded), indent=2))
+    with with_checkpoint_as_model(loaded) as ready:
+        metrics = run_evaluation(ready)
+    typer.echo(json.dumps(metrics, indent=2))
 
 
 @app.command(

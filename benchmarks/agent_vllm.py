@@ -1,0 +1,198 @@
+"""The agent loop on a real vLLM server: how long the server idles while tools run, and what later turns find cached.
+
+    python benchmarks/agent_vllm.py                        32 trajectories, 4 turns, a tool of 0.5 s in real sandboxes
+    python benchmarks/agent_vllm.py -n 64 --tool-s 1.0
+
+The model samples what it likes; the parser takes every turn for a call, so that each trajectory has all its turns. What
+the policy reads in a later turn is what it read and sampled before, and the tool's result: token for token, as in
+training. Prompts differ from their first block on, so all that is found in the prefix cache was put there by an earlier
+turn of the same trajectory.
+
+idle          share of the time in which no request runs or waits, though some trajectory waits for its tool
+hit rate      tokens found in the prefix cache, of all that were looked up by turns after the first
+possible      the same, of those that an earlier turn of the trajectory could have put there
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rayapp.agent.chat import ChatFormat, load_template
+from rayapp.agent.episode import AgentLimits, AgentPrompt, Episode
+from rayapp.agent.loop import AgentLoop
+from rayapp.agent.parsing import RawCall
+from rayapp.config import Config
+from rayapp.engines.vllm import VllmEngine
+from rayapp.sandbox.config import LocalConfig, SandboxConfig
+from rayapp.sandbox.pool_here import open_pool
+from rayapp.tools.base import ToolContext
+from rayapp.tools.python import PythonTool
+from rayapp.tools.toolset import ToolSet
+from rayapp.types import SamplingParams
+
+MODEL = Path(__file__).parents[1] / "models" / "smollm2-135m"
+TURNS = 4
+TOKENS_PER_TURN = 96
+BLOCK_TOKENS = 16
+LOOK_EVERY_S = 0.02
+NUM_SANDBOXES = 8
+PROBLEM = (
+    "A shop sells {n} apples a day at 3 coins, and half as many pears at 4. What does it earn in a week of 6 days? "
+)
+
+
+@dataclass(frozen=True, slots=True)
+class AlwaysCalls:
+    """A parser that takes every turn for one call of the interpreter."""
+
+    code: str
+
+    def parse(self, text: str) -> tuple[RawCall, ...]:
+        return (RawCall(name="python", arguments=json.dumps({"code": self.code})),)
+
+
+@dataclass(slots=True)
+class Watch:
+    """Looks at the engine and at the trajectories many times a second."""
+
+    engine: VllmEngine
+    num_generating: int = 0
+    num_alive: int = 0
+    looks: list[bool] = field(default_factory=list)
+
+    async def look_for_ever(self) -> None:
+        while True:
+            await asyncio.sleep(LOOK_EVERY_S)
+            if self.num_alive:
+                self.looks.append(self.num_generating == 0)
+
+    @property
+    def idle(self) -> float:
+        return sum(self.looks) / max(1, len(self.looks))
+
+
+class Watched:
+    """The engine as the loop calls it, counted."""
+
+    def __init__(self, engine: VllmEngine, watch: Watch) -> None:
+        self._engine = engine
+        self._watch = watch
+        self.later_tokens = 0
+        self.first_tokens = 0
+
+    async def generate(self, request_id: str, prompt_ids: Sequence[int], sampling: SamplingParams) -> Any:
+        if request_id.endswith("turn=0"):
+            self.first_tokens += len(prompt_ids)
+        else:
+            self.later_tokens += len(prompt_ids)
+        self._watch.num_generating += 1
+        try:
+            return await self._engine.generate(request_id, list(prompt_ids), sampling)
+        finally:
+            self._watch.num_generating -= 1
+
+
+def messages(number: int) -> tuple[dict[str, str], ...]:
+    system = f"{number}. You are a math expert. Reason step by step, run code, and end with `#### <answer>`. " + (
+        "Examples: " + " ".join(PROBLEM.format(n=n) + f"#### {n * 3 * 6 + n * 12}" for n in range(10, 26))
+    )
+    return {"role": "system", "content": system}, {"role": "user", "content": PROBLEM.format(n=number)}
+
+
+def config_of(sandbox: SandboxConfig) -> Config:
+    return Config.model_validate(
+        {
+            "model": {"path": str(MODEL)},
+            "cluster": {"device": "cpu"},
+            "rollout": {"max_prompt_tokens": 1536, "max_completion_tokens": 1024},
+            "server": {"kv_block_tokens": BLOCK_TOKENS, "kv_cache_gib": 2},
+            "sandbox": sandbox.model_dump(),
+        }
+    )
+
+
+async def play(loop: AgentLoop, engine: Watched, watch: Watch, number: int) -> Episode:
+    said = messages(number)
+    prompt = AgentPrompt(messages=said, token_ids=tuple(loop.chat.prompt_ids(said)))
+    sampling = SamplingParams(max_tokens=TOKENS_PER_TURN, seed=number, stop=("<|im_end|>",))
+    watch.num_alive += 1
+    try:
+        return await loop.run(prompt, engine=engine, sampling=sampling, request_id=f"group={number}/trajectory=0")
+    finally:
+        watch.num_alive -= 1
+
+
+async def measure(count: int, tool_s: float) -> None:
+    from transformers import AutoTokenizer
+
+    sandbox = SandboxConfig(providers=(LocalConfig(max_sandboxes=NUM_SANDBOXES),))
+    engine = await VllmEngine.start(config_of(sandbox))
+    watch = Watch(engine)
+    counted = Watched(engine, watch)
+    looking = asyncio.create_task(watch.look_for_ever())
+    try:
+        async with open_pool(sandbox, "agent-vllm-benchmark") as (client, _):
+            tools = ToolSet(
+                [PythonTool({"stateful": False, "lease_timeout": 600.0}, None, ToolContext(sandboxes=client))]
+            )
+            chat = ChatFormat(
+                AutoTokenizer.from_pretrained(MODEL), tools.schemas, template=load_template("chatml_hermes")
+            )
+            code = f"import time; time.sleep({tool_s}); print(17 * 23)"
+            limits = AgentLimits(max_response_tokens=1024, max_assistant_turns=TURNS)
+            loop = AgentLoop(chat=chat, parser=AlwaysCalls(code), tools=tools, limits=limits)
+            before, started = engine.load(), time.perf_counter()
+            episodes = await asyncio.gather(*(play(loop, counted, watch, number) for number in range(count)))
+            seconds, after = time.perf_counter() - started, engine.load()
+    finally:
+        looking.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await looking
+        engine.close()
+    report(episodes, counted, watch, seconds, {name: after[name] - before[name] for name in after})
+
+
+def report(episodes: Sequence[Episode], counted: Watched, watch: Watch, seconds: float, load: dict[str, float]) -> None:
+    wrong = [episode for episode in episodes if episode.failure]
+    if wrong:
+        raise SystemExit(f"{len(wrong)} of {len(episodes)} trajectories failed: {wrong[0].failure}")
+    turns = sum(len(episode.turns) for episode in episodes)
+    # A turn's last token was sampled but never computed; the rest of it and all before it was.
+    possible = sum(turn.end - 1 for episode in episodes for turn in episode.turns[:-1])
+    waits = sum(call.duration_s for episode in episodes for call in episode.calls)
+    figures = {
+        "trajectories": len(episodes),
+        "turns": turns,
+        "trajectories_per_s": len(episodes) / seconds,
+        "sampled_tokens_per_s": sum(int(episode.response_mask.sum()) for episode in episodes) / seconds,
+        "tool_wait_s_per_trajectory": waits / len(episodes),
+        "idle": watch.idle,
+        "hit_rate_of_later_turns": load["prefix_hits"] / counted.later_tokens,
+        "of_possible": load["prefix_hits"] / possible,
+        "mean_prompt_tokens_of_later_turns": counted.later_tokens / max(1, turns - len(episodes)),
+    }
+    print(", ".join(f"{name} {value:.4g}" for name, value in figures.items()), flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("-n", type=int, default=32, help="trajectories, all at once")
+    parser.add_argument("--tool-s", type=float, default=0.5, help="seconds that each tool call sleeps in its sandbox")
+    options = parser.parse_args()
+    if not MODEL.exists():
+        raise SystemExit(f"there is no {MODEL}; run: rayapp model fetch smollm2-135m")
+    logging.getLogger("vllm").setLevel(logging.ERROR)
+    asyncio.run(measure(options.n, options.tool_s))
+
+
+if __name__ == "__main__":
+    main()

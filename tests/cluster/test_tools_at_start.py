@@ -1,0 +1,50 @@
+"""Tools whose service is not there: the run says so before its first step, through all of its processes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from rayapp.cluster import StandIns, open_cluster
+from rayapp.config import Config
+from rayapp.errors import ConfigError
+
+pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(900)]
+NOWHERE = "http://127.0.0.1:9/mcp"
+ROW = {
+    "data_source": "openai/gsm8k",
+    "prompt": [{"role": "user", "content": "What is 6 times 7?"}],
+    "reward_model": {"style": "rule", "ground_truth": "42"},
+}
+
+
+@pytest.fixture
+def config(tmp_path: Path, tiny_model: Path) -> Config:
+    """A run on one data row, whose tool's server is down."""
+    pq.write_table(pa.Table.from_pylist([ROW]), tmp_path / "rows.parquet")
+    (tmp_path / "servers.json").write_text(json.dumps({"mcpServers": {"own": {"url": NOWHERE}}}))
+    entry = {
+        "class_name": "verl.tools.mcp_search_tool.MCPSearchTool",
+        "config": {"type": "mcp", "reconnect_timeout": 0.5},
+        "mcp": {"mcp_servers_config_path": "servers.json", "tool_selected_list": ["run_code_once"]},
+    }
+    (tmp_path / "tools.yaml").write_text(json.dumps({"tools": [entry]}))
+    return Config.model_validate(
+        {
+            "run": {"name": "no-tools", "output_dir": str(tmp_path)},
+            "model": {"path": str(tiny_model)},
+            "cluster": {"device": "cpu", "address": "local", "start_timeout_s": 600},
+            "data": {"train_files": [str(tmp_path / "rows.parquet")]},
+            "agent": {"tool_file": str(tmp_path / "tools.yaml"), "chat_template": "chatml_hermes"},
+        }
+    )
+
+
+async def test_a_server_that_is_down_at_the_start_is_told_by_name(config: Config) -> None:
+    with pytest.raises(ConfigError, match=r"127\.0\.0\.1:9"):
+        async with open_cluster(config, stand_ins=StandIns()):
+            pytest.fail("a cluster without its tools is open")
