@@ -17,10 +17,10 @@ import pytest
 from rayapp.sandbox.leases import RUN_LABEL
 from rayapp.sandbox.testing.e2b_stub import API_KEY, E2BStub
 
-pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(900)]
 ROOT = Path(__file__).parents[2]
 RUN = "reaped"
-START_TIMEOUT_S = 120.0
+START_TIMEOUT_S, WAIT_S = 200.0, 150.0
 
 DRIVER = """
 import asyncio, sys
@@ -76,28 +76,44 @@ def free_port() -> int:
 @pytest.fixture(scope="module")
 def ray_address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """A Ray that belongs to no driver, as `ray start --head` makes one, on ports of its own."""
+    log = tmp_path_factory.mktemp("ray") / "log"
+    for attempt in range(3):
+        port, head = start_head(log, attempt)
+        try:
+            wait_for_head(head, log)
+            # Ray gives its node 30 s, fixed, to come up: too few where others use the processor.
+            if head.poll() is None or attempt == 2:
+                assert head.poll() is None, log.read_text()
+                yield f"127.0.0.1:{port}"
+                return
+        finally:
+            stop_head(head)
+
+
+def start_head(log: Path, attempt: int) -> tuple[int, subprocess.Popen[bytes]]:
     port = free_port()
     # Short: a Unix socket's path has to fit in 107 bytes.
-    folder = Path("/tmp") / f"rt{os.getpid()}"
+    folder = Path("/tmp") / f"rt{os.getpid()}{'abc'[attempt]}"
     command = [
         sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block", f"--port={port}",
         f"--temp-dir={folder}", "--num-cpus=1", "--num-gpus=0", "--object-store-memory=100000000",
         "--include-dashboard=false", "--node-ip-address=127.0.0.1",
         f"--ray-client-server-port={free_port()}", "--disable-usage-stats",
     ]  # fmt: skip
-    log = tmp_path_factory.mktemp("ray") / "log"
     with log.open("w") as sink:
-        head = subprocess.Popen(command, env=environment(), stdout=sink, stderr=sink, start_new_session=True)
+        return port, subprocess.Popen(command, env=environment(), stdout=sink, stderr=sink, start_new_session=True)
+
+
+def wait_for_head(head: subprocess.Popen[bytes], log: Path) -> None:
+    until(lambda: "--block" in log.read_text() or head.poll() is not None, START_TIMEOUT_S, "Ray is up")
+
+
+def stop_head(head: subprocess.Popen[bytes]) -> None:
+    head.send_signal(signal.SIGTERM)
     try:
-        until(lambda: "--block" in log.read_text() or head.poll() is not None, START_TIMEOUT_S, "Ray is up")
-        assert head.poll() is None, log.read_text()
-        yield f"127.0.0.1:{port}"
-    finally:
-        head.send_signal(signal.SIGTERM)
-        try:
-            head.wait(30)
-        except subprocess.TimeoutExpired:
-            os.killpg(head.pid, signal.SIGKILL)
+        head.wait(30)
+    except subprocess.TimeoutExpired:
+        os.killpg(head.pid, signal.SIGKILL)
 
 
 def until(condition: Callable[[], bool], timeout_s: float, what: str) -> None:
@@ -142,17 +158,17 @@ async def test_a_killed_driver_leaves_no_sandbox(ray_address: str) -> None:
     stub = E2BStub()
     async with stub.running() as url:
         other = stub.boxes.create(template="base", labels={RUN_LABEL: "other"}, ttl_s=600)
-        driver = await start_driver(url, ray_address, grace_s=4.0)
+        driver = await start_driver(url, ray_address, grace_s=8.0)
         mine = set(stub.boxes.living) - {other.id}
         assert len(mine) >= 2
 
         driver.kill()
         await driver.wait()
 
-        await until_async(lambda: mine.isdisjoint(stub.boxes.living), 60.0, "the sandboxes are gone")
+        await until_async(lambda: mine.isdisjoint(stub.boxes.living), WAIT_S, "the sandboxes are gone")
         # None was made in between, and another run's lives on.
         assert set(stub.boxes.living) == {other.id}
-        gone = asyncio.to_thread(until, lambda: not reaper_exists(ray_address), 60.0, "the reaper ends itself")
+        gone = asyncio.to_thread(until, lambda: not reaper_exists(ray_address), WAIT_S, "the reaper ends itself")
         await gone
 
 
@@ -162,11 +178,11 @@ async def test_a_run_that_ends_in_order_takes_its_reaper_along(ray_address: str)
         driver = await start_driver(url, ray_address, grace_s=300.0)
         assert await asyncio.to_thread(reaper_exists, ray_address)
 
-        out, err = await asyncio.wait_for(driver.communicate(b"close\n"), 60.0)
+        out, err = await asyncio.wait_for(driver.communicate(b"close\n"), WAIT_S)
 
         assert out == b"closed\n", err.decode()
         assert not stub.boxes.living
-        await asyncio.to_thread(until, lambda: not reaper_exists(ray_address), 60.0, "the reaper ends itself")
+        await asyncio.to_thread(until, lambda: not reaper_exists(ray_address), WAIT_S, "the reaper ends itself")
 
 
 async def test_the_next_start_of_a_run_replaces_the_reaper_of_the_one_before(ray_address: str) -> None:
@@ -185,5 +201,5 @@ async def test_the_next_start_of_a_run_replaces_the_reaper_of_the_one_before(ray
         mine = set(stub.boxes.living)
         await until_async(lambda: time.monotonic() > replaced_at + 25.0, 60.0, "the first reaper's grace is over")
         assert mine <= set(stub.boxes.living), "the first run's reaper ended the second run's sandboxes"
-        await asyncio.wait_for(second.communicate(b"close\n"), 60.0)
+        await asyncio.wait_for(second.communicate(b"close\n"), WAIT_S)
         assert not stub.boxes.living
