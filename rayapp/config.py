@@ -133,6 +133,10 @@ class AlgorithmSection(FrozenModel):
     overlong: OverlongSection = OverlongSection()
 
 
+FILTERS = ("top_p", "top_k", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty")
+"""Of vLLM's sampling. Each makes it sample from another distribution than the one that is trained."""
+
+
 class RolloutSection(FrozenModel):
     group_size: int = Field(16, ge=2)
     """Trajectories per prompt (G). At 1 every group-relative advantage is zero."""
@@ -148,6 +152,18 @@ class RolloutSection(FrozenModel):
     max_failed_ratio: float = Field(0.3, ge=0.0, le=1.0)
     """Share of trajectories of the last ten steps that may fail for reasons that are not the policy's. Past it the
     run stops."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _no_filters(cls, values: Any) -> Any:
+        found = [name for name in FILTERS if isinstance(values, dict) and name in values]
+        if found:
+            raise ValueError(
+                f"{', '.join(found)} would bias training: the engine would sample another distribution, and the "
+                "importance ratio would divide by log-probs that the learner's model does not have. Leave it out; "
+                "temperature is taken into account in both places."
+            )
+        return values
 
 
 class TrainSection(FrozenModel):

@@ -175,6 +175,11 @@ class VllmEngine:
         # leave by age, without a flush that would cost the running requests theirs. And apart by purpose: a cohort
         # that finds its prompts cached by an evaluation computes other batches than one that does not.
         purpose = request.request_id.partition("=")[0]
+        if purpose == "group" and (request.sampling.top_p < 1.0 or request.sampling.top_k > 0):
+            raise EngineError(
+                f"{request.request_id}: top_p {request.sampling.top_p:g}, top_k {request.sampling.top_k} would bias the "
+                "log-probs that training uses; only evaluation may filter"
+            )
         prompt = {"prompt_token_ids": list(request.prompt_ids), "cache_salt": f"{purpose} {self.policy_version}"}
         try:
             params = _sampling_params(request.sampling)

@@ -206,3 +206,11 @@ def test_empty_file_is_the_defaults(tmp_path: Path) -> None:
 @pytest.mark.parametrize("override", ["train.num_steps", "=3", "--num-steps"])
 def test_override_without_key_or_value_shows_the_form(override: str) -> None:
     assert "is not of the form key.sub=value" in message(override)
+
+
+@pytest.mark.parametrize("override", ["rollout.top_p=0.9", "rollout.top_k=20", "rollout.repetition_penalty=1.1"])
+def test_filters_of_sampling_are_refused_with_the_reason(override: str) -> None:
+    said = message(override)
+
+    assert f"{override.split('=', maxsplit=1)[0].removeprefix('rollout.')} would bias training" in said
+    assert "temperature is taken into account in both places" in said
