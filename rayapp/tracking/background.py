@@ -20,7 +20,8 @@ from rayapp.types import Group
 MAX_WAITING = 1000
 MAX_WAITING_TRACES = 4
 """Steps. Their groups stay in the object store until they are written."""
-CLOSE_TIMEOUT_S = 30.0
+CLOSE_TIMEOUT_S = 60.0
+"""Without a record being taken. Libraries of services take seconds to import, on a busy machine many."""
 
 T = TypeVar("T", bound=Tracker)
 
@@ -45,6 +46,7 @@ class BackgroundTracker(Generic[T]):
         self._close_timeout_s = close_timeout_s
         self._records: queue.Queue[tuple[int, Callable[[T], None]] | None] = queue.Queue(MAX_WAITING)
         self._errors: queue.SimpleQueue[Exception] = queue.SimpleQueue()
+        self._num_taken = 0
         # A daemon: a service that never answers must not keep the process from ending.
         self._thread = threading.Thread(target=self._work, name=f"tracker-{name}", daemon=True)
         self._thread.start()
@@ -67,7 +69,7 @@ class BackgroundTracker(Generic[T]):
         self._raise_first()
 
     def close(self) -> None:
-        """Write what is waiting, for at most the deadline.
+        """Write what is waiting, for as long as the deadline never passes without a record being taken.
 
         Raises:
             TimeoutError: not all of it was written.
@@ -77,7 +79,10 @@ class BackgroundTracker(Generic[T]):
             self._records.put(None, timeout=self._close_timeout_s)
         except queue.Full:
             self._raise_late()
-        self._thread.join(self._close_timeout_s)
+        num_taken = -1
+        while self._thread.is_alive() and self._num_taken > num_taken:
+            num_taken = self._num_taken
+            self._thread.join(self._close_timeout_s)
         if self._thread.is_alive():
             self._raise_late()
         self._raise_first()
@@ -98,6 +103,7 @@ class BackgroundTracker(Generic[T]):
                 work(tracker)
             except Exception as error:  # boundary: the driver's next call raises it
                 self._errors.put(error)
+            self._num_taken += 1
         try:
             if tracker is not None:
                 tracker.close()

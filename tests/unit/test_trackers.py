@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -86,6 +87,22 @@ def test_a_service_that_hangs_makes_nobody_wait_and_is_told_at_the_end() -> None
     with pytest.raises(TimeoutError, match="slow did not take 2 steps"):  # the second record and the end
         tracker.close()
     answers.set()
+
+
+def test_a_service_that_is_slow_but_works_is_waited_for_at_the_end() -> None:
+    written: list[int] = []
+
+    class Slow(Recording):
+        def log(self, step: int, metrics: object) -> None:
+            time.sleep(0.05)  # the slowness itself: all of it takes longer than the deadline
+            written.append(step)
+
+    tracker = BackgroundTracker("slow", Slow, close_timeout_s=0.5)
+    for step in range(30):
+        tracker.log(step, METRICS)
+    tracker.close()
+
+    assert written == list(range(30))
 
 
 def test_records_that_nobody_takes_are_bounded() -> None:
