@@ -6,8 +6,8 @@
 RUN is a run folder with trajectories. Groups whose rewards are equal are left out for both: we would skip them. Of the
 others, `steps` x `groups` are taken evenly over the run, so that lengths are distributed as in the run. Both learners
 live in the same `ranks` processes and get the same groups; the padded one is in padded_learner.py. They alternate;
-shown are medians over rounds after one of warming up. Tokens are those of the trajectories, however many each computes.
-`--tokens-only` counts what prefix sharing saves and how full micro-batches are; nothing trains.
+shown are medians over rounds after one step of warming up. Tokens are those of the trajectories, however many each
+computes. `--tokens-only` counts what prefix sharing saves and how full micro-batches are; nothing trains.
 """
 
 from __future__ import annotations
@@ -150,13 +150,13 @@ class Rank:
     def mine(self, step: int) -> list[Group]:
         return [self.steps[step][position] for position in self.assignments[step][self.rank]]
 
-    def run(self, name: str) -> float:
-        """Seconds for all steps, from a common start to when all ranks are done."""
+    def run(self, name: str, num_steps: int) -> float:
+        """Seconds for the first steps, from a common start to when all ranks are done."""
         import torch.distributed as dist
 
         dist.barrier()
         started = time.perf_counter()
-        for step, groups in enumerate(self.steps):
+        for step, groups in enumerate(self.steps[:num_steps]):
             if name == "ours":
                 self.ours.train_step(step + 1, self.summaries[step], self.assignments[step], *self.mine(step))
             else:
@@ -179,8 +179,8 @@ def run_rank(arguments: argparse.Namespace, rank: int, port: int, results: Any) 
     seconds: dict[str, list[float]] = {"ours": [], "padded": []}
     for number in range(arguments.rounds + 1):
         for name, measured in seconds.items():
-            elapsed = both.run(name)
-            if number:  # the first warms up
+            elapsed = both.run(name, num_steps=arguments.steps if number else 1)
+            if number:  # the first warms up, on one step
                 measured.append(elapsed)
     dist.barrier()  # the limits are those of all ranks' cores at once
     results.put(
