@@ -10,10 +10,11 @@ import logging
 import shutil
 from pathlib import Path
 
+from rayapp.checkpoints import MANIFEST
 from rayapp.errors import RunFolderError, StorageCorruptError
 from rayapp.mirror.layout import CHECKPOINTS, FINAL, LOCKS, METRICS, TRAJECTORIES
 from rayapp.mirror.ledger import Ledger, stamp_of
-from rayapp.mirror.remote_checkpoints import MANIFEST, RemoteCheckpoint, fetch, whole_checkpoints
+from rayapp.mirror.remote_checkpoints import RemoteCheckpoint, fetch, whole_checkpoints
 from rayapp.storage.base import Storage
 from rayapp.storage.together import together
 

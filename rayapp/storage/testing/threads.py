@@ -44,11 +44,10 @@ class ProxyThread:
 
 def make_bucket(url: str, bucket: str, key: str, secret: str, region: str) -> None:
     """Create a bucket at an endpoint."""
-    import boto3
+    from botocore.session import get_session
 
-    client = boto3.client(
-        "s3", endpoint_url=url, region_name=region, aws_access_key_id=key, aws_secret_access_key=secret
-    )
+    keys = {"aws_access_key_id": key, "aws_secret_access_key": secret}
+    client = get_session().create_client("s3", endpoint_url=url, region_name=region, **keys)
     client.create_bucket(Bucket=bucket)
     client.close()
 
