@@ -6,22 +6,25 @@ and its types; the work is in the class of the same name without `Handle`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 import ray
+from ray.exceptions import RayActorError
 
 from actors.calls import answer
 from rayapp.errors import EngineDeadError, ProcessDiedError
 from rayapp.rollout.order import GroupRequest
 from rayapp.sandbox.leases import Fate, Lease
-from rayapp.types import Completion, GroupSummary, SamplingParams, SandboxSpec
+from rayapp.types import Completion, GroupSummary, Int32Array, SamplingParams, SandboxSpec
 from rayapp.weights.plan import TransferPlan
 
 ObjectRef = Any  # ray.ObjectRef[T] can't be named where `Group` is only a reference
 Facts = dict[str, Any]
+GenerateRequest = tuple[str, Int32Array, SamplingParams, int, int]
+"""Arguments of `VllmServer.generate`: id, prompt, sampling, the oldest version that will do, size of the cohort."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +88,24 @@ class VllmServerHandle(Handle):
         except ProcessDiedError as error:
             raise EngineDeadError(str(error)) from None
         return completion
+
+    async def generate_many(
+        self, requests: Sequence[GenerateRequest]
+    ) -> AsyncIterator[list[tuple[int, Completion | Exception]]]:
+        """Completions of requests that start together, by their position, as they end.
+
+        Raises:
+            EngineDeadError: the server is gone; so is what has not come yet.
+        """
+        name = f"{self.name}.generate {requests[0][0]}"
+        method = self.actor.generate_many.options(num_returns="streaming", name=name)
+        try:
+            async for ref in method.remote(list(requests)):
+                yield await self.call("generate", ref, self.request_timeout_s)
+        except RayActorError as error:
+            raise EngineDeadError(f"{name}: its process is gone. {error}") from None
+        except ProcessDiedError as error:
+            raise EngineDeadError(str(error)) from None
 
     async def load_weights(self, version: int, buckets: Sequence[ObjectRef]) -> Facts:
         # A list of references and not the references themselves: the server maps each bucket when it needs it.

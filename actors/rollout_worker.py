@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 
+from actors.group_calls import GroupCalls
 from actors.handles import SandboxPoolHandle, VllmServerHandle
 from actors.incarnation import INCARNATION
 from actors.metrics import Reporter
@@ -31,16 +32,14 @@ class ServerEngine:
     """`RolloutEngine` over one server: whole groups go to one server, whose prefix cache then holds their prompt."""
 
     def __init__(self, server: VllmServerHandle, request: GroupRequest, cohort_size: int) -> None:
-        self._server = server
-        self._version = request.policy_version
+        self._calls = GroupCalls(server, min_policy_version=request.policy_version)
         self._cohort_size = cohort_size
 
     async def generate(self, request_id: str, prompt_ids: Sequence[int], sampling: SamplingParams) -> Completion:
-        return await self._server.generate(
+        return await self._calls.generate(
             request_id,
             prompt_ids,
             sampling,
-            min_policy_version=self._version,
             # A cohort is what starts together: later turns come when their tools are done, and wait for nobody.
             cohort_size=self._cohort_size if is_first_turn(request_id) else 1,
         )

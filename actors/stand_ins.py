@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from actors.handles import GenerateRequest
 from actors.incarnation import INCARNATION
+from rayapp.as_they_end import as_they_end
 from rayapp.config import Config
 from rayapp.errors import EngineDeadError, StaleVersionError, WeightSyncError
 from rayapp.rollout.order import ANY_VERSION
@@ -91,6 +93,17 @@ class ScriptedServer:
             VersionSpan(policy_version=first, num_tokens=num_tokens // 2),
             VersionSpan(policy_version=self._version, num_tokens=num_tokens - num_tokens // 2),
         )
+
+    async def generate_many(
+        self, requests: list[GenerateRequest]
+    ) -> AsyncIterator[list[tuple[int, Completion | Exception]]]:
+        """`generate` for each, those that end together together. Errors are values: the others go on."""
+        async for ended in as_they_end([self._generate_one(request) for request in requests]):
+            yield ended
+
+    async def _generate_one(self, request: GenerateRequest) -> Completion:
+        request_id, prompt_ids, sampling, min_policy_version, cohort_size = request
+        return await self.generate(request_id, prompt_ids.tolist(), sampling, min_policy_version, cohort_size)
 
     async def load_weights(self, version: int, buckets: list[Any]) -> dict[str, float]:
         self._is_settled.clear()

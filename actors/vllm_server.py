@@ -9,10 +9,13 @@ import asyncio
 import logging
 import os
 import time
+from collections.abc import AsyncIterator
 from typing import Any
 
+from actors.handles import GenerateRequest
 from actors.incarnation import INCARNATION
 from actors.metrics import Reporter
+from rayapp.as_they_end import as_they_end
 from rayapp.config import Config
 from rayapp.engines.vllm import VllmEngine
 from rayapp.errors import EngineDeadError, StaleVersionError, WeightSyncError
@@ -83,6 +86,17 @@ class VllmServer:
                 f"{self!r} holds policy version {engine.policy_version}, {request_id} needs {min_policy_version}"
             )
         return await engine.generate(request_id, prompt_ids, sampling, cohort_size=cohort_size)
+
+    async def generate_many(
+        self, requests: list[GenerateRequest]
+    ) -> AsyncIterator[list[tuple[int, Completion | Exception]]]:
+        """`generate` for each, those that end together together. Errors are values: the others go on."""
+        async for ended in as_they_end([self._generate_one(request) for request in requests]):
+            yield ended
+
+    async def _generate_one(self, request: GenerateRequest) -> Completion:
+        request_id, prompt_ids, sampling, min_policy_version, cohort_size = request
+        return await self.generate(request_id, prompt_ids.tolist(), sampling, min_policy_version, cohort_size)
 
     async def load_weights(self, version: int, buckets: list[Any]) -> dict[str, float]:
         """Load a version from references to `WeightBucket`s.

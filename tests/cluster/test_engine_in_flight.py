@@ -29,7 +29,7 @@ async def engine(tiny_model: Path) -> AsyncIterator[VllmEngine]:
         {
             "model": {"path": str(tiny_model)},
             "cluster": {"device": "cpu"},
-            "rollout": {"max_prompt_tokens": 64, "max_completion_tokens": 200},
+            "rollout": {"max_prompt_tokens": 56, "max_completion_tokens": 200},
             "learner": {"max_tokens_per_microbatch": 512},
             "server": {"kv_cache_gib": 1, "kv_block_tokens": BLOCK_TOKENS},
         }

@@ -57,7 +57,7 @@ def make_config(tiny_model: Path, letter_tasks: list[str], tmp_path: Path, nodes
             "model": {"path": str(tiny_model)},
             "tasks": letter_tasks,
             "cluster": {"device": "cpu", "address": nodes.address},
-            "rollout": {"group_size": 2, "max_prompt_tokens": 32, "max_completion_tokens": 8, "num_workers": 2},
+            "rollout": {"group_size": 2, "max_prompt_tokens": 32, "max_completion_tokens": 8},
             "train": {"num_steps": NUM_STEPS, "groups_per_step": GROUPS_PER_STEP},
             "learner": {"max_tokens_per_microbatch": 256, "num_learners": 2},
             "server": {"num_servers": 2},
@@ -148,7 +148,7 @@ def assert_whole(config: Config) -> None:
 async def test_servers_workers_and_the_pool_die_and_the_run_finishes_whole(
     make_config: Callable[..., Config], max_staleness: int
 ) -> None:
-    config = make_config(train={"num_steps": NUM_STEPS, "groups_per_step": 4, "max_staleness": max_staleness})
+    config = make_config(train={"max_staleness": max_staleness}, rollout={"num_workers": 2})
 
     cluster, notes = await run(
         config,
