@@ -114,7 +114,8 @@ async def latencies(providers: dict[str, LocalProvider], executions: int) -> Sam
     kinds: dict[str, Callable[[int], Awaitable[list[float]] | list[float]]] = {"bare fork": bare_fork}
     for level, provider in providers.items():
         kinds[level] = lambda count, provider=provider: sample(provider, TRIVIAL, 1, count)  # type: ignore[misc]
-    kinds["numpy"] = lambda count: sample(with_numpy, NUMPY, 10, count)
+    kinds["ns, numpy preloaded"] = lambda count: sample(with_numpy, TRIVIAL, 1, count)
+    kinds["ns, numpy used"] = lambda count: sample(with_numpy, NUMPY, 10, count)
     kinds["cold python"] = lambda count: cold(count // 4, PYTHON, "-I", "-S", "-c", "pass")
     if shutil.which("bwrap"):
         kinds["cold bwrap"] = lambda count: cold(count // 4, *BWRAP, PYTHON, "-c", "pass")
@@ -128,11 +129,23 @@ async def latencies(providers: dict[str, LocalProvider], executions: int) -> Sam
     return samples
 
 
-async def rate(provider: LocalProvider, slots: int, executions: int) -> float:
-    """Executions per second of several sandboxes side by side."""
-    started = time.perf_counter()
-    await asyncio.gather(*(sample(provider, TRIVIAL, 1, executions) for _ in range(slots)))
-    return slots * executions / (time.perf_counter() - started)
+async def rate(level: str, slots: int, executions: int) -> float:
+    """Executions per second of several sandboxes side by side, once all are warm; the best of three."""
+    provider = LocalProvider(levels=(level,), max_slots=slots)
+    rates = []
+    for _ in range(4):
+        started = time.perf_counter()
+        await asyncio.gather(*(sample(provider, TRIVIAL, 1, executions) for _ in range(slots)))
+        rates.append(slots * executions / (time.perf_counter() - started))
+    await provider.close()
+    return max(rates[1:])
+
+
+def rate_on_cores(level: str, cores: int, executions: int) -> float:
+    """`rate` with as many slots as cores, in a process that may use only those, with all that it starts."""
+    chosen = sorted(os.sched_getaffinity(0))[:cores]
+    argv = [sys.executable, __file__, "--rate", level, "--executions", str(executions), "--cores", *map(str, chosen)]
+    return float(subprocess.run(argv, capture_output=True, text=True, check=True).stdout)
 
 
 async def score_batch(provider: LocalProvider, completions: int = 500, tests: int = 5) -> float:
@@ -183,16 +196,14 @@ async def measure(executions: int) -> dict[str, object]:
     cores = len(os.sched_getaffinity(0))
     rates, batches, memory = {}, {}, {}
     for level, provider in providers.items():
-        rates[level] = {
-            slots: max([await rate(provider, slots, executions // 2) for _ in range(3)]) for slots in (1, cores)
-        }
+        rates[level] = {count: round(rate_on_cores(level, count, executions // 2)) for count in (1, cores)}
         batches[level] = min([await score_batch(provider) for _ in range(3)])
         memory[level] = await slot_memory(provider)
         await provider.close()
     return {
         "median_ms": {kind: statistics.median(times) * 1000 for kind, times in samples.items()},
         "p99_ms": {kind: statistics.quantiles(times, n=100)[98] * 1000 for kind, times in samples.items()},
-        "executions_per_s": rates,
+        "executions_per_s_by_cores": rates,
         "score_500x5_s": batches,
         "slot_memory": memory,
         "cores": cores,
@@ -209,7 +220,7 @@ def show(result: dict[str, object]) -> None:
     print(f"{'':22} {'median ms':>10} {'p99 ms':>10} {'x bare fork':>12}")
     for kind, median in medians.items():
         print(f"{kind:22} {median:10.2f} {tails[kind]:10.2f} {median / fork:12.2f}")
-    for key in ("executions_per_s", "score_500x5_s", "slot_memory", "cores", "kernel", "python"):
+    for key in ("executions_per_s_by_cores", "score_500x5_s", "slot_memory", "cores", "kernel", "python"):
         print(f"{key:22} {result[key]}")
 
 
@@ -217,7 +228,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--executions", type=int, default=400, help="of each kind")
     parser.add_argument("--json", action="store_true", help="one JSON object instead of a table")
+    parser.add_argument("--rate", choices=LEVELS, help="only executions per second, at this level")
+    parser.add_argument("--cores", type=int, nargs="+", default=[], help="with --rate: those to run on")
     options = parser.parse_args()
+    if options.rate:
+        os.sched_setaffinity(0, options.cores or os.sched_getaffinity(0))
+        print(asyncio.run(rate(options.rate, len(os.sched_getaffinity(0)), options.executions)))
+        return
     result = asyncio.run(measure(options.executions))
     if options.json:
         print(json.dumps(result))

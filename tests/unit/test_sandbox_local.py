@@ -6,6 +6,7 @@ import asyncio
 import math
 import sys
 from collections.abc import AsyncIterator
+from pathlib import Path
 
 import pytest
 
@@ -70,6 +71,59 @@ async def test_random_numbers_differ_between_executions(sandbox: LocalSandbox) -
     values = [(await sandbox.call_function(code, "f", [[]], timeout_s=5)).calls[0].value for _ in range(3)]
 
     assert len(set(map(repr, values))) == 3
+
+
+async def test_a_fork_by_the_code_itself_has_a_seed_of_its_own(sandbox: LocalSandbox) -> None:
+    """Executions are forked without the hooks that Python modules hang on a fork; the code's own forks have them."""
+    if sandbox.isolation == "ll":
+        pytest.skip("level ll has no new processes")
+    code = (
+        "import os, random\n"
+        "def f():\n"
+        "    read, write = os.pipe()\n"
+        "    if os.fork() == 0:\n"
+        "        os.write(write, repr(random.random()).encode())\n"
+        "        os._exit(0)\n"
+        "    os.wait()\n"
+        "    return os.read(read, 100).decode() == repr(random.random())\n"
+    )
+
+    report = await sandbox.call_function(code, "f", [[]], timeout_s=5)
+
+    assert [call.value for call in report.calls] == [False]
+
+
+def children_of(pid: int) -> list[int]:
+    try:
+        return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    except (FileNotFoundError, ProcessLookupError):
+        return []
+
+
+async def test_the_child_for_the_next_execution_never_lives_beside_the_one_before(sandbox: LocalSandbox) -> None:
+    # given: the template, which is the zygote's only child; in namespaces another process waits for the zygote
+    (template,) = children_of(sandbox.slot.pid)
+    if sandbox.isolation.startswith("ns"):
+        (template,) = children_of(template)
+
+    # when: executions follow each other closely
+    async def execute() -> None:
+        for _ in range(30):
+            await sandbox.call_function("def f(): return sum(range(20000))", "f", [[]], timeout_s=5)
+
+    executing = asyncio.create_task(execute())
+    seen: set[int] = set()
+    most = 0
+    while not executing.done():
+        await asyncio.sleep(0)
+        living = children_of(template)
+        most = max(most, len(living))
+        seen.update(living)
+    await executing
+
+    # then: there were many, and never two
+    assert len(seen) > 10
+    assert most == 1
 
 
 async def test_a_definition_that_raises_is_told_apart_from_a_call_that_raises(sandbox: LocalSandbox) -> None:

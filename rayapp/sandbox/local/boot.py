@@ -42,8 +42,9 @@ def main(descriptor: int) -> None:
             wire.send(channel, {"failed": describe(error)})
             return
         wire.send(channel, {"ready": level.name, "pid": os.getpid(), "uid": os.getuid()})
-        Zygote(channel, level, level.usage).serve()
-        level.reset()
+        zygote = Zygote(channel, level)
+        zygote.serve()
+        zygote.forget()
 
 
 def _prepare(settings: dict[str, object]) -> levels.Level:
@@ -61,10 +62,11 @@ def _prepare(settings: dict[str, object]) -> levels.Level:
         privileges.leave_root([here.library, *here.shared, *here.packages])
     mapped_bytes()
     set_standing_limits()
-    level.enter()
     # Out of the collector's sight: a collection in a child would write to, and so copy, every page of the warm heap.
+    # Now, because entering may fork: what is written to after that is there twice.
     gc.collect()
     gc.freeze()
+    level.enter()
     return level
 
 

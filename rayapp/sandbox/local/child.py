@@ -1,6 +1,6 @@
-"""The process that candidate code runs in: from the fork to the exit. Called by the zygote, in the child only.
+"""The process that candidate code runs in: from the fork to the exit. Called by the template, in the child only.
 
-    fork -> descriptors 1-4 -> confine -> wait for a job -> limits -> "ready" -> candidate -> "done" -> os._exit
+    fork -> confine -> wait for a job -> limits -> "ready" -> candidate -> "done" -> os._exit
 
 It is forked and confined before its job is known, so that a job finds it waiting. On the control socket it says
 "ready", and closes it before candidate code begins: without "ready" the sandbox failed, after it whatever follows is
@@ -10,149 +10,192 @@ process to exit.
 
 from __future__ import annotations
 
+import _socket
 import io
-import json
+import marshal
 import os
+import random
+import resource
 import socket
 import struct
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import NoReturn
 
 from rayapp.sandbox import harness
 from rayapp.sandbox.local import files
 from rayapp.sandbox.local.execution import MAX_CONTROL_BYTES, READY
 from rayapp.sandbox.local.level import Level, Place
-from rayapp.sandbox.local.limits import Limits
-from rayapp.sandbox.local.wire import read_memory_file
+from rayapp.sandbox.local.limits import Bounds, lower
+from rayapp.sandbox.local.wire import memory_file, read_memory_file
 
-RESULT_FD, _DONE_FD = 3, 4
-_SESSION_CPU_S = 600
-"""Of all runs in one session together; each run has its own deadline."""
+DESCRIPTORS = (1, 2, 3, 4, 5)
+"""Numbers that a child's descriptors get: the template keeps them free, and the kernel gives out the lowest."""
+_STREAM_FDS = DESCRIPTORS[:2]
+"""The others are none of the business of a command that the candidate starts: they come closing on exec."""
+_RESULT_FD, _DONE_FD, _CONTROL_FD = DESCRIPTORS[2:]
+_JOB_FD = _CONTROL_FD + 1
+"""The first number that is free in a child, and so the number of the job's memory file; standard input is the next."""
+_TWO_FDS = 2 * 4
+"""Bytes of two descriptors in a control message."""
 _MAX_FD = 1 << 16
+_SPACE = socket.CMSG_SPACE(_TWO_FDS)
 
-Job = dict[str, object]
+Job = tuple[str, Mapping[str, str], tuple[object, ...]]
+"""Kind, environment, and what the kind needs: see `_run`."""
+Order = tuple[Bounds, bool, bytes]
+"""From the zygote: resource limits, whether this begins a session, and the token that goes before a status."""
+_HARMLESS: Order = ((resource.RLIMIT_CORE, 0),), False, b""
+_REHEARSALS = 10
+_CODE = """
+import math
+def f(items):
+    found = {}
+    for index, item in enumerate(sorted(map(str, items))):
+        found[index] = item.upper() if len(item) > 1 else [item]
+    return found, math.inf
+print("{}")
+"""
+_PIECES: tuple[Job, ...] = (("calls", {}, (_CODE, "f", ['[[1, 2.5, null, "a"]]'])), ("script", {}, (_CODE,)))
+_seed: Callable[[], None] = super(random.Random, random.seed.__self__).seed  # type: ignore[attr-defined]
+"""Of the generator behind the functions of `random`, without their checks."""
 
 
-def run(level: Level, place: Place, pipes: Sequence[int], control: socket.socket, token: bytes) -> NoReturn:
-    """Wait for a job, run it, and end; in a session, wait for the next one instead.
-
-    Args:
-        pipes: write ends for stdout, stderr, results and "done".
-        control: jobs come in here.
-        token: goes before the status on the last pipe; see `execution.Done`.
-    """
-    try:
-        _take_descriptors(*pipes)
-        level.confine(place)
-        _close_all_but(control.fileno())
-        job = _next_job(control)
-        level.limit(_limits_of(job), running=int(str(job["running"])))
-        _set_input(job)
-    except BaseException as error:  # boundary: whatever fails before candidate code is the sandbox's failure
-        control.send(harness.describe(error).encode("utf-8", "replace")[:MAX_CONTROL_BYTES])
-        os._exit(1)
-    if job["session"]:
-        _serve(job, control, token)
+def run(level: Level, place: Place, control: _socket.socket) -> NoReturn:
+    """Wait for a job, run it, and end; in a session, wait for the next one instead."""
     status = 1
-    control.send(READY)
-    control.close()
     try:
-        status = _run(job)
+        _confine(level, place, control)
+        status = _obey(control)
     finally:
-        _flush()
-        os.write(_DONE_FD, token + bytes([status & 0xFF]))
         # No interpreter shutdown: atexit handlers and daemon threads of the candidate have nothing more to say.
         os._exit(status)
 
 
-def _serve(job: Job, control: socket.socket, token: bytes) -> NoReturn:
+def _confine(level: Level, place: Place, control: _socket.socket) -> None:
+    try:
+        level.confine(place)
+        os.closerange(_JOB_FD, _MAX_FD)
+        _seed()
+    except BaseException as error:  # boundary: see `_give_up`
+        _give_up(control, error)
+
+
+def rehearse(control: _socket.socket) -> None:
+    """In the template, once: do what its children will do, until the interpreter has settled on how. Else each of them
+    settles anew, in pages of its own."""
+    modules = dict(sys.modules)
+    with Path(os.devnull).open("w") as nowhere:
+        for piece in _PIECES * _REHEARSALS:
+            for descriptor in DESCRIPTORS:
+                os.dup2(nowhere.fileno(), descriptor)
+            ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            with ours, theirs:
+                os.dup2(theirs.fileno(), _CONTROL_FD)
+                job = memory_file(marshal.dumps(piece))
+                socket.send_fds(ours, [marshal.dumps(_HARMLESS)], [job])
+                os.close(job)
+                _obey(control)
+    for name in sys.modules.keys() - modules.keys():
+        del sys.modules[name]
+    sys.modules["__main__"] = modules["__main__"]
+
+
+def _obey(control: _socket.socket) -> int:
+    """One job, from its arrival until "done". Returns the exit status."""
+    try:
+        for stream in _STREAM_FDS:
+            os.set_inheritable(stream, True)
+        job, (bounds, is_session, token) = _next_job(control)
+        lower(bounds)
+        _set_environment(job)
+    except BaseException as error:  # boundary: see `_give_up`
+        _give_up(control, error)
+    if is_session:
+        _serve(job, control, token)
+    status = 1
+    control.send(READY)
+    os.close(_CONTROL_FD)
+    try:
+        status = _run(job)
+    finally:
+        _flush()
+        os.write(_DONE_FD, token + bytes((status & 0xFF,)))
+    return status
+
+
+def _give_up(control: _socket.socket, error: BaseException) -> NoReturn:
+    """Whatever fails before candidate code is the sandbox's failure."""
+    control.send(harness.describe(error).encode("utf-8", "replace")[:MAX_CONTROL_BYTES])
+    os._exit(1)
+
+
+def _serve(job: Job, control: _socket.socket, token: bytes) -> NoReturn:
     """One script after the other in the same names, until killed."""
     names = harness.main_names()
     control.send(READY)
     while True:
         sys.stdin = io.TextIOWrapper(io.FileIO(os.dup(0)))
-        status = harness.run_script(str(job["code"]), names, send)
+        status = harness.run_script(str(job[2][0]), names, send)
         _flush()
-        os.write(_DONE_FD, token + bytes([status]))
-        job = _next_job(control)
-        _set_input(job)
+        os.write(_DONE_FD, token + bytes((status,)))
+        job, _ = _next_job(control)
+        _set_environment(job)
 
 
-def _next_job(control: socket.socket) -> Job:
-    """The packet has the limits; the job is in the first memory file, standard input in the second, if there is one."""
-    packet, descriptors, _, _ = socket.recv_fds(control, MAX_CONTROL_BYTES, 2)
-    if not descriptors:
+def _next_job(control: _socket.socket) -> tuple[Job, Order]:
+    """The packet has the order; the job is in the first memory file, standard input in the second, if there is one."""
+    packet, ancillary, _, _ = control.recvmsg(MAX_CONTROL_BYTES, _SPACE)
+    if not ancillary:
         os._exit(0)  # the zygote has closed its end: there will be no job
-    job: Job = json.loads(read_memory_file(descriptors[0]))
-    os.close(descriptors[0])
-    return {**job, **json.loads(packet), "stdin": descriptors[1] if len(descriptors) > 1 else -1}
+    data = ancillary[0][2]
+    job_fd = int.from_bytes(data[:4], sys.byteorder)
+    job = marshal.loads(read_memory_file(job_fd))
+    os.close(job_fd)
+    if len(data) == _TWO_FDS:
+        _set_input(int.from_bytes(data[4:], sys.byteorder))
+    return job, marshal.loads(packet)
 
 
-def _limits_of(job: Job) -> Limits:
-    limits = Limits(**job["limits"])  # type: ignore[arg-type]
-    if job["session"]:
-        return Limits(
-            cpu_s=_SESSION_CPU_S,
-            memory_mib=limits.memory_mib,
-            disk_mib=limits.disk_mib,
-            max_processes=limits.max_processes,
-        )
-    return limits
+def _set_input(stdin: int) -> None:
+    """Standard input, which is /dev/null unless there is some."""
+    os.lseek(stdin, 0, os.SEEK_SET)
+    os.dup2(stdin, 0)
+    os.close(stdin)
 
 
-def _set_input(job: Job) -> None:
-    """Standard input, which is /dev/null unless there is some, and the environment, which is empty until now."""
-    stdin = job["stdin"]
-    assert isinstance(stdin, int)
-    if stdin >= 0:
-        os.lseek(stdin, 0, os.SEEK_SET)
-        os.dup2(stdin, 0)
-        os.close(stdin)
-    if env := job.get("env"):
-        os.environ.update(env)  # type: ignore[call-overload]
-
-
-def _take_descriptors(*pipes: int) -> None:
-    """Put the pipes at 1 to 4, which the zygote keeps free for this."""
-    for target, pipe in enumerate(pipes, start=1):
-        # The results and "done" close on exec: a command that the candidate starts has no business with them.
-        os.dup2(pipe, target, inheritable=target < RESULT_FD)
-
-
-def _close_all_but(kept: int) -> None:
-    os.closerange(_DONE_FD + 1, kept)
-    os.closerange(kept + 1, _MAX_FD)
+def _set_environment(job: Job) -> None:
+    """It is empty until now."""
+    if job[1]:
+        os.environ.update(job[1])
 
 
 def send(payload: bytes) -> None:
     """Write one frame, whole: 4 bytes of length, then the payload."""
     view = memoryview(struct.pack("<I", len(payload)) + payload)
     while view:
-        view = view[os.write(RESULT_FD, view) :]
+        view = view[os.write(_RESULT_FD, view) :]
 
 
 def _run(job: Job) -> int:
     """Returns the exit status."""
-    kind = job["kind"]
+    kind, _, given = job
     if kind == "calls":
-        inputs = job["inputs"]
-        assert isinstance(inputs, list)
-        harness.run_calls(str(job["code"]), str(job["function"]), inputs, send)
+        code, function, inputs = given
+        harness.run_calls(code, function, inputs, send)  # type: ignore[arg-type]
         return 0
     if kind == "command":
-        return _execute(job)
+        return _execute(given)  # type: ignore[arg-type]
     if kind in files.KINDS:
-        return files.run(job, send)
-    status = harness.run_script(str(job["code"]), harness.main_names(), send)
+        return files.run(*given, send)  # type: ignore[arg-type]
+    status = harness.run_script(given[0], harness.main_names(), send)  # type: ignore[arg-type]
     _join_threads()
     return status
 
 
-def _execute(job: Job) -> int:
-    argv = job["argv"]
-    assert isinstance(argv, list)
+def _execute(argv: Sequence[str]) -> int:
     try:
         os.execvpe(argv[0], argv, os.environ)
     except OSError as error:

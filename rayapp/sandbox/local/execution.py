@@ -1,17 +1,17 @@
 """Watches one execution from the fork to its end: deadline, output caps, memory and processes of the whole tree.
 
-Called by the zygote. What the execution writes goes from its pipes into the answer's memory file inside the kernel,
-never through the zygote's own memory: the next execution is forked from that.
+Called by the zygote. What the execution writes goes from its pipes into the answer's memory file inside the kernel.
 """
 
 from __future__ import annotations
 
+import _socket
 import contextlib
 import os
 import select
-import signal
 import socket
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from rayapp.sandbox.local import wire
@@ -94,7 +94,9 @@ class Execution:
 
     pid: int
     """Its first process; 0 once that is reaped."""
-    control: socket.socket
+    end: Callable[[int], int]
+    """Kills and reaps that process, and says how it ended."""
+    control: _socket.socket
     """Where its first process says that it is ready."""
     done: Done
     """Where it says that it is done, and goes on to exit while the answer is on its way."""
@@ -148,8 +150,7 @@ class Execution:
     def _kill(self) -> None:
         """End the first process and, where it is the init of a pid namespace, everything. Idempotent."""
         if self.pid:
-            os.kill(self.pid, signal.SIGKILL)
-            self.exit_code = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+            self.exit_code = self.end(self.pid)
             self.pid = 0
             self.is_done = False
 

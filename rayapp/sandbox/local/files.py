@@ -8,7 +8,6 @@ Called by the child process for `read_file` and `write_file`.
 # ruff: noqa: PTH103, PTH120, PTH123
 from __future__ import annotations
 
-import base64
 import os
 from collections.abc import Callable
 
@@ -17,16 +16,17 @@ from rayapp.sandbox import harness
 KINDS = ("write", "read")
 
 
-def run(job: dict[str, object], emit: Callable[[bytes], None]) -> int:
-    """Do it, and send one frame: that it is done (a file's content goes to standard output), or why not."""
-    path = str(job["path"])
+def run(path: str, given: bytes | int, emit: Callable[[bytes], None]) -> int:
+    """Do it, and send one frame: that it is done (a file's content goes to standard output), or why not.
+
+    Args:
+        given: what to write, or the most bytes to read.
+    """
     try:
-        if job["kind"] == "write":
-            _write(path, base64.b64decode(str(job["data"])))
+        if isinstance(given, bytes):
+            _write(path, given)
         else:
-            max_bytes = job["max_bytes"]
-            assert isinstance(max_bytes, int)
-            _read(path, max_bytes)
+            _read(path, given)
     except OSError as error:
         emit(harness.frame("failed", f"{type(error).__name__}: {error.strerror}: {path}", 1))
         return 1

@@ -9,8 +9,10 @@ from __future__ import annotations
 import ctypes
 import fcntl
 import os
+from collections.abc import Callable, Iterable
 
 _libc = ctypes.CDLL(None, use_errno=True)
+_plain_fork = ctypes.PyDLL(None, use_errno=True).fork
 
 CLONE_NEWNS = 0x00020000
 CLONE_NEWCGROUP = 0x02000000
@@ -46,6 +48,37 @@ def _check(result: int, call: str, detail: str = "") -> int:
 
 def syscall(number: int, *args: int | ctypes._SimpleCData[int] | object, name: str) -> int:
     return _check(_libc.syscall(ctypes.c_long(number), *args), name)
+
+
+def fork() -> int:
+    """As os.fork, without what Python modules hang on it, which takes as long again: new locks for threads that a
+    process with one thread can't have, and a new seed for `random`, which the child has to see to."""
+    return _check(_plain_fork(), "fork")
+
+
+Step = tuple[Callable[..., int], tuple[object, ...], str]
+"""A call with its arguments, made beforehand, and its name."""
+
+
+def take(steps: Iterable[Step]) -> None:
+    """Make these calls. In a child each function and object that Python touches first is a page to copy, so there is
+    little of either here.
+
+    Raises:
+        OSError: one was refused; those after it were not made.
+    """
+    for call, arguments, name in steps:
+        if call(*arguments) < 0:
+            _check(-1, name)
+
+
+def syscall_step(number: int, *arguments: object, name: str) -> Step:
+    return _libc.syscall, (ctypes.c_long(number), *arguments), name
+
+
+def prctl_step(option: int, *arguments: object) -> Step:
+    padded = [*arguments, *[ctypes.c_ulong(0)] * (4 - len(arguments))]
+    return _libc.prctl, (ctypes.c_int(option), *padded), f"prctl {option}"
 
 
 def unshare(flags: int) -> None:
@@ -117,6 +150,5 @@ _header = (ctypes.c_uint32 * 2)(_CAPABILITY_VERSION_3, 0)
 _nothing = (ctypes.c_uint32 * 6)()
 
 
-def clear_capabilities() -> None:
-    """Give up every capability of this process. The ambient set is empty once `limit_bounding_set` ran."""
-    _check(_libc.capset(_header, _nothing), "capset")
+CLEAR_CAPABILITIES: Step = (_libc.capset, (_header, _nothing), "capset")
+"""Gives up every capability of this process. The ambient set is empty once `limit_bounding_set` ran."""

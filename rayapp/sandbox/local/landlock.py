@@ -94,7 +94,7 @@ def allow_descriptor(ruleset: int, descriptor: int, rights: int) -> None:
     )
 
 
-def restrict_self(ruleset: int) -> None:
-    """Apply to this process and all it will fork. Needs no_new_privs."""
+def restriction(ruleset: int) -> kernel.Step:
+    """Applies a ruleset to the process that takes this step, and all it will fork. Needs no_new_privs."""
     number = syscalls.number("landlock_restrict_self")
-    kernel.syscall(number, ctypes.c_int(ruleset), ctypes.c_uint32(0), name="landlock_restrict_self")
+    return kernel.syscall_step(number, ctypes.c_int(ruleset), ctypes.c_uint32(0), name="landlock_restrict_self")

@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Hashable
 
 from rayapp.sandbox.local import kernel, landlock, rules, seccomp
-from rayapp.sandbox.local.level import Place, adopt_orphans, kill_descendants, make_folder, remove_folder
-from rayapp.sandbox.local.limits import Limits, set_limits
+from rayapp.sandbox.local.level import Place, kill_descendants, make_folder, remove_folder
+from rayapp.sandbox.local.limits import Bounds, Limits, resource_bounds
 from rayapp.sandbox.local.usage import Usage
 from rayapp.sandbox.local.view import DEVICES, SYSTEM, View
 
@@ -29,12 +28,13 @@ class Landlocked:
         self._home = ""
         self._rulesets: dict[tuple[bool, bool], int] = {}
         """By (home, writable)."""
+        self._steps: dict[tuple[bool, bool], list[kernel.Step]] = {}
+        """What a child takes to confine itself, by the same."""
 
     def enter(self) -> None:
         if landlock.abi() < 1:
             raise OSError("Landlock is missing on this kernel (5.13 or newer has it, unless it was switched off)")
         os.chdir("/")
-        adopt_orphans()
         self.usage = Usage.of_this_process()
         kernel.prctl(kernel.PR_SET_DUMPABLE, 0)
         kernel.prctl(kernel.PR_SET_NO_NEW_PRIVS, 1)
@@ -42,29 +42,29 @@ class Landlocked:
         seccomp.install(rules.standing())
 
     def fork(self) -> int:
-        return os.fork()
+        return kernel.fork()
 
-    def prepare(self, place: Place) -> Hashable:
+    def prepare(self, place: Place) -> None:
         if place.home and not self._home:
             self._home = make_folder("rayapp-sandbox-")
         key = (place.home, place.home and place.writable)
         if key not in self._rulesets:
-            self._rulesets[key] = self._new_ruleset(place)
-        return *key, self._home if place.home else ""
+            ruleset = self._rulesets[key] = self._new_ruleset(place)
+            closing = seccomp.installation(self._closing.filter)
+            self._steps[key] = [landlock.restriction(ruleset), kernel.CLEAR_CAPABILITIES, closing]
 
     def confine(self, place: Place) -> None:
         kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)
         os.setsid()
         if place.home:
             os.chdir(self._home)
-        landlock.restrict_self(self._rulesets[place.home, place.home and place.writable])
-        kernel.clear_capabilities()
-        seccomp.install(self._closing(os.getpid()))
+        self._closing.fill_in(os.getpid())
+        kernel.take(self._steps[place.home, place.home and place.writable])
 
-    def limit(self, limits: Limits, *, running: int) -> None:
+    def bounds(self, limits: Limits, *, running: int) -> Bounds:
         # Processes are refused by seccomp, and threads are counted by `usage.py`: the kernel's own count is of the
         # whole user, whose other processes may be many where we could not take a user of our own.
-        set_limits(limits, num_running=None)
+        return resource_bounds(limits, num_running=None)
 
     def reset(self) -> None:
         if self._home:
@@ -72,6 +72,7 @@ class Landlocked:
             self._home = ""
             for key in [key for key in self._rulesets if key[0]]:
                 os.close(self._rulesets.pop(key))
+                del self._steps[key]
 
     def sweep(self, session: int) -> None:
         kill_descendants(session)

@@ -1,9 +1,10 @@
 """What an isolation level does at each point of an execution, and the level that does nothing.
 
-    zygote boot: enter() -> for each execution: fork() -> in the child: confine, limit -> candidate code
-                                                       -> in the zygote, when it ended: sweep()
+    zygote boot: enter() -> in the template, for each execution: prepare(), fork()
+                              -> in the child: confine -> candidate code
+                              -> in the template, when it ended: sweep()
 
-`namespaces.py` and `landlocked.py` have the levels that isolate. Runs in the zygote only.
+`namespaces.py` and `landlocked.py` have the levels that isolate. Runs in a zygote and its template only.
 """
 
 # The zygote forks what it has loaded, and pathlib is slower to run in each child, hence os and not pathlib.
@@ -13,13 +14,12 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-from collections.abc import Hashable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
 from rayapp.sandbox.local import kernel
-from rayapp.sandbox.local.limits import Limits, set_limits
+from rayapp.sandbox.local.limits import Bounds, Limits, resource_bounds
 from rayapp.sandbox.local.usage import Usage
 
 
@@ -39,7 +39,7 @@ class Level(Protocol):
 
     name: str
     usage: Usage
-    """Set by `enter`: how much the executions of this zygote use."""
+    """Set by `enter`: how much the executions use. Whose children they are is for the zygote to say."""
 
     def enter(self) -> None:
         """Once, when the zygote starts.
@@ -51,18 +51,14 @@ class Level(Protocol):
     def fork(self) -> int:
         """As os.fork; the child is the root of everything the execution starts."""
 
-    def prepare(self, place: Place) -> Hashable:
-        """Before each fork, in the zygote: make the place to work in.
-
-        Returns:
-            something equal for as long as a child confined for one place is as good as new for another.
-        """
+    def prepare(self, place: Place) -> None:
+        """Before each fork: make the place to work in."""
 
     def confine(self, place: Place) -> None:
         """In the child, before it gets its job: give up everything that candidate code must not have."""
 
-    def limit(self, limits: Limits, *, running: int) -> None:
-        """In the child, before candidate code.
+    def bounds(self, limits: Limits, *, running: int) -> Bounds:
+        """Resource limits for the child, worked out in the zygote.
 
         Args:
             running: processes of this level's user that count against its limit without being the candidate's.
@@ -85,23 +81,21 @@ class Unisolated:
         self._home = ""
 
     def enter(self) -> None:
-        adopt_orphans()
         self.usage = Usage.of_this_process()
 
     def fork(self) -> int:
-        return os.fork()
+        return kernel.fork()
 
-    def prepare(self, place: Place) -> Hashable:
+    def prepare(self, place: Place) -> None:
         if place.home and not self._home:
             self._home = make_folder("rayapp-unisolated-")
-        return place.home, self._home
 
     def confine(self, place: Place) -> None:
         os.setsid()
         os.chdir(self._home if place.home else "/tmp")
 
-    def limit(self, limits: Limits, *, running: int) -> None:
-        set_limits(limits, num_running=None)
+    def bounds(self, limits: Limits, *, running: int) -> Bounds:
+        return resource_bounds(limits, num_running=None)
 
     def reset(self) -> None:
         if self._home:

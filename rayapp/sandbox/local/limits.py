@@ -12,6 +12,10 @@ MAX_OPEN_FILES = 128
 _MAX_SIGNALS = 128
 
 
+Bounds = tuple[tuple[int, int], ...]
+"""Resource limits: RLIMIT_… and its value."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
     """What one execution may use."""
@@ -35,35 +39,42 @@ class Limits:
 
 def set_standing_limits() -> None:
     """Limits that are the same for every execution, on the zygote itself: its forks inherit them."""
-    _lower(
+    standing = (
         (resource.RLIMIT_CORE, 0),
         (resource.RLIMIT_MEMLOCK, 0),
         (resource.RLIMIT_MSGQUEUE, 0),
         (resource.RLIMIT_SIGPENDING, _MAX_SIGNALS),
         (resource.RLIMIT_NOFILE, MAX_OPEN_FILES),
     )
+    lower(tuple((what, _at_most_ours(what, value)) for what, value in standing))
 
 
-def set_limits(limits: Limits, *, num_running: int | None) -> None:
-    """Resource limits of this process and all it starts; lowered hard, so nothing can raise them again.
+def resource_bounds(limits: Limits, *, num_running: int | None) -> Bounds:
+    """Resource limits that hold an execution to these, never above this process's own.
 
     Args:
         num_running: processes of this user id that run already and count against its limit; None leaves it out.
     """
-    _lower(
+    bounds = [
         (resource.RLIMIT_CPU, limits.cpu_s),
         (resource.RLIMIT_AS, mapped_bytes() + limits.memory_mib * MIB),
         (resource.RLIMIT_FSIZE, limits.disk_mib * MIB),
-    )
+    ]
     if num_running is not None:
-        _lower((resource.RLIMIT_NPROC, num_running + limits.max_processes))
+        bounds.append((resource.RLIMIT_NPROC, num_running + limits.max_processes))
+    return tuple((what, _at_most_ours(what, value)) for what, value in bounds)
 
 
-def _lower(*limits: tuple[int, int]) -> None:
-    for what, value in limits:
-        _, most = resource.getrlimit(what)
-        bound = value if most == resource.RLIM_INFINITY else min(value, most)
-        resource.setrlimit(what, (bound, bound))
+def lower(bounds: Bounds) -> None:
+    """Of this process and all it starts; lowered hard, so nothing can raise them again."""
+    for what, value in bounds:
+        resource.setrlimit(what, (value, value))
+
+
+@cache
+def _at_most_ours(what: int, value: int) -> int:
+    _, most = resource.getrlimit(what)
+    return value if most == resource.RLIM_INFINITY else min(value, most)
 
 
 @cache

@@ -9,19 +9,18 @@ killing the zygote ends the whole tree. Used by the zygote only.
 """
 
 # Paths here are texts for mount(), hence os and not pathlib.
-# ruff: noqa: PTH102, PTH106, PTH112, PTH114, PTH115, PTH116, PTH208, PTH211
+# ruff: noqa: PTH102, PTH106, PTH112, PTH114, PTH115, PTH116, PTH211
 from __future__ import annotations
 
 import ctypes
 import os
 import signal
 import struct
-from collections.abc import Hashable
 from pathlib import Path
 
 from rayapp.sandbox.local import kernel, landlock, rules, seccomp, syscalls
 from rayapp.sandbox.local.level import Place
-from rayapp.sandbox.local.limits import MIB, Limits, set_limits
+from rayapp.sandbox.local.limits import MIB, Bounds, Limits, resource_bounds
 from rayapp.sandbox.local.usage import Usage
 from rayapp.sandbox.local.view import DEVICES, SYSTEM, View, spare_mount_point
 
@@ -46,10 +45,11 @@ class Namespaces:
         self._tmp_state: object = None
         """What an untouched /tmp looks like; None while there is none."""
         self._tmp_is_home = False
-        self._num_renewals = 0
         self._pid_namespace = -1
         self._ruleset = -1
-        self._filter = b""
+        self._filter = bytearray(rules.closing())
+        self._steps: list[kernel.Step] = []
+        """What a child takes to confine itself."""
         self.usage = Usage(-1)
 
     def enter(self) -> None:
@@ -67,22 +67,20 @@ class Namespaces:
         kernel.prctl(kernel.PR_SET_DUMPABLE, 0)
         kernel.prctl(kernel.PR_SET_NO_NEW_PRIVS, 1)
         kernel.limit_bounding_set()
-        self._filter = rules.closing()
         seccomp.install(rules.standing())
 
     def fork(self) -> int:
         kernel.unshare(kernel.CLONE_NEWPID)
-        pid = os.fork()
+        pid = kernel.fork()
         if pid:
             # Or the next child would be born into this execution.
             kernel.setns(self._pid_namespace, kernel.CLONE_NEWPID)
         return pid
 
-    def prepare(self, place: Place) -> Hashable:
+    def prepare(self, place: Place) -> None:
         if not self._tmp_is_home and self._tmp_state != _state_of_tmp(place.disk_mib):
             self._renew_tmp(place.disk_mib)
         self._tmp_is_home |= place.home
-        return self._num_renewals, self._mounts_of_its_own(place)
 
     def confine(self, place: Place) -> None:
         own = self._mounts_of_its_own(place)
@@ -93,13 +91,12 @@ class Namespaces:
         elif own == "tmp":
             kernel.mount("tmpfs", _TMP, "tmpfs", _PLAIN, _tmpfs_options(place.disk_mib))
             landlock.allow(self._ruleset, _TMP, landlock.read_write())
-        os.chdir(_TMP)
-        landlock.restrict_self(self._ruleset)
-        kernel.clear_capabilities()
-        seccomp.install(self._filter)
+        if own:
+            os.chdir(_TMP)
+        kernel.take(self._steps)
 
-    def limit(self, limits: Limits, *, running: int) -> None:
-        set_limits(limits, num_running=running)
+    def bounds(self, limits: Limits, *, running: int) -> Bounds:
+        return resource_bounds(limits, num_running=running)
 
     def _mounts_of_its_own(self, place: Place) -> str:
         """Scripts and commands get a /proc where there is one; a call never sees the home that others work in."""
@@ -119,13 +116,15 @@ class Namespaces:
             kernel.umount(_TMP, kernel.MNT_DETACH)
             os.close(self._ruleset)
         kernel.mount("tmpfs", _TMP, "tmpfs", _PLAIN, _tmpfs_options(disk_mib))
+        os.chdir(_TMP)
         self._tmp_state = _state_of_tmp(disk_mib)
-        self._num_renewals += 1
         self._ruleset = landlock.create_ruleset()
         landlock.allow(self._ruleset, "/", landlock.READ_ONLY)
         landlock.allow(self._ruleset, _TMP, landlock.read_write())
         for device in DEVICES:
             landlock.allow(self._ruleset, f"/dev/{device}", landlock.DEVICE)
+        closing = seccomp.installation(self._filter)
+        self._steps = [landlock.restriction(self._ruleset), kernel.CLEAR_CAPABILITIES, closing]
 
     def _build_root(self) -> None:
         kernel.mount("none", "/", "", kernel.MS_REC | kernel.MS_PRIVATE)
@@ -169,8 +168,8 @@ def _become_init() -> None:
 def _state_of_tmp(disk_mib: int) -> object:
     """Changes whenever anything in /tmp does; when it was last read does not count."""
     now = os.stat(_TMP)
-    names = os.listdir(_TMP)
-    return disk_mib, names, now.st_dev, now.st_mode, now.st_uid, now.st_mtime_ns, now.st_ctime_ns
+    # A tmpfs folder grows with each name in it.
+    return disk_mib, now.st_size, now.st_dev, now.st_mode, now.st_uid, now.st_mtime_ns, now.st_ctime_ns
 
 
 def _tmpfs_options(disk_mib: int) -> str:

@@ -95,24 +95,20 @@ def closing(*, own_pid: int | None = None, machine: str | None = None) -> bytes:
 
 
 class ClosingAlone:
-    """`closing` for one process id after the other: made once, since making it costs more than a fork does.
-
-    Call it in the child; make it in the process that forks.
-    """
+    """`closing` without the process id, which the child fills in: making the whole costs more than a fork does."""
 
     _ANY_PID = 0x7FFFFFF1
     """Beyond the kernel's largest process id, and no other constant of a filter."""
 
     def __init__(self) -> None:
-        self._filter = closing(own_pid=self._ANY_PID)
-        sizes = range(0, len(self._filter), INSTRUCTION.size)
-        self._places = [at + 4 for at in sizes if INSTRUCTION.unpack_from(self._filter, at)[3] == self._ANY_PID]
+        self.filter = bytearray(closing(own_pid=self._ANY_PID))
+        sizes = range(0, len(self.filter), INSTRUCTION.size)
+        self._places = [at + 4 for at in sizes if INSTRUCTION.unpack_from(self.filter, at)[3] == self._ANY_PID]
 
-    def __call__(self, own_pid: int) -> bytes:
-        made = bytearray(self._filter)
+    def fill_in(self, own_pid: int) -> None:
+        number = own_pid.to_bytes(4, "little")
         for place in self._places:
-            made[place : place + 4] = own_pid.to_bytes(4, "little")
-        return bytes(made)
+            self.filter[place : place + 4] = number
 
 
 def _alone(own_pid: int) -> dict[str, Block]:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import base64
 import errno
-import json
+import marshal
 import math
 from collections.abc import Callable, Sequence
 
@@ -16,7 +15,6 @@ from rayapp.sandbox.local.results import call_report, refusal, script_result, se
 from rayapp.sandbox.local.slot import Answer, Slot
 from rayapp.types import CallReport, ExecResult, SandboxSpec
 
-Job = dict[str, object]
 _CALLS_OUTPUT_BYTES = 65536
 MAX_CODE_CHARS = 1 << 20
 """Longer code is refused unread: nobody writes a megabyte to sort a list, and compiling it takes the memory of
@@ -59,8 +57,9 @@ class LocalSandbox:
         """See the protocol. A stateful run that is stopped takes the names of its session with it."""
         if (problem := _problem(code)) is not None:
             return refusal(problem, self.isolation).exec
-        job: Job = {"kind": "script", "code": code}
-        answer = await self._run(job, timeout_s, max_output_bytes, home=True, session=stateful, stdin=stdin)
+        answer = await self._run(
+            "script", (code,), timeout_s, max_output_bytes, home=True, session=stateful, stdin=stdin
+        )
         return session_result(answer, self.isolation) if stateful else script_result(answer, self.isolation)
 
     async def call_function(
@@ -70,8 +69,8 @@ class LocalSandbox:
         packed = encode_inputs(inputs)
         if (problem := _problem(code)) is not None:
             return refusal(problem, self.isolation, len(inputs))
-        job: Job = {"kind": "calls", "code": code, "function": function, "inputs": packed}
-        return call_report(await self._run(job, timeout_s, _CALLS_OUTPUT_BYTES), self.isolation, len(inputs))
+        answer = await self._run("calls", (code, function, packed), timeout_s, _CALLS_OUTPUT_BYTES)
+        return call_report(answer, self.isolation, len(inputs))
 
     async def run_command(
         self, argv: Sequence[str], *, timeout_s: float, stdin: str = "", max_output_bytes: int = 65536
@@ -79,8 +78,8 @@ class LocalSandbox:
         """See the protocol. Programs are those of /usr on this machine; at level ll they can't start others."""
         if not argv or not all(type(part) is str for part in argv):
             raise TypeError(f"a command is one text or more, not {argv!r}")
-        job: Job = {"kind": "command", "argv": list(argv)}
-        return script_result(await self._run(job, timeout_s, max_output_bytes, home=True, stdin=stdin), self.isolation)
+        answer = await self._run("command", tuple(argv), timeout_s, max_output_bytes, home=True, stdin=stdin)
+        return script_result(answer, self.isolation)
 
     async def write_file(self, path: str, data: bytes, *, timeout_s: float = 10.0) -> None:
         """See the protocol. A path is relative to the sandbox's own folder, or lies in it.
@@ -89,14 +88,13 @@ class LocalSandbox:
             OSError: it can't be written: outside that folder, or no space left.
         """
         self._check_size(len(data))
-        job: Job = {"kind": "write", "path": path, "data": base64.b64encode(data).decode()}
-        done = script_result(await self._run(job, timeout_s, _CALLS_OUTPUT_BYTES, home=True), self.isolation)
+        answer = await self._run("write", (path, bytes(data)), timeout_s, _CALLS_OUTPUT_BYTES, home=True)
+        done = script_result(answer, self.isolation)
         if not done.ok:
             raise OSError(f"sandbox {self._id}: {path!r} can't be written: {done.error}")
 
     async def read_file(self, path: str, *, max_bytes: int = 1 << 20, timeout_s: float = 10.0) -> bytes:
-        job: Job = {"kind": "read", "path": path, "max_bytes": max_bytes}
-        answer = await self._run(job, timeout_s, max_bytes, home=True)
+        answer = await self._run("read", (path, max_bytes), timeout_s, max_bytes, home=True)
         done = script_result(answer, self.isolation)
         if done.error.startswith("FileNotFoundError"):
             raise FileNotFoundError(f"sandbox {self._id}: there is no file {path!r}")
@@ -143,7 +141,8 @@ class LocalSandbox:
 
     async def _run(
         self,
-        job: Job,
+        kind: str,
+        given: tuple[object, ...],
         timeout_s: float,
         max_output_bytes: int,
         *,
@@ -151,7 +150,7 @@ class LocalSandbox:
         home: bool = False,
         session: bool = False,
     ) -> Answer:
-        job["env"] = dict(self._spec.env)
+        job = kind, dict(self._spec.env), given
         limits = Limits(
             cpu_s=math.ceil(timeout_s) + 1,
             memory_mib=self._spec.memory_mib,
@@ -162,8 +161,8 @@ class LocalSandbox:
             self._check_alive()
             try:
                 return await self._slot.run(
-                    json.dumps(job).encode(),
-                    kind=str(job["kind"]),
+                    marshal.dumps(job),
+                    kind=kind,
                     stdin=stdin.encode("utf-8", "surrogatepass"),
                     limits=limits,
                     timeout_s=timeout_s,

@@ -149,13 +149,26 @@ def _assemble(instructions: Iterable[Instruction]) -> bytes:
 
 
 class _Program(ctypes.Structure):
-    _fields_ = (("length", ctypes.c_ushort), ("instructions", ctypes.c_char_p))
+    _fields_ = (("length", ctypes.c_ushort), ("instructions", ctypes.c_void_p))
+
+
+def installation(code: bytearray) -> kernel.Step:
+    """Puts a filter on the process that takes this step, and all it will fork. Needs no_new_privs.
+
+    Args:
+        code: may be written to until then, but keeps its length.
+    """
+    shared = (ctypes.c_char * len(code)).from_buffer(code)
+    filtering = _Program(len(code) // INSTRUCTION.size, ctypes.addressof(shared))
+    filtering.kept = shared
+    mode = ctypes.c_ulong(kernel.SECCOMP_MODE_FILTER)
+    return kernel.prctl_step(kernel.PR_SET_SECCOMP, mode, ctypes.pointer(filtering))
 
 
 def install(code: bytes) -> None:
-    """Put a filter on this process and all it will fork. Needs no_new_privs.
+    """Now.
 
     Raises:
         OSError: the kernel has no seccomp filters.
     """
-    kernel.prctl(kernel.PR_SET_SECCOMP, kernel.SECCOMP_MODE_FILTER, ctypes.byref(_Program(len(code) // 8, code)))
+    kernel.take([installation(bytearray(code))])

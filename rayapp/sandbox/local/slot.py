@@ -275,7 +275,8 @@ def _read_answer(reply: Mapping[str, object], bodies: list[int], number: int) ->
         sizes, starts, stopped = reply["sizes"], reply["starts"], reply["stopped"]
         assert isinstance(sizes, list)
         assert isinstance(starts, list)
-        out, err, results = (os.pread(bodies[0], size, start) for size, start in zip(sizes, starts, strict=True))
+        parts = zip(sizes, starts, strict=True)
+        out, err, results = (os.pread(bodies[0], size, start) if size else b"" for size, start in parts)
     finally:
         _close_all(bodies)
     return Answer(

@@ -18,12 +18,12 @@ _PAGE = resource.getpagesize()
 
 @dataclass(slots=True)
 class Usage:
-    """Sees this process's descendants, through a /proc opened before it went out of sight."""
+    """Sees a process's descendants, through a /proc opened before it went out of sight."""
 
     proc: int
     """Descriptor of a /proc; -1 where there is none, and then nothing is ever in excess."""
     own_pid: str = ""
-    """This process's id in that /proc, which may be of an outer pid namespace."""
+    """Id in that /proc, which may be of an outer pid namespace, of the process whose children are looked at."""
     apart: frozenset[str] = frozenset()
     """Children whose trees are counted elsewhere: a session beside the execution."""
     _warm_pages: int = 0
@@ -32,14 +32,23 @@ class Usage:
     def of_this_process(cls) -> Usage:
         try:
             proc = os.open("/proc", os.O_RDONLY | os.O_DIRECTORY)
-            usage = cls(proc, os.readlink("self", dir_fd=proc))
-            usage._warm_pages = usage._resident_pages(usage.own_pid)
+            usage = cls(proc)
+            usage.look_at_children_of(usage.id_of_this_process())
         except OSError:
             return cls(-1)
         return usage
 
+    def look_at_children_of(self, pid: str) -> None:
+        """From now on: of this process, which they are forked from."""
+        self.own_pid = pid
+        self._warm_pages = self._resident_pages(pid) if self.proc >= 0 else 0
+
+    def id_of_this_process(self) -> str:
+        """Its id in that /proc; empty where there is none."""
+        return os.readlink("self", dir_fd=self.proc) if self.proc >= 0 else ""
+
     def children(self) -> set[str]:
-        """Ids in that /proc of this process's children."""
+        """Ids in that /proc of that process's children."""
         return set(self._read(f"{self.own_pid}/task/{self.own_pid}/children").split()) if self.proc >= 0 else set()
 
     def excess(self, limits: Limits) -> str | None:

@@ -60,7 +60,7 @@ def memory_file(data: bytes) -> int:
 
 def read_memory_file(descriptor: int) -> bytes:
     """All of its bytes, wherever its offset is."""
-    size = os.fstat(descriptor).st_size
+    size = os.lseek(descriptor, 0, os.SEEK_END)
     data = os.pread(descriptor, size, 0) if size else b""
     while len(data) < size:
         more = os.pread(descriptor, size - len(data), len(data))

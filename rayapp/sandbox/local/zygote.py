@@ -1,80 +1,56 @@
-"""The warm interpreter: forks one confined child per execution, has it watched, and answers with what it wrote.
+"""The warm interpreter: has one confined child per execution forked, watches it, and answers with what it wrote.
 
-    provider --packet, memfd(job)--> zygote --fork--> child: candidate code
-             <-packet, memfd(out, err, frames)--      | pipes, spliced into the memfd; killed at deadline or flood
+    provider --packet, memfd(job)--> zygote --job--> child: candidate code
+             <-packet, memfd(out, err, frames)--  |   | pipes, spliced into the memfd; killed at deadline or flood
+                                                  `-> template: forks the child for the next job
 
-Started by `slot.py` as `python -I -S` with an empty environment. It never reads a job or an output into its own memory:
-children are forked from that memory, and one candidate must not find there what another computed. While nobody waits
-it forks the child for the next job, which is most likely like the last one.
+Started by `slot.py` as `python -I -S` with an empty environment. The next job is most likely like the last one, so its
+child is forked and confined, once nothing of the last one is alive, while nobody waits.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
+import marshal
 import os
-import signal
 import socket
 import time
-from collections.abc import Hashable
-from dataclasses import dataclass
+from dataclasses import replace
+from functools import partial
 
-from rayapp.sandbox.local import child, files, wire
-from rayapp.sandbox.local.execution import Done, Execution, Stream
+from rayapp.sandbox.local import files, wire
+from rayapp.sandbox.local.ends import Child, Ends
+from rayapp.sandbox.local.execution import Execution, Stream
 from rayapp.sandbox.local.level import Level, Place
 from rayapp.sandbox.local.limits import Limits
-from rayapp.sandbox.local.usage import Usage
+from rayapp.sandbox.local.template import Template
 
 MAX_RESULT_BYTES = 8 << 20
 """All frames of one execution."""
-_NUM_STREAMS = 3
-_USUAL_DISK_MIB = 16
-"""Guess for the first execution; wrong ones cost a fork."""
-
-
-@dataclass(slots=True, kw_only=True)
-class Child:
-    """A process that waits for a job, or runs one."""
-
-    pid: int
-    sources: list[int]
-    """Read ends of its stdout, stderr and results."""
-    control: socket.socket
-    done: Done
-    fit: Hashable
-    """What `Level.prepare` said about the place that it was confined for."""
-    max_processes: int = 0
-    seen_as: frozenset[str] = frozenset()
-    """Its id in the /proc that `Usage` reads; of a session only."""
-
-    def forget_what_it_said(self) -> None:
-        """Between two jobs of a session only candidate code speaks."""
-        with contextlib.suppress(EOFError):
-            while self.done.hear() is not None:
-                pass
-
-    def end(self) -> None:
-        """Kill it, unless it is dead and reaped already, and close our ends."""
-        if self.pid:
-            os.kill(self.pid, signal.SIGKILL)
-            os.waitpid(self.pid, 0)
-        self.control.close()
-        for source in (*self.sources, self.done.source):
-            os.close(source)
+_SESSION_CPU_S = 600
+"""Of all runs in one session together; each run has its own deadline."""
+_OWN_PROCESSES = 2
+"""The zygote and its template."""
+_USUAL_PLACE = Place(home=False, writable=False, disk_mib=16)
+"""Guess for the first execution; a wrong one costs a fork."""
 
 
 class Zygote:
     """Serves one provider over one channel until that closes."""
 
-    def __init__(self, channel: socket.socket, level: Level, usage: Usage) -> None:
+    def __init__(self, channel: socket.socket, level: Level) -> None:
         self._channel = channel
         self._level = level
-        self._usage = usage
+        self._template = Template.start(level, channel)
+        self._usage = level.usage
+        self._usage.look_at_children_of(self._template.seen_as)
         self._session: Child | None = None
         self._spare: Child | None = None
+        self._home_is_used = False
+        self._next_ends: Ends | None = None
 
     def serve(self) -> None:
-        self._spare = self._fork(Place(home=False, writable=False, disk_mib=_USUAL_DISK_MIB))
+        self._spare = self._fork(_USUAL_PLACE)
         while True:
             try:
                 header, descriptors = wire.receive(self._channel)
@@ -94,22 +70,29 @@ class Zygote:
         started = time.monotonic()
         limits = Limits(**header["limits"])  # type: ignore[arg-type]
         place = Place(home=bool(header["home"]), writable=header["kind"] in files.KINDS, disk_mib=limits.disk_mib)
+        self._home_is_used |= place.home
         is_resumed = bool(header["session"]) and self._session is not None
         ran = self._session_child(place, limits) if header["session"] else self._fresh_child(place)
-        order = {"limits": header["limits"], "session": header["session"], "running": self._num_running()}
+        self._order(ran, limits, descriptors, is_session=bool(header["session"]))
+        ran.pid = ran.pid or self._template.forked()
         deadline = started + float(header["timeout_s"])  # type: ignore[arg-type]
         execution = self._execution(ran, limits, _integer(header, "max_output_bytes"), deadline)
         execution.is_ready = is_resumed
+        self._next_ends = self._next_ends or Ends()
         try:
-            with contextlib.suppress(OSError):  # it died while it was confined; what it said of that is waiting
-                socket.send_fds(ran.control, [json.dumps(order).encode()], descriptors)
             execution.watch(self._channel)
             self._answer(header, execution, time.monotonic() - started)
         finally:
             os.close(execution.target)
-            self._clean_up(ran, execution)
-        if not header["session"]:
-            self._spare = self._fork(place)
+        self._clean_up(ran, execution)
+
+    def _order(self, ran: Child, limits: Limits, descriptors: list[int], *, is_session: bool) -> None:
+        if is_session:
+            limits = replace(limits, cpu_s=_SESSION_CPU_S)
+        bounds = self._level.bounds(limits, running=self._num_running())
+        order = bounds, is_session, ran.ends.done.token
+        with contextlib.suppress(OSError):  # it died while it was confined; what it said of that is waiting
+            socket.send_fds(ran.ends.control, [marshal.dumps(order)], descriptors)
 
     def _answer(self, header: dict[str, object], execution: Execution, duration_s: float) -> None:
         answer: dict[str, object] = {
@@ -124,23 +107,22 @@ class Zygote:
         wire.send(self._channel, answer, execution.target)
 
     def _clean_up(self, ran: Child, execution: Execution) -> None:
-        """After the answer, so that nobody waits for it; before the next execution, so that nothing meets it."""
+        """After the answer, so that nobody waits for it; before the next fork, so that nothing meets it."""
         ran.pid = execution.pid
         if ran is not self._session:
-            ran.end()
-        elif not execution.goes_on:
-            ran.end()
-            self._session = None
-        self._level.sweep(self._session.pid if self._session else 0)
+            self._spare = self._fork(ran.place, ended=ran.pid)
+            ran.ends.close()
+        elif execution.goes_on:
+            self._template.end(session=ran.pid)
+        else:
+            self._end_session()
 
     def _fresh_child(self, place: Place) -> Child:
-        spare, self._spare = self._spare, None
         self._usage.apart = self._session.seen_as if self._session else frozenset()
-        if spare is not None:
-            if spare.fit == self._level.prepare(place):
-                return spare
-            spare.end()
-        return self._fork(place)
+        if self._spare is not None and self._spare.place != place:
+            self._end_spare()
+        spare, self._spare = self._spare or self._fork(place), None
+        return spare
 
     def _session_child(self, place: Place, limits: Limits) -> Child:
         self._end_spare()
@@ -148,38 +130,31 @@ class Zygote:
         if self._session is None:
             before = self._usage.children()
             self._session = self._fork(place)
+            self._session.pid = self._template.forked()
             self._session.max_processes = limits.max_processes
             self._session.seen_as = frozenset(self._usage.children() - before)
         else:
             self._session.forget_what_it_said()
         return self._session
 
-    def _fork(self, place: Place) -> Child:
-        fit = self._level.prepare(place)
-        pipes = [os.pipe() for _ in range(_NUM_STREAMS + 1)]
-        token = os.urandom(16)
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        pid = self._level.fork()
-        if pid == 0:
-            ours.detach()
-            child.run(self._level, place, [write for _, write in pipes], theirs, token)
-        theirs.close()
-        for _, write in pipes:
-            # Our copies of the write ends, or the end of the child would not show.
-            os.close(write)
-        os.set_blocking(pipes[-1][0], False)  # the others are read by splice, which does not block
-        ours.setblocking(False)
-        *sources, done = (read for read, _ in pipes)
-        return Child(pid=pid, sources=sources, control=ours, done=Done(done, token), fit=fit)
+    def _fork(self, place: Place, *, ended: int = 0) -> Child:
+        """A child that is on its way; `ended` is one whose end it must not see."""
+        ends, self._next_ends = self._next_ends or Ends(), None
+        self._template.fork(place, ends.given, ended=ended, session=self._session.pid if self._session else 0)
+        ends.close_given()
+        return Child(ends=ends, place=place)
 
     def _execution(self, ran: Child, limits: Limits, max_output: int, deadline: float) -> Execution:
         caps = (max_output, max_output, MAX_RESULT_BYTES)
         starts = (0, max_output, 2 * max_output)
         return Execution(
             pid=ran.pid,
-            control=ran.control,
-            done=ran.done,
-            streams=[Stream(source, start, cap) for source, start, cap in zip(ran.sources, starts, caps, strict=True)],
+            end=partial(self._template.end, session=self._session.pid if self._session else 0),
+            control=ran.ends.control,
+            done=ran.ends.done,
+            streams=[
+                Stream(source, start, cap) for source, start, cap in zip(ran.ends.sources, starts, caps, strict=True)
+            ],
             target=os.memfd_create("answer", os.MFD_CLOEXEC),
             deadline=deadline,
             limits=limits,
@@ -188,21 +163,32 @@ class Zygote:
 
     def _num_running(self) -> int:
         """Processes beside the execution that count against the limit of this user."""
-        return 1 + (self._session.max_processes if self._session else 0)
+        return _OWN_PROCESSES + (self._session.max_processes if self._session else 0)
 
     def _end_spare(self) -> None:
         if self._spare is not None:
-            self._spare.end()
-            self._spare = None
+            spare, self._spare = self._spare, None
+            spare.ends.close()
+            self._template.end(spare.pid or self._template.forked(), session=self._session.pid if self._session else 0)
+
+    def _end_session(self) -> None:
+        if self._session is not None:
+            session, self._session = self._session, None
+            session.ends.close()
+            self._template.end(session.pid)
 
     def _reset(self) -> None:
-        """The sandbox was given back: end its session, forget its files."""
-        if self._session is not None:
-            self._session.end()
-            self._session = None
-            self._end_spare()
-            self._level.sweep(0)
-        self._level.reset()
+        """The sandbox was given back."""
+        if self._home_is_used:
+            self.forget()
+            self._spare = self._fork(_USUAL_PLACE)
+
+    def forget(self) -> None:
+        """End the sandbox's session and all that was confined to its files, and the files."""
+        self._end_spare()
+        self._end_session()
+        self._template.reset()
+        self._home_is_used = False
 
 
 def _integer(header: dict[str, object], key: str) -> int:
