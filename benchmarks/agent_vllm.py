@@ -42,7 +42,7 @@ from rayapp.types import SamplingParams
 MODEL = Path(__file__).parents[1] / "models" / "smollm2-135m"
 TURNS = 4
 TOKENS_PER_TURN = 96
-BLOCK_TOKENS = 16
+BLOCK_TOKENS = 32
 LOOK_EVERY_S = 0.02
 NUM_SANDBOXES = 8
 PROBLEM = (
