@@ -22,7 +22,7 @@ import json
 import logging
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -96,7 +96,9 @@ class Watched:
             self.later_tokens += len(prompt_ids)
         self._watch.num_generating += 1
         try:
-            return await self._engine.generate(request_id, list(prompt_ids), sampling)
+            completion = await self._engine.generate(request_id, list(prompt_ids), sampling)
+            # A turn that is cut at its length would end the trajectory: here it is simply over.
+            return replace(completion, finish_reason="stop")
         finally:
             self._watch.num_generating -= 1
 
