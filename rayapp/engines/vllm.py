@@ -177,8 +177,8 @@ class VllmEngine:
         purpose = request.request_id.partition("=")[0]
         if purpose == "group" and (request.sampling.top_p < 1.0 or request.sampling.top_k > 0):
             raise EngineError(
-                f"{request.request_id}: top_p {request.sampling.top_p:g}, top_k {request.sampling.top_k} would bias the "
-                "log-probs that training uses; only evaluation may filter"
+                f"{request.request_id}: top_p {request.sampling.top_p:g}, top_k {request.sampling.top_k} would bias "
+                "the log-probs that training uses; only evaluation may filter"
             )
         prompt = {"prompt_token_ids": list(request.prompt_ids), "cache_salt": f"{purpose} {self.policy_version}"}
         try:
