@@ -94,7 +94,7 @@ def rehearse(control: _socket.socket) -> None:
             ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             with ours, theirs:
                 os.dup2(theirs.fileno(), _CONTROL_FD)
-                job = memory_file(marshal.dumps(piece))
+                job = memory_file(marshal.dumps(piece))  # type: ignore[arg-type]
                 socket.send_fds(ours, [marshal.dumps(_HARMLESS)], [job])
                 os.close(job)
                 _obey(control)
@@ -189,7 +189,7 @@ def _run(job: Job) -> int:
     if kind == "command":
         return _execute(given)  # type: ignore[arg-type]
     if kind in files.KINDS:
-        return files.run(*given, send)  # type: ignore[arg-type]
+        return files.run(*given, send)  # type: ignore[arg-type, call-arg]
     status = harness.run_script(given[0], harness.main_names(), send)  # type: ignore[arg-type]
     _join_threads()
     return status
@@ -197,7 +197,7 @@ def _run(job: Job) -> int:
 
 def _execute(argv: Sequence[str]) -> int:
     try:
-        os.execvpe(argv[0], argv, os.environ)
+        os.execvpe(argv[0], list(argv), os.environ)
     except OSError as error:
         os.write(2, f"{argv[0]}: {error.strerror}\n".encode("utf-8", "replace"))
         return 126 if isinstance(error, PermissionError) else 127

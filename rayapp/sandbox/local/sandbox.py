@@ -7,6 +7,7 @@ import errno
 import marshal
 import math
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from rayapp.errors import SandboxDeadlineError, SandboxError, SandboxGoneError
 from rayapp.sandbox.codec import encode_inputs
@@ -150,7 +151,7 @@ class LocalSandbox:
         home: bool = False,
         session: bool = False,
     ) -> Answer:
-        job = kind, dict(self._spec.env), given
+        job: Any = kind, dict(self._spec.env), given
         limits = Limits(
             cpu_s=math.ceil(timeout_s) + 1,
             memory_mib=self._spec.memory_mib,

@@ -92,7 +92,7 @@ class Zygote:
         bounds = self._level.bounds(limits, running=self._num_running())
         order = bounds, is_session, ran.ends.done.token
         with contextlib.suppress(OSError):  # it died while it was confined; what it said of that is waiting
-            socket.send_fds(ran.ends.control, [marshal.dumps(order)], descriptors)
+            socket.send_fds(ran.ends.control, [marshal.dumps(order)], descriptors)  # type: ignore[arg-type]
 
     def _answer(self, header: dict[str, object], execution: Execution, duration_s: float) -> None:
         answer: dict[str, object] = {
