@@ -171,7 +171,7 @@ async def test_a_byte_that_changed_on_the_servers_disk_is_never_read_as_whole(
         await get_folder(storage, tmp_path / "out")
     assert isinstance(raised.value, StorageCorruptError | StorageUnreachableError)  # Swift may cut the answer itself
     assert not (tmp_path / "out" / "weights").exists()
-    damaged.unlink()
+    damaged.unlink(missing_ok=True)  # Swift puts it in quarantine where it finds the damage itself
     await put_folder(tmp_path / "in", storage, overwrite=True)
 
 
@@ -183,7 +183,7 @@ async def test_a_full_disk_fails_the_upload_and_room_mends_it(
     with swift.full_disk():
         with pytest.raises(StorageError, match=r"503|full|ServiceUnavailable"):
             await put_folder(tmp_path / "in", storage)
-        assert not await storage.exists("manifest.json")
+    assert not await storage.exists("manifest.json")
     await put_folder(tmp_path / "in", storage)
     await get_folder(storage, tmp_path / "out")
     assert (tmp_path / "out" / "big.bin").stat().st_size == BIG_BYTES

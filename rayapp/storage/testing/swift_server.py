@@ -78,12 +78,16 @@ class SwiftServer:
     @contextlib.contextmanager
     def full_disk(self) -> Iterator[None]:
         """While the block runs, the object server sees no free space on its disk; restarted on both ends."""
-        for reserve in ("100%", "0"):
-            self.kill()
-            self._write_configuration(reserve=reserve)
-            self.start()
-            if reserve == "100%":
-                yield
+        self._restart(reserve="100%")
+        try:
+            yield
+        finally:
+            self._restart(reserve="0")
+
+    def _restart(self, *, reserve: str) -> None:
+        self.kill()
+        self._write_configuration(reserve=reserve)
+        self.start()
 
     def data_files(self) -> list[Path]:
         """The files that hold objects, largest first."""
