@@ -180,9 +180,8 @@ async def test_a_full_disk_fails_the_upload_and_room_mends_it(
 ) -> None:
     (tmp_path / "in").mkdir()
     big.rename(tmp_path / "in" / "big.bin")
-    with swift.full_disk():
-        with pytest.raises(StorageError, match=r"503|full|ServiceUnavailable"):
-            await put_folder(tmp_path / "in", storage)
+    with swift.full_disk(), pytest.raises(StorageError, match=r"503|full|ServiceUnavailable"):
+        await put_folder(tmp_path / "in", storage)
     assert not await storage.exists("manifest.json")
     await put_folder(tmp_path / "in", storage)
     await get_folder(storage, tmp_path / "out")
