@@ -93,6 +93,7 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
         (
             Panel(title="requests", metrics=("rl_server_running", "rl_server_waiting")),
             Panel(title="KV cache in use", metrics=("rl_server_kv_used_share",)),
+            Panel(title="preempted for want of KV cache", metrics=("rl_server_preempted_total",)),
             Panel(
                 title="prefix cache hits",
                 queries=((_PREFIX_HITS, "{{server}}", "share"),),

@@ -187,6 +187,10 @@ METRICS: tuple[Metric, ...] = (
         name="rl_server_prefix_hits_total", kind="counter", source="server/{server}/prefix_hits", labels=("server",),
         help="Prompt tokens found there",
     ),
+    Metric(
+        name="rl_server_preempted_total", kind="counter", source="server/{server}/preempted", labels=("server",),
+        help="Requests thrown out and computed again, for want of KV cache",
+    ),
 )  # fmt: skip
 BY_NAME = {metric.name: metric for metric in METRICS}
 

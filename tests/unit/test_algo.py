@@ -12,7 +12,7 @@ import torch
 from rayapp.algo.advantages import AdvantageInputs, check_estimator, compute_advantages, response_mask
 from rayapp.algo.losses import LossRows, LossScale, check_policy_loss, make_actor_config, policy_loss
 from rayapp.algo.mismatch import mismatch_metrics
-from rayapp.algo.names import ADV_ESTIMATORS, NEEDS_CRITIC, POLICY_LOSSES
+from rayapp.algo.names import ADV_ESTIMATORS, NEEDS_CRITIC, NEEDS_GREEDY_BASELINE, POLICY_LOSSES
 from rayapp.config import AlgorithmSection, Config
 from rayapp.errors import ConfigError, LearnerError
 
@@ -87,14 +87,18 @@ def verls_own(name: str, algorithm: AlgorithmSection) -> torch.Tensor:
             "prompts": torch.zeros(4, 0, dtype=torch.long),
             "token_level_rewards": scores,
             "token_level_scores": scores,
-            "reward_baselines": torch.from_numpy(given.baselines),
+            **({"reward_baselines": torch.from_numpy(given.baselines)} if name in NEEDS_GREEDY_BASELINE else {}),
             "old_log_probs": given.old_log_probs,
             "sum_pi_squared": given.sum_pi_squared,
             "uid": np.array(["a", "a", "b", "b"], dtype=object),
             **given.reward_terms,
         }
     )
-    config = AlgoConfig(adv_estimator=name, norm_adv_by_std_in_grpo=algorithm.norm_adv_by_std)
+    config = AlgoConfig(
+        adv_estimator=name,
+        norm_adv_by_std_in_grpo=algorithm.norm_adv_by_std,
+        gdpo_reward_keys=list(algorithm.gdpo_reward_terms),
+    )
     result = compute_advantage(
         data,
         adv_estimator=name,
@@ -110,8 +114,11 @@ def verls_own(name: str, algorithm: AlgorithmSection) -> torch.Tensor:
 @pytest.mark.parametrize("norm_adv_by_std", [True, False])
 @pytest.mark.parametrize("name", ADV_ESTIMATORS)
 def test_every_estimator_is_verls_own_on_the_same_numbers(name: str, *, norm_adv_by_std: bool) -> None:
-    algorithm = AlgorithmSection(adv_estimator=name, norm_adv_by_std=norm_adv_by_std)
-    found, expected = compute_advantages(inputs(), algorithm), verls_own(name, algorithm)
+    terms = {"gdpo_reward_terms": ["pass_rate"]} if name == "gdpo" else {}
+    algorithm = AlgorithmSection(adv_estimator=name, norm_adv_by_std=norm_adv_by_std, **terms)
+    # verl's trainer does not hand norm_adv_by_std to grpo_vectorized, which is grpo in other words; ours does.
+    other = "grpo" if name == "grpo_vectorized" else name
+    found, expected = compute_advantages(inputs(), algorithm), verls_own(other, algorithm)
     mask = response_mask(LENGTHS)
     # Ours may add in float64 where verl adds in float32: 7 digits, and a division by deviations of 0.2 and more.
     np.testing.assert_allclose((found * mask).numpy(), (expected * mask).numpy(), rtol=2e-5, atol=2e-6)

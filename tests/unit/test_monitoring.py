@@ -125,6 +125,7 @@ def test_engine_load_is_read_off_vllms_statistics() -> None:
         "kv_used": 0.5,
         "prefix_queries": 20.0,
         "prefix_hits": 8.0,
+        "preempted": 0.0,
     }
     assert {f"server/vllm-server-0/{name}" for name in load.scalars()} == {
         name for name in (f"server/vllm-server-0/{key}" for key in load.scalars()) if reported({name: 1.0})

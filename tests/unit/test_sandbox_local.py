@@ -102,6 +102,7 @@ def children_of(pid: int) -> list[int]:
 
 async def test_the_child_for_the_next_execution_never_lives_beside_the_one_before(sandbox: LocalSandbox) -> None:
     # given: the template, which is the zygote's only child; in namespaces another process waits for the zygote
+    await sandbox.call_function("def f(): return 1", "f", [[]], timeout_s=5)  # by then they have all started
     (template,) = children_of(sandbox.slot.pid)
     if sandbox.isolation.startswith("ns"):
         (template,) = children_of(template)
