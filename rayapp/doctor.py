@@ -107,7 +107,7 @@ def metrics_port(port: int) -> Finding:
                 level="note",
                 what="metrics port",
                 detail=f"{port} is taken, by a Ray that runs or by another program",
-                cure=f"ray start --head --metrics-export-port={port + 1}: with one that is taken Ray ends as it starts",
+                cure=f"ray start --head --metrics-export-port={port + 1}: with one that is taken Ray shows no metrics",
             )
     return Finding(level="ok", what="metrics port", detail=f"{port} is free")
 

@@ -90,12 +90,12 @@ def _connect(config: Config) -> tuple[Any, bool]:
         try:
             _check_reachable(address)
             return ray.init(address=address, **common), False
-        except ray.exceptions.AuthenticationError as error:
-            raise ConfigError(f"{address} refuses the token ({_first_line(error)}). {WRONG_TOKEN}") from None
         except (OSError, ValueError, RuntimeError) as error:
+            # Ray tells of a token that it refuses in its log only: the error is the same as for no Ray at all.
             raise ConfigError(
                 f"no Ray answers at {address!r} ({_first_line(error)}). Start one there with `ray start --head`, "
-                "correct cluster.address or RAY_ADDRESS, or leave both empty to start a local one."
+                "correct cluster.address or RAY_ADDRESS, or leave both empty to start a local one. If something listens "
+                f"there, it may refuse the token. {WRONG_TOKEN}"
             ) from None
     if not address and (started_here := _address_of_ray_start()):
         return ray.init(address=started_here, **common), False

@@ -79,9 +79,9 @@ def test_wrong_token_and_a_wrong_port_are_named(head: Any, tmp_path: Path) -> No
         assert refused.returncode == 2
         assert re.match(r"error: http://\S+ refuses the token \(.+\)\. Set RAY_AUTH_MODE=token and", refused.stderr)
         attached = head.run(sys.executable, "-c", ATTACH, head.gcs, RAY_AUTH_TOKEN="wrong")
-        assert re.match(r"127\.0\.0\.1:\d+ refuses the token \(.+\)\. Set RAY_AUTH_MODE=token and", attached.stdout), (
-            attached.stdout + attached.stderr
-        )
+        assert attached.stdout.startswith(f"no Ray answers at '{head.gcs}' "), attached.stdout + attached.stderr
+        assert "it may refuse the token. Set RAY_AUTH_MODE=token and" in attached.stdout
+        assert "InvalidAuthToken" in attached.stderr
     nowhere = head.run(sys.executable, "-m", "rayapp", *command, "--address", "http://127.0.0.1:1")
     assert nowhere.returncode == 2
     assert nowhere.stderr.startswith("error: no Ray dashboard answers at http://127.0.0.1:1 ")
@@ -119,13 +119,11 @@ def test_stopped_job_has_the_time_to_save(head: Any, tmp_path: Path) -> None:
     assert (tmp_path / "slow" / "checkpoints" / "step=000003" / "manifest.json").exists()
 
 
-def test_ray_on_a_metrics_port_that_is_taken_does_not_start_and_the_other_ray_goes_on(
+def test_ray_on_a_metrics_port_that_is_taken_starts_without_metrics_and_the_other_ray_goes_on(
     head: Any, start_head: Any
 ) -> None:
-    # The port of the other Ray's metrics: what happens when two people follow docs/operate.md on one machine.
-    with pytest.raises(AssertionError) as refused, start_head("disabled", metrics_port=head.metrics_port):
-        pass
-
-    # Ray's own word for it is in its agent's log only; `rayapp doctor` names the port.
-    assert "Address already in use" in str(refused.value)
-    assert '"SUCCEEDED"' in head.get("/api/jobs/")
+    # The port of the other Ray's metrics: what happens when two people follow docs/operate.md on one machine. Ray says
+    # it in its agent's log only; `rayapp doctor` names the port.
+    with start_head("disabled", metrics_port=head.metrics_port) as second:
+        assert '"SUCCEEDED"' in head.get("/api/jobs/")
+        assert second.get("/api/jobs/") == "[]"
