@@ -94,8 +94,8 @@ def _connect(config: Config) -> tuple[Any, bool]:
             # Ray tells of a token that it refuses in its log only: the error is the same as for no Ray at all.
             raise ConfigError(
                 f"no Ray answers at {address!r} ({_first_line(error)}). Start one there with `ray start --head`, "
-                "correct cluster.address or RAY_ADDRESS, or leave both empty to start a local one. If something listens "
-                f"there, it may refuse the token. {WRONG_TOKEN}"
+                "correct cluster.address or RAY_ADDRESS, or leave both empty to start a local one. If something "
+                f"listens there, it may refuse the token. {WRONG_TOKEN}"
             ) from None
     if not address and (started_here := _address_of_ray_start()):
         return ray.init(address=started_here, **common), False
