@@ -1,7 +1,8 @@
-# make train   create .venv, fetch the model, train CONFIG          make test    run all tests
+# make train   create .venv, fetch the model, train CONFIG          make test    run the tests
 # make bench   one GRPO step against TRL                            make lint    ruff and mypy
 # make venv    only the environment                                 make format  let ruff rewrite the code
 # make test JOBS=1 ARGS="-x tests/unit"   one after the other, and only these
+# make test ARGS="-m long"                those that take half an hour more
 # Variables: CONFIG=configs/coding_cpu.yaml  ARGS="train.num_steps=50"  DEVICE=cpu|gpu  INSTALLER=auto|uv|pip  PYTHON=python3.12
 
 CONFIG ?= configs/coding_cpu.yaml

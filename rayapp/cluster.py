@@ -263,11 +263,11 @@ async def _start(
     await wait_for_gpus(config)
     on_gpu = _uses_gpus(config)
     timeout_s = config.cluster.start_timeout_s + config.server.start_timeout_s
+    pool = started.add(spawn_pool(config))  # first: its name tells whether another run of this name goes on
     placement = await Placement.reserve(
         config, on_gpu=on_gpu, timeout_s=config.cluster.start_timeout_s, with_learners=with_learners
     )
     started.placement = placement
-    pool = started.add(spawn_pool(config))
     plan = _plan(config, on_gpu=on_gpu) if with_learners else None
     learners = LearnerGroup(await _spawn_learners(config, started, placement) if with_learners else (), plan)
     servers = _spawn_servers(config, started, placement, must_sync=with_learners)

@@ -27,7 +27,7 @@ from rayapp.tracking.operator_metrics import of_step
 from rayapp.tracking.trackers import RunTracker
 from rayapp.types import GroupSummary
 
-pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.cluster, pytest.mark.long, pytest.mark.slow, pytest.mark.timeout(1800)]
 SPEED = 20
 SCRAPE_EVERY = "5s"
 """Also how long one may take, which on a busy machine is seconds."""

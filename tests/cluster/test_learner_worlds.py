@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.cluster, pytest.mark.long, pytest.mark.slow, pytest.mark.timeout(1800)]
 
 MAX_GRADIENT_ERROR = 2e-6
 """Of the gradient's largest entry; as in tests/unit/test_learner_exactness.py."""

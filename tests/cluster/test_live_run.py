@@ -23,7 +23,7 @@ from rayapp.config import Config
 from rayapp.k8s.render import Release, render
 from rayapp.tracking.dashboard import ROWS, queries
 
-pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.cluster, pytest.mark.long, pytest.mark.slow, pytest.mark.timeout(1800)]
 
 PAGE_TIMEOUT_S = 300.0
 ROOT = Path(__file__).parents[2]

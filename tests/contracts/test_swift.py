@@ -36,7 +36,7 @@ from rayapp.storage.testing.swift_environment import SwiftNotInstalledError
 from rayapp.storage.testing.swift_server import KEY, REGION, SECRET, SwiftServer
 from rayapp.storage.testing.threads import ProxyThread, make_bucket, wait_until
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.long, pytest.mark.slow, pytest.mark.timeout(600)]
 BUCKET = "bucket"
 BIG_BYTES = 23 * MIB
 TRANSFER = Transfer(

@@ -25,7 +25,7 @@ from rayapp.storage.settings import settings_from_environment
 from rayapp.storage.testing.moto_server import KEY, REGION, SECRET, MotoServer
 from rayapp.storage.testing.threads import make_bucket
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.e2e, pytest.mark.long, pytest.mark.slow, pytest.mark.timeout(900)]
 pytest.importorskip("moto", reason="needs the development package moto[server]")
 
 BUCKET = "runs"

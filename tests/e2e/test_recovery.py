@@ -17,7 +17,7 @@ import psutil
 import pytest
 import yaml
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.e2e, pytest.mark.long, pytest.mark.slow, pytest.mark.timeout(900)]
 
 NUM_STEPS = 10
 KILLS = {

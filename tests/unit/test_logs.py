@@ -27,14 +27,14 @@ def lines() -> Iterator[Any]:
     handler.setFormatter(JsonLines())
     handler.addFilter(Labels("seed0"))
     root = logging.getLogger()
-    before = root.level
-    root.addHandler(handler)
+    # Alone: other tests' processes may have labelled pytest's handlers, and the first label stays on a line.
+    before, root.handlers[:] = (list(root.handlers), root.level), [handler]
     root.setLevel(logging.INFO)
     try:
         yield lambda: [json.loads(line) for line in stream.getvalue().splitlines()]
     finally:
-        root.removeHandler(handler)
-        root.setLevel(before)
+        root.handlers[:], level = before
+        root.setLevel(level)
 
 
 @pytest.fixture

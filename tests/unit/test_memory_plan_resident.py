@@ -13,7 +13,7 @@ from rayapp.config import Config
 from rayapp.memory_plan import MASTER, RUNTIME_BYTES, plan_learner
 from rayapp.plan_command import model_shape
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.long, pytest.mark.slow, pytest.mark.timeout(900)]
 
 MAX_ERROR = 0.25
 """Of the plan. The rest is what malloc holds back and what operations need for a moment."""

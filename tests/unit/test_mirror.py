@@ -261,6 +261,7 @@ def test_an_outage_in_the_middle_stops_nothing_and_is_made_up_for(
     assert "go on" in caplog.text
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("fault", "why"), [(Fault.DROP, "did not answer"), (Fault.EXPIRED, "expired"), (Fault.FULL, "full")]
 )
