@@ -135,6 +135,7 @@ ELSEWHERE = (
     How(begins="prometheus", test="tests/cluster/test_alerts.py"),
     How(begins="export", why_not="sets a variable of the reader's shell"),
     How(begins="python benchmarks/", why_not="measures for minutes on a quiet machine"),
+    How(begins="python -m benchmarks.driver", why_not="measures for minutes on a quiet machine"),
     How(begins="python -m rayapp.config_docs", test="tests/unit/test_config_docs.py"),
     How(begins="python -m rayapp.data.problems", test="tests/unit/test_data_problems.py"),
     How(begins="python -m rayapp.tracking.monitoring", test="tests/unit/test_monitoring.py"),
