@@ -30,9 +30,8 @@ from actors.handles import SandboxPoolHandle
 from actors.spawn import kill, spawn
 from rayapp.sandbox.client import Pool
 from rayapp.sandbox.config import SandboxConfig
-from rayapp.sandbox.leases import Fate, Lease
-from rayapp.sandbox.pool import LeasePool
-from rayapp.sandbox.pool_here import open_pool
+from rayapp.sandbox.leases import Fate
+from rayapp.sandbox.pool_here import PoolHere, open_pool
 from rayapp.types import SandboxSpec
 
 SPEC = SandboxSpec()
@@ -175,20 +174,8 @@ PARTS: dict[str, tuple[Callable[[SandboxPoolHandle], Awaitable[Numbers]], Sandbo
 HERE = "growth-here"
 
 
-class Here:
+class Here(PoolHere):
     """The pool's logic without its actor."""
-
-    def __init__(self, pool: LeasePool) -> None:
-        self._pool = pool
-
-    async def acquire(self, holder: str, spec: SandboxSpec, *, timeout_s: float, lease_id: int) -> Lease:
-        return await self._pool.acquire(holder, spec, timeout_s=timeout_s, lease_id=lease_id)
-
-    async def release(self, lease_id: int, fate: Fate) -> None:
-        self._pool.release(lease_id, fate)
-
-    async def heartbeat(self, holder: str) -> None:
-        self._pool.heartbeat(holder)
 
     async def stats(self) -> Numbers:
         return self._pool.stats()

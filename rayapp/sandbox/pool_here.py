@@ -31,7 +31,7 @@ async def open_pool(config: SandboxConfig, name: str) -> AsyncIterator[tuple[Poo
     """
     pool = build_pool(config, name)
     client = PoolClient(
-        _Here(pool),
+        PoolHere(pool),
         local_provider(config),
         remote=remote_providers(config),
         holder=name,
@@ -64,7 +64,7 @@ async def _tend(pool: LeasePool, config: SandboxConfig) -> None:
             await asyncio.gather(*(source.keeper.sweep() for source in pool.sources if source.keeper is not None))
 
 
-class _Here:
+class PoolHere:
     """See `rayapp.sandbox.client.Pool`."""
 
     def __init__(self, pool: LeasePool) -> None:

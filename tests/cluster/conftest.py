@@ -256,3 +256,60 @@ def start_prometheus(tmp_path: Path) -> Iterator[Start]:
             return Prometheus(port, process, log)
 
         yield start
+
+
+@pytest.fixture(scope="module")
+def moved_model(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny model, four heads, with every weight moved as an optimizer step would."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    folder = tmp_path_factory.mktemp("moved")
+    for file in tiny_model.iterdir():
+        (folder / file.name).write_bytes(file.read_bytes())
+    model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.bfloat16)
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.02)
+    model.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def write_groups(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """Call it with a seed: a file of three groups of four trajectories each, of random tokens and rewards."""
+    return lambda *, seed: written_groups(tmp_path_factory.mktemp("trajectories"), seed)
+
+
+def written_groups(folder: Path, seed: int) -> Path:
+    import numpy as np
+
+    from rayapp.tracking.trajectories import write_trajectories
+    from rayapp.types import Group, Prompt, Reward, RolloutStatus, Trajectory
+
+    rng = np.random.default_rng(seed)
+    groups = []
+    for group_id in range(3):
+        prompt = rng.integers(2, 90, 5)
+        members = []
+        for _ in range(4):
+            tokens = np.concatenate([prompt, rng.integers(2, 90, rng.integers(2, 12))]).astype(np.int32)
+            mask = np.arange(tokens.size) >= prompt.size
+            members.append(
+                Trajectory(
+                    token_ids=tokens,
+                    response_mask=mask,
+                    rollout_log_probs=np.where(mask, -4.0, 0.0).astype(np.float32),
+                    completion_text="",
+                    reward=Reward(value=float(rng.normal())),
+                    status=RolloutStatus.COMPLETED,
+                    min_policy_version=0,
+                    max_policy_version=0,
+                )
+            )
+        rendered = Prompt(task="t", text="", token_ids=prompt.astype(np.int32))
+        groups.append(Group(group_id=group_id, prompt=rendered, trajectories=tuple(members)))
+    path = folder / "step=000001.parquet"
+    write_trajectories(path, 1, groups)
+    return path

@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -77,6 +78,9 @@ learner.close()
 '''
 
 
+WriteGroups = Callable[..., Path]
+
+
 def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -109,36 +113,9 @@ def run_ranks(
 
 
 @pytest.fixture(scope="module")
-def trajectories(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def trajectories(write_groups: WriteGroups) -> Path:
     """Three groups: with two ranks one of them gets more, with four one gets none."""
-    from rayapp.tracking.trajectories import write_trajectories
-    from rayapp.types import Group, Prompt, Reward, RolloutStatus, Trajectory
-
-    rng = np.random.default_rng(11)
-    groups = []
-    for group_id in range(3):
-        prompt = rng.integers(2, 90, 5)
-        members = []
-        for _ in range(4):
-            tokens = np.concatenate([prompt, rng.integers(2, 90, rng.integers(2, 12))]).astype(np.int32)
-            mask = np.arange(tokens.size) >= prompt.size
-            members.append(
-                Trajectory(
-                    token_ids=tokens,
-                    response_mask=mask,
-                    rollout_log_probs=np.where(mask, -4.0, 0.0).astype(np.float32),
-                    completion_text="",
-                    reward=Reward(value=float(rng.normal())),
-                    status=RolloutStatus.COMPLETED,
-                    min_policy_version=0,
-                    max_policy_version=0,
-                )
-            )
-        rendered = Prompt(task="t", text="", token_ids=prompt.astype(np.int32))
-        groups.append(Group(group_id=group_id, prompt=rendered, trajectories=tuple(members)))
-    path = tmp_path_factory.mktemp("trajectories") / "step=000001.parquet"
-    write_trajectories(path, 1, groups)
-    return path
+    return write_groups(seed=11)
 
 
 @pytest.fixture(scope="module")

@@ -67,24 +67,6 @@ async def server(tiny_model: Path, two_ranks: None) -> AsyncIterator[VllmServer]
     await started.close()
 
 
-@pytest.fixture(scope="module")
-def moved(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The tiny model, four heads, with every weight moved as an optimizer step would."""
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    folder = tmp_path_factory.mktemp("moved")
-    for file in tiny_model.iterdir():
-        (folder / file.name).write_bytes(file.read_bytes())
-    model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.bfloat16)
-    torch.manual_seed(1)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.02)
-    model.save_pretrained(folder)
-    return folder
-
-
 def as_group(prompt: list[int], completion: np.ndarray) -> Group:
     """One trajectory, as the learner takes it."""
     tokens = np.concatenate([prompt, completion]).astype(np.int32)
@@ -104,9 +86,9 @@ def as_group(prompt: list[int], completion: np.ndarray) -> Group:
 
 
 async def test_two_ranks_take_the_learners_weights_and_sample_with_its_log_probs(
-    server: VllmServer, moved: Path
+    server: VllmServer, moved_model: Path
 ) -> None:
-    learner = Learner(config(moved), 0, 1, "", 0)
+    learner = Learner(config(moved_model), 0, 1, "", 0)
     prompt = [72, 75, 84, 85]
     try:
         buckets = list(learner.export_weights(100_000))

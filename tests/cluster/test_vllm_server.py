@@ -57,26 +57,8 @@ async def server(tiny_model: Path) -> AsyncIterator[VllmServer]:
 
 
 @pytest.fixture(scope="module")
-def other_weights(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The tiny model with every weight moved, as an optimizer step would."""
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    folder = tmp_path_factory.mktemp("moved")
-    for file in tiny_model.iterdir():
-        (folder / file.name).write_bytes(file.read_bytes())
-    model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.bfloat16)
-    torch.manual_seed(1)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.02)
-    model.save_pretrained(folder)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def buckets(other_weights: Path) -> list[WeightBucket]:
-    learner = Learner(make_config(other_weights), 0, 1, "", 0)
+def buckets(moved_model: Path) -> list[WeightBucket]:
+    learner = Learner(make_config(moved_model), 0, 1, "", 0)
     exported = list(learner.export_weights(100_000))
     learner.close()
     return exported
@@ -126,14 +108,14 @@ async def test_a_server_with_older_weights_than_asked_for_refuses(server: VllmSe
 
 
 async def test_after_an_update_the_server_computes_the_log_probs_of_the_learners_weights(
-    server: VllmServer, buckets: list[WeightBucket], other_weights: Path, tiny_model: Path
+    server: VllmServer, buckets: list[WeightBucket], moved_model: Path, tiny_model: Path
 ) -> None:
     assert len(buckets) > 1
     facts = await server.load_weights(1, [Reference(bucket) for bucket in buckets])
     assert facts["bytes"] == sum(bucket.data.nbytes for bucket in buckets)
     token_ids = [72, 75, 84, 85, 86, 28, 2, 89]
     found = (await server.prompt_log_probs([token_ids]))[0]
-    expected = log_probs_by_transformers(other_weights, token_ids)
+    expected = log_probs_by_transformers(moved_model, token_ids)
     assert np.abs(found - expected).max() < MAX_LOG_PROB_DIFFERENCE
     # ... which are not those it started with
     assert np.abs(found - log_probs_by_transformers(tiny_model, token_ids)).max() > 4 * MAX_LOG_PROB_DIFFERENCE

@@ -48,24 +48,6 @@ async def server(tiny_model: Path) -> AsyncIterator[VllmServer]:
     await started.close()
 
 
-@pytest.fixture(scope="module")
-def moved(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The tiny model with every weight moved, as an optimizer step would."""
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    folder = tmp_path_factory.mktemp("moved")
-    for file in tiny_model.iterdir():
-        (folder / file.name).write_bytes(file.read_bytes())
-    model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.bfloat16)
-    torch.manual_seed(1)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.02)
-    model.save_pretrained(folder)
-    return folder
-
-
 class Client:
     """What `ServersClient` is in a run, for a server in this process: called from the sender's threads."""
 
@@ -96,8 +78,8 @@ class Client:
 
 
 @pytest.fixture(scope="module")
-def learner(moved: Path) -> Any:
-    made = Learner(config(moved), 0, 1, "", 0)
+def learner(moved_model: Path) -> Any:
+    made = Learner(config(moved_model), 0, 1, "", 0)
     yield made
     made.close()
 
@@ -109,8 +91,8 @@ def free_port() -> int:
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def joined(server: VllmServer, learner: Learner, moved: Path) -> tuple[WeightSender, Client]:
-    settings = config(moved)
+async def joined(server: VllmServer, learner: Learner, moved_model: Path) -> tuple[WeightSender, Client]:
+    settings = config(moved_model)
     client = Client(server, asyncio.get_running_loop())
     client.source = LearnerSource(learner._learner.model, settings.learner.lora)
     sender = await asyncio.to_thread(
@@ -136,7 +118,7 @@ def log_probs(folder: Path, token_ids: list[int]) -> np.ndarray:
 
 
 async def test_one_group_takes_the_weights_again_and_again_and_the_server_computes_with_them(
-    server: VllmServer, joined: tuple[WeightSender, Client], moved: Path, tiny_model: Path
+    server: VllmServer, joined: tuple[WeightSender, Client], moved_model: Path, tiny_model: Path
 ) -> None:
     sender, client = joined
     tokens = [72, 75, 84, 40, 41, 42, 43]
@@ -146,7 +128,7 @@ async def test_one_group_takes_the_weights_again_and_again_and_the_server_comput
         assert await server.holds() == version
         assert client.num_held >= 4  # two norms in each of two layers, and the last one
         (found,) = await server.prompt_log_probs([tokens])
-        assert np.abs(found - log_probs(moved, tokens)).max() < MAX_LOG_PROB_DIFFERENCE
+        assert np.abs(found - log_probs(moved_model, tokens)).max() < MAX_LOG_PROB_DIFFERENCE
     assert np.abs(found - log_probs(tiny_model, tokens)).max() > MAX_LOG_PROB_DIFFERENCE
 
 
