@@ -23,6 +23,8 @@ from rayapp.weights.plan import TransferPlan
 
 ObjectRef = Any  # ray.ObjectRef[T] can't be named where `Group` is only a reference
 Facts = dict[str, Any]
+GROUP_MARGIN_S = 180.0
+"""Past a group's own deadline, which its worker keeps. One that does not is replaced before this is over."""
 GenerateRequest = tuple[str, Int32Array, SamplingParams, int, int]
 """Arguments of `VllmServer.generate`: id, prompt, sampling, the oldest version that will do, size of the cohort."""
 
@@ -257,13 +259,18 @@ class RolloutWorkerHandle(Handle):
         facts: Facts = await self.call("ready", self.actor.ready.remote(), timeout_s)
         return facts
 
+    async def ping(self, timeout_s: float) -> str:
+        """`incarnation`, if its groups end in time."""
+        incarnation: str = await self.call("ping", self.actor.ping.remote(), timeout_s)
+        return incarnation
+
     async def run_group(self, request: GroupRequest) -> tuple[GroupSummary, ObjectRef]:
         """Returns the summary and a *reference* to the Group."""
         name = f"{self.name}.run_group step={request.policy_version + 1} group={request.group_id}"
         method = self.actor.run_group.options(num_returns=2, name=name)
         group_ref, summary_ref = method.remote(request)
         # The group's own deadline is kept in the worker; this one is for a worker that hangs.
-        summary: GroupSummary = await self.call("run_group", summary_ref, self.group_deadline_s + 60.0)
+        summary: GroupSummary = await self.call("run_group", summary_ref, self.group_deadline_s + GROUP_MARGIN_S)
         return summary, group_ref
 
     async def num_eval_prompts(self, timeout_s: float = 30.0) -> int:
@@ -278,7 +285,7 @@ class RolloutWorkerHandle(Handle):
         """Samples of one prompt after `step`, for their numbers only."""
         method = self.actor.evaluate.options(num_returns=2, name=f"{self.name}.evaluate step={step} prompt={index}")
         _, summary_ref = method.remote(index, cohort)
-        summary: GroupSummary = await self.call("evaluate", summary_ref, self.group_deadline_s + 60.0)
+        summary: GroupSummary = await self.call("evaluate", summary_ref, self.group_deadline_s + GROUP_MARGIN_S)
         return summary
 
     async def close(self, timeout_s: float = 10.0) -> None:

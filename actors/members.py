@@ -59,6 +59,9 @@ class WorkerMember(_Member):
     start_timeout_s: float
     pool: SandboxPoolHandle
 
+    async def ping(self, timeout_s: float) -> str:
+        return await self.handle.ping(timeout_s)
+
     async def revive(self) -> None:
         try:
             await self.pool.reclaim(self.handle.name)

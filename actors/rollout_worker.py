@@ -23,9 +23,12 @@ from rayapp.rollout.sources import Groups, open_groups
 from rayapp.routing import neighbours, server_in_cohort
 from rayapp.sandbox.client import PoolClient
 from rayapp.sandbox.providers import local_provider, remote_providers
+from rayapp.stalls import InHand
 from rayapp.types import Completion, Group, GroupSummary, SamplingParams
 
 log = logging.getLogger(__name__)
+LATE_S = 60.0
+"""Past its own deadline, until a group that has not ended means that this process does not get on."""
 
 
 class ServerEngine:
@@ -63,6 +66,7 @@ class RolloutWorker:
         self._index = index
         self._servers = servers
         self._groups: Groups | None = None
+        self._in_hand = InHand()
         self._reporter = Reporter(config.run.name)
         self._sandboxes = PoolClient(
             pool,
@@ -85,6 +89,15 @@ class RolloutWorker:
 
     async def incarnation(self) -> str:
         """See `actors.incarnation`."""
+        return INCARNATION
+
+    async def ping(self) -> str:
+        """`incarnation`, if no group is in hand long after its deadline.
+
+        Raises:
+            StalledError: one is.
+        """
+        self._in_hand.check_ends(self._config.rollout.group_deadline_s + LATE_S, who=repr(self), work="groups")
         return INCARNATION
 
     async def run_group(self, request: GroupRequest) -> tuple[Group, GroupSummary]:
@@ -128,13 +141,14 @@ class RolloutWorker:
     async def _sample(
         self, request: GroupRequest, *, num_samples: int, temperature: float, seed: int
     ) -> tuple[Group, GroupSummary]:
-        return await self._ready_groups().run(
-            request,
-            engine=self._engine(request, num_samples),
-            sampling=SamplingParams(max_tokens=self._config.rollout.max_completion_tokens, temperature=temperature),
-            group_size=num_samples,
-            seed=seed,
-        )
+        with self._in_hand.one():
+            return await self._ready_groups().run(
+                request,
+                engine=self._engine(request, num_samples),
+                sampling=SamplingParams(max_tokens=self._config.rollout.max_completion_tokens, temperature=temperature),
+                group_size=num_samples,
+                seed=seed,
+            )
 
     def _ready_groups(self) -> Groups:
         if self._groups is None:

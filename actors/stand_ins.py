@@ -8,6 +8,8 @@ a server refuses what it has no weights for, and a learner goes on from its chec
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 import time
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -21,6 +23,7 @@ from rayapp.as_they_end import as_they_end
 from rayapp.config import Config
 from rayapp.errors import EngineDeadError, StaleVersionError, WeightSyncError
 from rayapp.rollout.order import ANY_VERSION
+from rayapp.stalls import InHand
 from rayapp.types import Completion, Group, GroupSummary, SamplingParams, VersionSpan
 from rayapp.weights.buckets import WeightBucket
 
@@ -40,9 +43,22 @@ class ScriptedServer:
         self._is_settled = asyncio.Event()
         self._is_settled.set()
         self._not_servable = f"vllm-server-{index} has no weights of the learners yet" if must_sync else ""
+        self._config = config
+        self._in_hand = InHand()
+        self._is_going_on = asyncio.Event()
+        self._is_going_on.set()
+        self._dies_in_update = False
 
     def __repr__(self) -> str:
         return f"vllm-server-{self._index}"
+
+    async def stall(self) -> None:
+        """Answer every ping from now on, and never sample again."""
+        self._is_going_on.clear()
+
+    async def die_in_update(self) -> None:
+        """End with SIGKILL in the middle of the next weight update."""
+        self._dies_in_update = True
 
     async def start(self) -> dict[str, Any]:
         self._is_started = True
@@ -52,9 +68,13 @@ class ScriptedServer:
         return INCARNATION
 
     async def ping(self) -> str:
+        self._check_started()
+        self._in_hand.check_moves(self._config.recovery.stall_replace_s, who=repr(self), work="requests")
+        return INCARNATION
+
+    def _check_started(self) -> None:
         if not self._is_started:
             raise EngineDeadError(f"{self!r} has no engine: it is being started")
-        return INCARNATION
 
     async def generate(
         self,
@@ -65,8 +85,13 @@ class ScriptedServer:
         cohort_size: int = 1,
     ) -> Completion:
         """Some printable tokens of the test model's alphabet, after `latency_s`."""
-        await self.ping()
+        self._check_started()
+        with self._in_hand.one():
+            return await self._generate(request_id, sampling, min_policy_version)
+
+    async def _generate(self, request_id: str, sampling: SamplingParams, min_policy_version: int) -> Completion:
         await self._is_settled.wait()
+        await self._is_going_on.wait()
         if self._not_servable:
             raise WeightSyncError(self._not_servable)
         version = self._version
@@ -118,6 +143,8 @@ class ScriptedServer:
         for ref in buckets:
             bucket: WeightBucket = await ref
             num_bytes += bucket.data.nbytes
+            if self._dies_in_update:
+                os.kill(os.getpid(), signal.SIGKILL)
         self._version, self._not_servable = version, ""
         return {"bytes": float(num_bytes), "copy_s": 0.0, "engine_s": 0.0}
 

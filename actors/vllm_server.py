@@ -110,7 +110,7 @@ class VllmServer:
         try:
             return await self._load_weights(self._started_engine(), version, buckets)
         finally:
-            self._is_settled.set()
+            self._settle()
 
     async def _load_weights(self, engine: VllmEngine, version: int, buckets: list[Any]) -> dict[str, float]:
         self._not_servable = f"{self!r} may hold a mixture of two versions: its last weight update did not finish"
@@ -161,8 +161,13 @@ class VllmServer:
         """
         num_held = await self._started_engine().finish_update(version, checksums)
         self._not_servable = ""
-        self._is_settled.set()
+        self._settle()
         return num_held
+
+    def _settle(self) -> None:
+        if self._engine is not None:
+            self._engine.in_hand.moved()  # what was frozen meanwhile did not stall
+        self._is_settled.set()
 
     async def _copy_buckets(self, buckets: list[Any], file: Any) -> tuple[list[TensorEntry], dict[str, int]]:
         """One copy, from the object store into a file that the engine's processes can map: they are no Ray workers."""
@@ -207,12 +212,16 @@ class VllmServer:
         return INCARNATION
 
     async def ping(self) -> str:
-        """`incarnation`, if the engine answers.
+        """`incarnation`, if the engine answers and gets on with what it has in hand.
 
         Raises:
-            EngineDeadError: it does not, and never will.
+            EngineDeadError: it does not answer, and never will.
+            StalledError: it has requests, and has sampled nothing for too long.
         """
-        await self._started_engine().check()
+        engine = self._started_engine()
+        await engine.check()
+        if self._is_settled.is_set():  # the deadline of a weight update is the sync's
+            engine.in_hand.check_moves(self._config.recovery.stall_replace_s, who=repr(self), work="requests")
         return INCARNATION
 
     def _started_engine(self) -> VllmEngine:

@@ -334,6 +334,9 @@ class RecoverySection(FrozenModel):
     ping_timeout_s: float = Field(60.0, gt=0)
     """One that does not answer for this long hangs and is replaced. Far above what a healthy process on a busy machine
     needs; one that is being started has server.start_timeout_s instead."""
+    stall_replace_s: float = Field(180.0, gt=0)
+    """A server that answers, but samples no token for this long although it has requests, is replaced. Below
+    server.request_timeout_s, past which requests fail."""
     stall_report_s: float = Field(600.0, gt=0)
     """When nothing was finished for this long (no group, no phase of a step), say who waits for what."""
     stall_stop_s: float = Field(3600.0, gt=0)

@@ -23,6 +23,7 @@ FREE_KEYS = (
     "data.max_eval_rows",
     "data.cache_dir",
     "tracking",
+    "recovery",
     "sandbox",
     "server.start_timeout_s",
     "server.request_timeout_s",

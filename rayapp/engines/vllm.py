@@ -29,6 +29,7 @@ from rayapp.engines.vllm_adapter import adapter_args, adapter_request, is_adapte
 from rayapp.engines.vllm_stats import EngineLoad
 from rayapp.errors import EngineDeadError, EngineError, WeightSyncError
 from rayapp.model_prefetch import with_local_model
+from rayapp.stalls import InHand
 from rayapp.types import Completion, SamplingParams, VersionSpan
 from rayapp.weights.buckets import TensorEntry
 from rayapp.weights.plan import choose_transport
@@ -61,9 +62,11 @@ class VllmEngine:
         engine: vLLM's AsyncLLM.
         load: among its stat loggers, which tell the gate.
         gate: where requests wait that no cohort waits for.
+        in_hand: its requests; told of every step that samples tokens.
     """
 
-    def __init__(self, engine: Any, load: EngineLoad, gate: Gate) -> None:
+    def __init__(self, engine: Any, load: EngineLoad, gate: Gate, in_hand: InHand) -> None:
+        self.in_hand = in_hand
         self._engine = engine
         self._load = load
         self._gate = gate
@@ -93,7 +96,8 @@ class VllmEngine:
 
         try:
             gate = Gate(ConcurrencyLimit(ceiling=config.server.max_num_seqs))
-            load = EngineLoad(lambda kv_used, num: gate.observe(kv_used=kv_used, num_preempted=num))
+            in_hand = InHand()
+            load = EngineLoad(lambda kv_used, num: gate.observe(kv_used=kv_used, num_preempted=num), in_hand.moved)
             args = AsyncEngineArgs(**_engine_args(config) | engine_args)
             engine = AsyncLLM.from_engine_args(args, stat_loggers=[load.factory])
             await engine.collective_rpc("die_with", args=(os.getpid(),))
@@ -101,7 +105,7 @@ class VllmEngine:
             raise EngineError(
                 f"vLLM did not start with {config.model.path}: {type(error).__name__}: {error}"
             ) from error
-        return cls(engine, load, gate)
+        return cls(engine, load, gate, in_hand)
 
     def load(self) -> dict[str, float]:
         """See `EngineLoad.scalars` and `Gate.scalars`."""
@@ -120,12 +124,13 @@ class VllmEngine:
             EngineError: it refuses this request.
         """
         request = _Request(request_id, prompt_ids, sampling)
-        if cohort_size > 1:
-            # All of a cohort starts at once: which of it ran together must not follow from what the cache held.
-            with self._gate.passing():
-                return await self._sample(request, cohort_size)
-        async with self._gate.seat(request.order()):
-            return await self._sample(request, 1)
+        with self.in_hand.one():
+            if cohort_size > 1:
+                # All of a cohort starts at once: which of it ran together must not follow from what the cache held.
+                with self._gate.passing():
+                    return await self._sample(request, cohort_size)
+            async with self._gate.seat(request.order()):
+                return await self._sample(request, 1)
 
     async def _sample(self, request: _Request, cohort_size: int) -> Completion:
         started, request_id = request.created_s, request.request_id

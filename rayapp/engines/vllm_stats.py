@@ -16,13 +16,19 @@ class EngineLoad:
     Args:
         on_step: told after each step of the engine the share of the KV cache in use, and how many sequences it threw
             out.
+        on_tokens: told after each step that sampled any.
     """
 
-    def __init__(self, on_step: Callable[[float, int], None] = lambda kv_used, num_preempted: None) -> None:
+    def __init__(
+        self,
+        on_step: Callable[[float, int], None] = lambda kv_used, num_preempted: None,
+        on_tokens: Callable[[], None] = lambda: None,
+    ) -> None:
         self._running = self._waiting = 0
         self._kv_used = 0.0
         self._prefix_queries = self._prefix_hits = self._preempted = 0
         self._on_step = on_step
+        self._on_tokens = on_tokens
 
     def factory(self, vllm_config: Any, engine_index: int = 0) -> EngineLoad:
         """What vLLM calls to make the logger."""
@@ -34,6 +40,8 @@ class EngineLoad:
         """After each step of the engine. None comes with steps that have no statistics."""
         num_preempted = 0 if iteration_stats is None else iteration_stats.num_preempted_reqs
         self._preempted += num_preempted
+        if iteration_stats is not None and iteration_stats.num_generation_tokens:
+            self._on_tokens()
         if scheduler_stats is None:
             return
         self._running = scheduler_stats.num_running_reqs
