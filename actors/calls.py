@@ -59,6 +59,8 @@ async def _as_coroutine(ref: Awaitable[T]) -> T:
 def _died(error: RayActorError, what: str) -> ProcessDiedError:
     if isinstance(error, ActorUnavailableError):
         return ProcessUnavailableError(f"{what}: can't be reached. {_first_lines(error)}")
+    if error.actor_init_failed:
+        return ProcessDiedError(f"{what}: its process could not start. {_last_line(error)}")
     return ProcessDiedError(f"{what}: its process is gone. {_first_lines(error)}")
 
 
@@ -88,6 +90,11 @@ def _out_of_memory(error: OutOfMemoryError, what: str) -> ProcessDiedError:
         f"{what}: Ray ended its process because the node ran out of memory. Lower learner.max_tokens_per_microbatch or "
         f"server.kv_cache_gib, or end what else runs here. {_first_lines(error)}"
     )
+
+
+def _last_line(error: BaseException) -> str:
+    """Of a traceback: what was raised."""
+    return str(error).strip().rpartition("\n")[2].strip()
 
 
 def _first_lines(error: BaseException, num_lines: int = 3) -> str:

@@ -11,10 +11,13 @@ import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+from torch.distributed import DistError
+
 from actors.handles import VllmServerHandle
 from actors.spawn import free_address
 from actors.weight_client import ServersClient
 from rayapp.config import Config
+from rayapp.errors import LearnerError
 from rayapp.learner.build import build_learner
 from rayapp.learner.checkpoint import SaveInProgress, begin_save, load_learner
 from rayapp.learner.distributed import end_ranks, start_ranks
@@ -45,7 +48,14 @@ class Learner:
     def __init__(self, config: Config, rank: int, world_size: int, master_address: str, master_port: int) -> None:
         label_logs(config.run.name)
         self._config = config = with_local_model(config)
-        ranks = start_ranks(config, rank, world_size, master_address, master_port)
+        try:
+            ranks = start_ranks(config, rank, world_size, master_address, master_port)
+        except DistError as error:
+            raise LearnerError(
+                f"learner {rank} of {world_size} did not find the others at {master_address}:{master_port}: "
+                f"{str(error).strip().splitlines()[0]} If that port was taken meanwhile, start the run again: it takes "
+                "another. Else look for the others' end in Ray's logs (dashboard, Actors)."
+            ) from None
         try:
             self._learner = build_learner(config, ranks)
         except BaseException:

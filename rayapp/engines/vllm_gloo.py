@@ -127,13 +127,17 @@ class GlooTrainerWeightTransferEngine(NCCLTrainerWeightTransferEngine):  # type:
         with ThreadPoolExecutor(max_workers=1) as joining:
             # Both sides block until the other is there, so both must be asked at once.
             workers = joining.submit(client.init_weight_transfer_engine, wanted | {"rank_offset": 1})
-            engine._group = join(
-                init_info.master_address,
-                init_info.master_port,
-                rank=SENDER,
-                world_size=init_info.world_size,
-                timeout_s=init_info.timeout_s,
-            )
+            try:
+                engine._group = join(
+                    init_info.master_address,
+                    init_info.master_port,
+                    rank=SENDER,
+                    world_size=init_info.world_size,
+                    timeout_s=init_info.timeout_s,
+                )
+            except RuntimeError as error:
+                # torch knows how many are missing; which servers they are, only the client does.
+                raise RuntimeError(f"{_first_line(error)} {workers.exception() or ''}".strip()) from error
             workers.result()
         return engine
 
@@ -153,6 +157,11 @@ class GlooTrainerWeightTransferEngine(NCCLTrainerWeightTransferEngine):  # type:
 
     def shutdown(self) -> None:
         self._group = None
+
+
+def _first_line(error: BaseException) -> str:
+    """Without the C++ stack that torch adds."""
+    return str(error).strip().partition("\n")[0]
 
 
 def _nbytes(shape: Sequence[int], dtype: torch.dtype) -> int:

@@ -10,6 +10,7 @@ import asyncio
 import json
 import os
 import signal
+import socket
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -18,11 +19,13 @@ import pytest
 import ray
 from ray.cluster_utils import Cluster as FakeCluster
 
+from actors.handles import LearnerHandle
+from actors.spawn import spawn
 from actors.stacks import dump_stacks
 from rayapp.cluster import Cluster, StandIns, open_cluster
 from rayapp.config import Config
 from rayapp.driver import train_through_losses
-from rayapp.errors import RestartsUsedUpError
+from rayapp.errors import ConfigError, ProcessDiedError, RestartsUsedUpError
 from rayapp.run_folder import RunFolder
 from rayapp.tracking.trackers import make_trackers
 
@@ -77,6 +80,11 @@ def living(name: str) -> dict[str, Any]:
     job = ray.get_runtime_context().get_job_id()
     found = (a for a in actors().values() if a["JobID"] == job and a["State"] == "ALIVE")
     return next(actor for actor in found if actor["Name"] == name)
+
+
+async def tell(name: str, method: str) -> None:
+    """Call one of the stand-ins' own faults."""
+    await getattr(ray.get_actor(name), method).remote()
 
 
 def sending(metrics: Callable[[], Path], faults: Faults) -> Callable[[], Awaitable[None]]:
@@ -177,6 +185,28 @@ async def test_a_server_that_hangs_is_found_by_its_deadline_and_replaced(make_co
     assert any("lost vllm-server-0: vllm-server-0.ping did not answer within 15 s" in note for note in notes)
 
 
+async def test_a_server_that_dies_in_a_weight_sync_and_one_that_answers_but_samples_nothing_are_replaced(
+    make_config: Callable[..., Config],
+) -> None:
+    config = make_config(recovery={"stall_replace_s": 10.0, "ping_every_s": 0.5, "ping_timeout_s": 60.0})
+    metrics = config.run_folder / "metrics.jsonl"
+
+    async def strike() -> None:
+        await middle_of_the_step_after(1, metrics)
+        await tell("vllm-server-0", "die_in_update")
+        await middle_of_the_step_after(3, metrics)
+        await tell("vllm-server-1", "stall")
+
+    cluster, notes = await run_while(config, strike)
+
+    assert_whole(config)
+    assert dict(cluster.supervisor.restarts) == {"vllm-server-0": 1, "vllm-server-1": 1}, notes
+    assert sum(record["weight_sync/servers_failed"] for record in records(config)) == 1.0
+    stalled = next(note for note in notes if note.startswith("lost vllm-server-1"))
+    assert "requests it has in hand got on for" in stalled
+    assert "recovery.stall_replace_s = 10" in stalled
+
+
 async def test_a_learner_dies_and_all_go_on_from_the_last_checkpoint(make_config: Callable[..., Config]) -> None:
     config = make_config()
 
@@ -238,3 +268,33 @@ async def test_a_whole_node_is_lost_and_the_run_goes_on_on_the_other(
     assert cluster.num_learner_restarts >= 1, notes
     assert {"vllm-server-0", "vllm-server-1"} <= set(cluster.supervisor.restarts), notes
     assert records(config)[-1]["ledger/trained"] == (NUM_STEPS - 2) * GROUPS_PER_STEP
+
+
+def contents(folder: Path) -> dict[Path, bytes]:
+    return {file: file.read_bytes() for file in folder.rglob("*") if file.is_file()}
+
+
+async def test_what_the_cluster_cannot_hold_is_refused_and_the_run_folder_stays_as_it_was(
+    make_config: Callable[..., Config],
+) -> None:
+    # 40 servers and 2 learners ask for 0.1 CPU each, 4.2 together; the node has 2.
+    config = make_config(server={"num_servers": 40}, cluster={"start_timeout_s": 5.0})
+    with RunFolder.open(config) as folder:
+        before = contents(folder.path)
+
+    with pytest.raises(ConfigError, match=r"could not be placed .*: 42 x \(CPU 0\.1\).* Lower server\.num_servers"):
+        await run(config, {})
+
+    with RunFolder.open(config) as folder:
+        assert folder.latest_checkpoint() is None
+        assert before.items() <= contents(folder.path).items()
+
+
+async def test_a_learner_whose_port_is_taken_says_so_and_what_to_do(
+    make_config: Callable[..., Config], nodes: FakeCluster
+) -> None:
+    with socket.create_server(("", 0)) as taken, ray.init(address=nodes.address, namespace="port", log_to_driver=False):
+        port = taken.getsockname()[1]
+        actor = spawn("learner", "learner-0", make_config(), 0, 2, "127.0.0.1", port)
+        with pytest.raises(ProcessDiedError, match=rf"could not start.*at 127\.0\.0\.1:{port}: .*start the run again"):
+            await LearnerHandle(actor, "learner-0", 60.0).ready(300.0)

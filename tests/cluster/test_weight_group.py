@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 import socket
+import subprocess
+import sys
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +19,7 @@ import pytest_asyncio
 from actors.learner import Learner
 from actors.vllm_server import VllmServer
 from rayapp.config import Config
+from rayapp.engines.vllm_gloo import chunks
 from rayapp.engines.vllm_transfer import LearnerSource, WeightSender
 from rayapp.errors import WeightSyncError
 from rayapp.types import SamplingParams
@@ -25,6 +30,19 @@ pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.asyncio(loop_sc
 MAX_LOG_PROB_DIFFERENCE = 0.05
 """bfloat16 has 8 bits of mantissa: logits of size 4 differ by up to 1/64 between two orders of summation."""
 TIMEOUT_S = 120.0
+BUCKET_BYTES = 10_000
+TAKES_ONE_BUCKET = """
+import os, signal, sys, torch
+from datetime import timedelta
+from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, TCPStore
+size, address, port = int(sys.argv[1]), sys.argv[2], int(sys.argv[3])
+timeout = timedelta(seconds=120)
+store = TCPStore(address, port, 2, is_master=False, timeout=timeout)
+group = ProcessGroupGloo(PrefixStore("rayapp-weights", store), 1, 2, timeout)
+group.broadcast(torch.empty(size, dtype=torch.uint8), 0).wait()
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+"""Stands for a server: address and port come last."""
 
 
 def config(model: Path) -> Config:
@@ -148,3 +166,51 @@ async def test_weights_that_are_not_what_was_sent_are_found_and_the_server_serve
     with pytest.raises(TimeoutError):
         async with asyncio.timeout(0.2):
             await server.generate("group=0/trajectory=0", [72], SamplingParams(max_tokens=1))
+
+
+class Deserter:
+    """Servers of which none comes, or one comes, takes a bucket and dies."""
+
+    def __init__(self, peer: list[str] | None = None) -> None:
+        self._peer = peer
+
+    def init_weight_transfer_engine(self, info: dict[str, Any]) -> None:
+        if self._peer is None:
+            raise WeightSyncError("vllm-server-0.join_weight_group did not answer within server.sync_timeout_s = 2 s")
+        self.process = subprocess.Popen([*self._peer, info["master_address"], str(info["master_port"])])
+
+    def start_weight_update(self) -> None:
+        return
+
+    def update_weights(self, info: Any) -> None:
+        self.process.wait(TIMEOUT_S)
+        raise WeightSyncError("vllm-server-0.receive_weights: its process is gone")
+
+
+def sender_to(client: Deserter, learner: Learner, *, timeout_s: float) -> WeightSender:
+    source = LearnerSource(learner._learner.model, learner._config.learner.lora)
+    plan = replace(transfer_plan(learner._config, "gloo"), bucket_bytes=BUCKET_BYTES)
+    address = ("127.0.0.1", free_port())
+    return WeightSender(plan, source, rank=0, client=client, address=address, timeout_s=timeout_s)
+
+
+async def test_a_server_that_never_joins_the_group_is_named_after_the_deadline(learner: Learner) -> None:
+    message = (
+        r"did not form a gloo group within server\.sync_timeout_s = 2 s: .*vllm-server-0\.join_weight_group did not"
+    )
+    with pytest.raises(WeightSyncError, match=message):
+        await asyncio.to_thread(sender_to, Deserter(), learner, timeout_s=2.0)
+
+
+async def test_a_server_that_dies_with_half_of_the_weights_ends_the_sync_before_its_deadline(learner: Learner) -> None:
+    meta = LearnerSource(learner._learner.model, learner._config.learner.lora).metadata()
+    sizes = [m.shape.numel() * m.dtype.itemsize for m in meta]
+    first = sum(sizes[position] for position in next(chunks(sizes, BUCKET_BYTES)))
+    assert first < sum(sizes)
+    client = Deserter([sys.executable, "-c", TAKES_ONE_BUCKET, str(first)])
+    sender = await asyncio.to_thread(sender_to, client, learner, timeout_s=TIMEOUT_S)
+
+    # Without a deadline's help: TIMEOUT_S is as long as this test may take.
+    with pytest.raises(WeightSyncError, match=r"did not reach every server|its process is gone"):
+        await asyncio.wait_for(asyncio.to_thread(sender.send), TIMEOUT_S)
+    assert client.process.wait() == -signal.SIGKILL

@@ -13,20 +13,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 import yaml
 
 pytestmark = [pytest.mark.e2e, pytest.mark.long, pytest.mark.slow, pytest.mark.timeout(900)]
 
 NUM_STEPS = 10
-KILLS = {
-    2: ("ray::VllmServer",),
-    4: ("ray::RolloutWorker", "ray::rollout group"),
-    6: ("ray::SandboxPool",),
-    8: ("ray::Learner", "ray::learner."),
-}
-"""After which step, which process, by the beginnings of its title: its next step has begun by then."""
+KILLS = {2: "vllm-server-0", 4: "rollout-worker-0", 6: "sandbox-pool", 8: "learner-0"}
+"""After which step, which process: its next step has begun by then."""
 CHECKPOINT_EVERY = 3
 DEADLINE_S = 600.0
 
@@ -36,15 +30,13 @@ def records(folder: Path) -> list[dict[str, float]]:
     return [json.loads(line) for line in file.read_text().splitlines() if line.endswith("}")] if file.exists() else []
 
 
-def actor_process(driver: subprocess.Popen[bytes], titles: tuple[str, ...]) -> psutil.Process:
-    """One Ray actor among the driver's processes: Ray writes its class, or the call it is at, into its title."""
-    found = [
-        child
-        for child in psutil.Process(driver.pid).children(recursive=True)
-        if child.status() != psutil.STATUS_ZOMBIE and " ".join(child.cmdline()).startswith(titles)
-    ]
-    assert len(found) == 1, f"{titles}: {found}"
-    return found[0]
+def processes(log: Path) -> dict[str, int]:
+    """Process ids of the run's actors, by name, as the dashboard that it names in its output has them."""
+    from ray.util.state import list_actors
+
+    found = re.search(r"Ray dashboard: (http://[^\s]+)", log.read_text())
+    assert found is not None, log.read_text()
+    return {actor.name: actor.pid for actor in list_actors(found[1], filters=[("state", "=", "ALIVE")], timeout=120)}
 
 
 @pytest.fixture(scope="module")
@@ -64,9 +56,12 @@ def battered(
             cwd=Path(__file__).parents[2],
         )
         try:
-            for step, titles in KILLS.items():
+            wait_for_step(driver, run_folder, 1, log)
+            # Asked once and ahead: each is killed once, and an answer may take longer than a step.
+            pids = processes(log)
+            for step, name in KILLS.items():
                 wait_for_step(driver, run_folder, step, log)
-                os.kill(actor_process(driver, titles).pid, signal.SIGKILL)
+                os.kill(pids[name], signal.SIGKILL)
             driver.wait(timeout=DEADLINE_S)
         finally:
             driver.kill()

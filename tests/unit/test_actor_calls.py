@@ -41,6 +41,13 @@ async def test_a_dead_actor_is_told_apart_from_a_failed_call() -> None:
         await answer(raising(ActorDiedError()), timeout_s=5, what="learner-0.train_step")
 
 
+async def test_a_process_that_could_not_start_says_what_was_raised_and_not_where() -> None:
+    trace = "ray::learner-1:Learner.__init__() (pid=7)\n  File a.py, line 3\nrayapp.errors.LearnerError: no others"
+    died = ActorDiedError(RayTaskError("Learner.__init__", trace, RuntimeError()))
+    with pytest.raises(ProcessDiedError, match=r"ready: its process could not start\. .*LearnerError: no others$"):
+        await answer(raising(died), timeout_s=5, what="learner-1.ready")
+
+
 async def test_a_process_that_ray_ended_for_want_of_memory_is_named_with_what_to_lower() -> None:
     with pytest.raises(ProcessDiedError, match=r"learner-0\.train_step: .*out of memory.*max_tokens_per_microbatch"):
         await answer(raising(OutOfMemoryError("3 workers were killed")), timeout_s=5, what="learner-0.train_step")
