@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import signal
 import socket
 import subprocess
@@ -195,16 +196,14 @@ def sender_to(client: Deserter, learner: Learner, *, timeout_s: float) -> Weight
 
 
 async def test_a_server_that_never_joins_the_group_is_named_after_the_deadline(learner: Learner) -> None:
-    message = (
-        r"did not form a gloo group within server\.sync_timeout_s = 2 s: .*vllm-server-0\.join_weight_group did not"
-    )
+    message = r"not form a gloo group within server\.sync_timeout_s = 2 s: .*vllm-server-0\.join_weight_group did not"
     with pytest.raises(WeightSyncError, match=message):
         await asyncio.to_thread(sender_to, Deserter(), learner, timeout_s=2.0)
 
 
 async def test_a_server_that_dies_with_half_of_the_weights_ends_the_sync_before_its_deadline(learner: Learner) -> None:
     meta = LearnerSource(learner._learner.model, learner._config.learner.lora).metadata()
-    sizes = [m.shape.numel() * m.dtype.itemsize for m in meta]
+    sizes = [math.prod(m.shape) * m.dtype.itemsize for m in meta]
     first = sum(sizes[position] for position in next(chunks(sizes, BUCKET_BYTES)))
     assert first < sum(sizes)
     client = Deserter([sys.executable, "-c", TAKES_ONE_BUCKET, str(first)])
