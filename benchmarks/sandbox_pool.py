@@ -36,6 +36,7 @@ from rayapp.types import SandboxSpec
 
 SPEC = SandboxSpec()
 LEASES_PER_MINUTE = 10_000
+_ROUND = 10_000
 Numbers = dict[str, float]
 
 
@@ -118,9 +119,10 @@ async def growth_short(pool: SandboxPoolHandle) -> Numbers:
 
 async def grown(pool: SandboxPoolHandle | Here, process: psutil.Process, num_leases: int) -> Numbers:
     """Memory and descriptors of the pool's process before and after so many leases."""
-    await from_callers(pool, 10_000, callers=64)
+    await from_callers(pool, _ROUND, callers=64)
     before = usage(process)
-    await from_callers(pool, num_leases, callers=64)
+    for _ in range(num_leases // _ROUND):
+        await from_callers(pool, _ROUND, callers=64)
     after = usage(process)
     return {
         "leases": float(num_leases),

@@ -33,6 +33,9 @@ Respond = Callable[[str], ExecResult | str]
 Call = Callable[[str, str, Sequence[object]], object]
 """From code, function name and arguments to the value; what it raises is the call's error."""
 
+_REMEMBERED = 1000
+"""So that a pool that grows is seen to grow, and not this."""
+
 
 class FakeProvider:
     """See `rayapp.sandbox.leases.RemoteProvider`.
@@ -65,6 +68,7 @@ class FakeProvider:
         """Labels by id."""
         self.created: list[str] = []
         self.killed: list[str] = []
+        """Ids, the last _REMEMBERED of them."""
         self.calls: Counter[str] = Counter()
         self.extended: dict[str, float] = {}
         """Last ttl_s by id."""
@@ -106,6 +110,7 @@ class FakeProvider:
         sandbox_id = f"{self._name}-{next(self._ids)}"
         self.living[sandbox_id] = dict(labels)
         self.created.append(sandbox_id)
+        del self.created[:-_REMEMBERED]
         if self._fails():
             # It exists, and its creator never learns its id: the sweep has to find it.
             raise SandboxDeadlineError("the reply to create was lost")
@@ -124,6 +129,7 @@ class FakeProvider:
         await self.answer("kill")
         if self.living.pop(sandbox_id, None) is not None:
             self.killed.append(sandbox_id)
+            del self.killed[:-_REMEMBERED]
 
     async def close(self) -> None:
         self.is_closed = True
