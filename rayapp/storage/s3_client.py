@@ -45,7 +45,7 @@ def _client_config(settings: S3Settings) -> Any:
     transfer = settings.transfer
     return AioConfig(
         signature_version=settings.signature_version,
-        s3={"addressing_style": settings.addressing_style},
+        s3={"addressing_style": settings.addressing_style, "payload_signing_enabled": not _is_encrypted(settings)},
         request_checksum_calculation=settings.checksums,
         response_checksum_validation=settings.checksums,
         # One try here: `with_retries` owns the rest. Two layers would multiply, and only ours knows the deadline.
@@ -54,6 +54,11 @@ def _client_config(settings: S3Settings) -> Any:
         read_timeout=transfer.read_timeout_s,
         max_pool_connections=2 * transfer.num_parallel,
     )
+
+
+def _is_encrypted(settings: S3Settings) -> bool:
+    """Whether requests go through TLS. It guards bodies on their way, so signing each one would only hash it twice."""
+    return not (settings.endpoint_url or "https://").startswith("http://")
 
 
 def _renamer(header: str) -> Any:
