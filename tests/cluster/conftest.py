@@ -14,7 +14,7 @@ import tempfile
 import time
 import urllib.parse
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -80,12 +80,17 @@ class Head:
 
 @pytest.fixture(scope="module")
 def start_head(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., contextlib.AbstractContextManager[Head]]:
-    """Call it with `disabled` or `token`: a head, asking for no token or one; `metrics_port` is any free one."""
-    return lambda auth, **ports: started_head(auth, tmp_path_factory.mktemp("home"), **ports)
+    """Call it with `disabled` or `token`: a head, asking for no token or one; `metrics_port` is any free one.
+
+    `variables` are of its environment, and so of all that runs on it.
+    """
+    return lambda auth, **options: started_head(auth, tmp_path_factory.mktemp("home"), **options)
 
 
 @contextlib.contextmanager
-def started_head(auth: str, home: Path, metrics_port: int | None = None) -> Iterator[Head]:
+def started_head(
+    auth: str, home: Path, metrics_port: int | None = None, variables: Mapping[str, str] | None = None
+) -> Iterator[Head]:
     """A head that answers, and ends with the block.
 
     Raises:
@@ -97,6 +102,7 @@ def started_head(auth: str, home: Path, metrics_port: int | None = None) -> Iter
     environment |= {"RAY_agent_register_timeout_ms": "600000", "RAY_health_check_timeout_ms": "120000"}
     # `python` of the entrypoint is the one of this environment.
     environment["PATH"] = f"{RAY.parent}{os.pathsep}{os.environ['PATH']}"
+    environment |= variables or {}
     if auth == "token":
         environment["RAY_AUTH_TOKEN"] = TOKEN
     deadline = time.monotonic() + DEADLINE_S

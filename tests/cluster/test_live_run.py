@@ -5,12 +5,15 @@ One run for all tests of this file; the last of them stops it.
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import json
 import os
 import re
 import shutil
 import sys
 import tempfile
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +24,7 @@ import yaml
 
 from rayapp.config import Config
 from rayapp.k8s.render import Release, render
+from rayapp.sandbox.testing.e2b_stub import API_KEY, E2BStub
 from rayapp.tracking.dashboard import ROWS, queries
 
 pytestmark = [pytest.mark.cluster, pytest.mark.long, pytest.mark.slow, pytest.mark.timeout(1800)]
@@ -38,6 +42,7 @@ class Training:
     file: Path
     job: str
     run: Path
+    sandboxes: E2BStub
 
     def details(self) -> dict[str, Any]:
         answer: dict[str, Any] = json.loads(self.head.get(f"/api/jobs/{self.job}"))
@@ -79,21 +84,53 @@ def test_plain_ray_job_submit_trains_on_a_ray_without_tokens(
     assert list((tmp_path / "plain" / "final").glob("*.safetensors"))
 
 
+@contextlib.contextmanager
+def running(stub: E2BStub) -> Iterator[str]:
+    """The stub in a thread of its own; the value is its URL."""
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever, name="e2b-stub", daemon=True)
+    thread.start()
+    serving = stub.running()
+    try:
+        yield asyncio.run_coroutine_threadsafe(serving.__aenter__(), loop).result(60)
+    finally:
+        asyncio.run_coroutine_threadsafe(serving.__aexit__(None, None, None), loop).result(60)
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join(60)
+        loop.close()
+
+
+def remote_sandboxes(url: str) -> dict[str, Any]:
+    """Some are always there, also between two steps. Nobody but the run itself ends them within a test."""
+    provider = {"type": "e2b", "api_url": url, "sandbox_url": url, "max_sandboxes": 6, "creations_per_s": 50}
+    times = {"reaper_grace_s": 7200, "sandbox_ttl_s": 7200, "idle_timeout_s": 7200}
+    return {"providers": [provider], "min_ready": 3, "max_uses": 20, **times}
+
+
+@pytest.fixture(scope="module")
+def sandboxes() -> Iterator[E2BStub]:
+    stub = E2BStub()
+    with running(stub):
+        yield stub
+
+
 @pytest.fixture(scope="module")
 def training(
-    tiny_model: Path, letter_tasks: list[str], start_head: Any, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Training]:
+    tiny_model: Path, letter_tasks: list[str], start_head: Any, sandboxes: E2BStub,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[Training]:  # fmt: skip
     outputs = tmp_path_factory.mktemp("outputs")
     config = tiny_run("jobs", outputs, tiny_model, letter_tasks) | {"tracking": {"log_format": "json"}}
+    config["sandbox"] = remote_sandboxes(sandboxes.url)
     # Below the folder that is uploaded.
     folder = Path(tempfile.mkdtemp(prefix="job-test-", dir=ROOT / "configs"))
     try:
         file = folder / "run.yaml"
         file.write_text(yaml.safe_dump(config))
-        with start_head("token") as head:
+        with start_head("token", variables={"E2B_API_KEY": API_KEY}) as head:
             submitted = head.rayapp("submit", str(file))
             assert submitted.returncode == 0, submitted.stderr
-            training = Training(head, file, submitted.stdout.strip(), outputs / "jobs")
+            training = Training(head, file, submitted.stdout.strip(), outputs / "jobs", sandboxes)
             # Three, so that what belongs to the first two is in the logs.
             head.until(lambda: steps(training.run) >= 3 or training.details()["status"] == "FAILED", lambda: "no step")
             assert steps(training.run) >= 3, training.ray_job("logs")
@@ -203,8 +240,8 @@ def test_rendered_rayjob_trains_when_it_is_run_as_its_sidecar_would_run_it(
     assert list((tmp_path / "rendered" / "final").glob("*.safetensors"))
 
 
-REMOTE_ONLY = re.compile(r"rl_sandbox_(alive|limit|created|failures|strays)|rl_failed_share{|rl_failed_share\b(?!_10)")
-"""Nothing to draw while sandboxes are local and nothing fails; their queries must be valid all the same."""
+OF_FAILURES = re.compile(r"rl_sandbox_(failures|strays)|rl_failed_share{|rl_failed_share\b(?!_10)")
+"""Nothing to draw while nothing fails; their queries must be valid all the same."""
 
 
 def test_every_panel_draws_what_prometheus_scrapes(training: Training, start_prometheus: Any) -> None:
@@ -215,7 +252,7 @@ def test_every_panel_draws_what_prometheus_scrapes(training: Training, start_pro
 
     def empty() -> list[str]:
         """Queries that Prometheus answers with nothing though this run has what they ask for."""
-        return [expr for expr in filled if not REMOTE_ONLY.search(expr) and not prometheus.query(expr)]
+        return [expr for expr in filled if not OF_FAILURES.search(expr) and not prometheus.query(expr)]
 
     prometheus.wait_until(lambda: not empty(), lambda: f"panels without data: {empty()}")
     prometheus.wait_until(lambda: all(rule["health"] == "ok" for rule in prometheus.rules()), prometheus.log.read_text)
@@ -254,12 +291,16 @@ def test_dashboards_pages_show_the_run_in_a_browser(training: Training, tmp_path
         browser.close()
 
 
-def test_stopped_job_saves_its_steps_and_leaves_no_actor(training: Training) -> None:
+def test_stopped_job_saves_its_steps_ends_its_remote_sandboxes_and_leaves_no_actor(training: Training) -> None:
     head, run = training.head, training.run
+    assert training.sandboxes.boxes.living
 
-    stopped = head.rayapp("stop", training.job, "--timeout-s", "600")
+    training.ray_job("stop")
 
-    assert stopped.stdout == f"{training.job}: STOPPED\n", stopped.stdout + stopped.stderr + training.ray_job("logs")
+    # What is alive now would have outlived the time that Ray gives a stopped job: it has ended.
+    left = list(training.sandboxes.boxes.living)
+    assert training.details()["status"] == "STOPPED", training.ray_job("logs")
+    assert left == []
     done = steps(run)
     manifest = json.loads((run / "checkpoints" / f"step={done:06d}" / "manifest.json").read_text())
     assert manifest["version"] == done
