@@ -15,19 +15,30 @@ import json
 import logging
 import multiprocessing
 import os
+import signal
 import sys
 import time
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 
+from rayapp.sandbox.local import kernel
 from rayapp.sandbox.testing.fault_outcome import Outcome, merged
 from rayapp.sandbox.testing.fault_run import FaultRun, run_with_faults
+
+
+def end_with_parent() -> None:
+    """Ctrl-C, to a process of ours whose parent was ended: it stops its services and their sandboxes on the way out."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell's background jobs ignore
+    kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGINT)
 
 
 def one_process(run: FaultRun) -> Outcome:
     """A process's part, with a line on standard error every half a minute."""
     logging.basicConfig(level=logging.CRITICAL, stream=sys.stderr)
-    return asyncio.run(watched(run))
+    try:
+        return asyncio.run(watched(run))
+    except KeyboardInterrupt:
+        os._exit(130)  # the executor would take it for a result, and wait for more work from a parent that is gone
 
 
 async def watched(run: FaultRun) -> Outcome:
@@ -66,7 +77,8 @@ def main() -> int:
     )
     started = time.monotonic()
     # Spawned: a process that is forked would share the connections of the one before.
-    with ProcessPoolExecutor(options.processes, mp_context=multiprocessing.get_context("spawn")) as pool:
+    spawned = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(options.processes, mp_context=spawned, initializer=end_with_parent) as pool:
         outcomes = list(pool.map(one_process, parts(run, options.processes)))
     report = merged(outcomes).report()
     told = {"share": run.share, "seed": run.seed, "processes": options.processes}
