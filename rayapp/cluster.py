@@ -7,31 +7,35 @@ is left. The driver talks to a `Cluster`; it never sees a Ray handle.
 from __future__ import annotations
 
 import asyncio
-import logging
-import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from actors.calls import answer
 from actors.gpus import wait_for_gpus
-from actors.handles import (
-    LearnerHandle,
-    RolloutWorkerHandle,
-    SandboxPoolHandle,
-    SandboxReaperHandle,
-    VllmServerHandle,
-)
+from actors.handles import LearnerHandle, RolloutWorkerHandle, SandboxPoolHandle, VllmServerHandle
 from actors.learner_group import LearnerGroup
 from actors.members import PoolMember, ServerMember, WorkerMember
 from actors.metrics import MetricsTracker
 from actors.placement import Placement
-from actors.spawn import Seat, free_address, kill, kill_named, name_is_free, spawn
+from actors.spawn import Seat, free_address, spawn
 from actors.stacks import dump_stacks
-from rayapp.config import FEWER_GPUS, Config
+from actors.started import StandIns, Started
+from actors.starting import (
+    Report,
+    all_ready,
+    learners_use_gpus,
+    ready_pool,
+    spawn_learners,
+    spawn_pool,
+    spawn_rollout_workers,
+    spawn_servers,
+    uses_gpus,
+)
+from rayapp.config import Config
 from rayapp.errors import (
-    ConfigError,
     LearnersLostError,
     ObjectsLostError,
     ProcessDiedError,
@@ -43,7 +47,6 @@ from rayapp.interrupts import to_the_end
 from rayapp.kept_groups import summaries
 from rayapp.protocols import Tracker
 from rayapp.ray_session import RaySession, ray_session
-from rayapp.sandbox.config import DaytonaConfig, E2BConfig
 from rayapp.store import StoredGroup
 from rayapp.supervision import Limits, Member, Supervisor
 from rayapp.types import Group
@@ -51,10 +54,7 @@ from rayapp.weights.direct import DirectTransport
 from rayapp.weights.object_store import ObjectStoreTransport
 from rayapp.weights.plan import TransferPlan, choose_transport, transfer_plan
 
-log = logging.getLogger(__name__)
-Report = Callable[[str], None]
-CLOSE_TIMEOUT_S = 30.0
-REAPER_NAME_ATTEMPTS = 100
+__all__ = ["Cluster", "StandIns", "open_cluster", "open_learners", "ready_pool", "spawn_pool"]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -69,8 +69,8 @@ class Cluster:
     weights: ObjectStoreTransport | DirectTransport
     supervisor: Supervisor
     dashboard_url: str
-    start_learners: Callable[[], Awaitable[LearnerGroup]]
-    """Ends those there are and starts new ones, with the model's own weights."""
+    start_learners: Callable[[LearnerGroup], Awaitable[LearnerGroup]]
+    """Ends these and starts new ones, with the model's own weights."""
     num_learner_restarts: int = 0
 
     @property
@@ -131,7 +131,7 @@ class Cluster:
                 "Start the run again: it goes on from its last checkpoint."
             )
         self.num_learner_restarts += 1
-        self.learners = await self.start_learners()
+        self.learners = await self.start_learners(self.learners)
 
     async def dump_stacks(self) -> str:
         """Where every actor is now."""
@@ -169,14 +169,6 @@ class Cluster:
             raise LearnersLostError(str(error)) from None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StandIns:
-    """Servers without an engine and learners without a model: see `actors.stand_ins`."""
-
-    completion_s: float = 0.0
-    step_s: float = 0.0
-
-
 @asynccontextmanager
 async def open_cluster(
     config: Config,
@@ -197,7 +189,7 @@ async def open_cluster(
     report("connecting to Ray")
     with ray_session(config) as session:
         report(await asyncio.to_thread(session.dashboard_line))
-        started = _Started(stand_ins)
+        started = Started(stand_ins)
         try:
             cluster = await _start(config, started, session, with_learners=with_learners, report=report)
             async with cluster.supervisor.watching():
@@ -209,93 +201,32 @@ async def open_cluster(
             await to_the_end(started.close())
 
 
-class _Started:
-    """What was started so far, in order; ended in reverse."""
-
-    def __init__(self, stand_ins: StandIns | None = None) -> None:
-        self._stand_ins = stand_ins
-        self._handles: list[Any] = []
-        self.placement: Placement | None = None
-
-    def server(self, name: str, *args: object, seat: Seat) -> Any:
-        """Spawn a server, or what stands for one."""
-        if self._stand_ins is None:
-            return spawn("vllm-server", name, *args, seat=seat)
-        return spawn("scripted-server", name, *args, self._stand_ins.completion_s, seat=seat)
-
-    def learner(self, name: str, *args: object, seat: Seat) -> Any:
-        """Spawn a learner, or what stands for one."""
-        if self._stand_ins is None:
-            return spawn("learner", name, *args, seat=seat)
-        return spawn("instant-learner", name, *args, self._stand_ins.step_s, seat=seat)
-
-    def add(self, handle: Any) -> Any:
-        self._handles.append(handle)
-        return handle
-
-    async def end(self, handles: Sequence[Any]) -> None:
-        """End some of them at once, with no leave."""
-        for handle in handles:
-            self._handles.remove(handle)
-            kill(handle.actor)
-
-    @property
-    def names(self) -> list[str]:
-        return [handle.name for handle in self._handles]
-
-    async def close(self) -> None:
-        """Ask every actor to end cleanly, then end those that did not answer. Never raises: it runs in `finally`."""
-        for handle in reversed(self._handles):
-            if hasattr(handle, "close"):
-                try:
-                    await handle.close(CLOSE_TIMEOUT_S)
-                except (RayappError, asyncio.CancelledError) as error:
-                    log.warning("%s did not end cleanly: %s", handle.name, error)
-            kill(handle.actor)
-        self._handles.clear()
-        if self.placement is not None:
-            self.placement.release()
-
-
 async def _start(
-    config: Config, started: _Started, session: RaySession, *, with_learners: bool, report: Report
+    config: Config, started: Started, session: RaySession, *, with_learners: bool, report: Report
 ) -> Cluster:
     await wait_for_gpus(config)
-    on_gpu = _uses_gpus(config)
+    on_gpu = uses_gpus(config)
     timeout_s = config.cluster.start_timeout_s + config.server.start_timeout_s
     pool = started.add(spawn_pool(config))  # first: its name tells whether another run of this name goes on
-    placement = await Placement.reserve(
+    started.placement = placement = await Placement.reserve(
         config, on_gpu=on_gpu, timeout_s=config.cluster.start_timeout_s, with_learners=with_learners
     )
-    started.placement = placement
     plan = _plan(config, on_gpu=on_gpu) if with_learners else None
-    learners = LearnerGroup(await _spawn_learners(config, started, placement) if with_learners else (), plan)
-    servers = _spawn_servers(config, started, placement, must_sync=with_learners)
-    workers = _spawn_rollout_workers(config, started, servers, pool)
+    learners = LearnerGroup(await spawn_learners(config, started, placement) if with_learners else (), plan)
+    servers = spawn_servers(config, started, placement, must_sync=with_learners)
+    workers = spawn_rollout_workers(config, started, servers, pool)
+    report(f"starting: {', '.join(started.names)}")
+    make_pool_ready = partial(ready_pool, config, pool, session, timeout_s)
     handles: tuple[VllmServerHandle | LearnerHandle | RolloutWorkerHandle, ...]
     handles = (*servers, *learners.handles, *workers)
-    report(f"starting: {', '.join(started.names)}")
-    async with asyncio.TaskGroup() as starting:
-        starting.create_task(_report_ready(pool.name, ready_pool(config, pool, session, timeout_s), report))
-        for handle in handles:
-            starting.create_task(_report_ready(handle.name, handle.ready(timeout_s), report))
-    transport = DirectTransport if plan is not None else ObjectStoreTransport
-    weights = transport(config.server.sync_timeout_s)
+    await all_ready({pool.name: make_pool_ready()} | {h.name: h.ready(timeout_s) for h in handles}, report)
+    weights = (DirectTransport if plan is not None else ObjectStoreTransport)(config.server.sync_timeout_s)
     members: list[Member] = [
-        PoolMember(pool, lambda: ready_pool(config, pool, session, timeout_s)),
+        PoolMember(pool, make_pool_ready),
         *(ServerMember(server, timeout_s, weights.catch_up) for server in servers),
         *(WorkerMember(worker, timeout_s, pool) for worker in workers),
     ]
-
-    async def start_learners() -> LearnerGroup:
-        await started.end(cluster.learners.handles)
-        group = LearnerGroup(await _spawn_learners(config, started, placement), plan)
-        await asyncio.gather(
-            *(_report_ready(learner.name, learner.ready(timeout_s), report) for learner in group.handles)
-        )
-        return group
-
-    cluster = Cluster(
+    return Cluster(
         config=config,
         pool=pool,
         servers=servers,
@@ -304,9 +235,17 @@ async def _start(
         weights=weights,
         supervisor=Supervisor(members, _limits(config, timeout_s), report=report),
         dashboard_url=session.dashboard_url,
-        start_learners=start_learners,
+        start_learners=partial(_start_learners_again, config, started, placement, timeout_s, report),
     )
-    return cluster
+
+
+async def _start_learners_again(
+    config: Config, started: Started, placement: Placement, timeout_s: float, report: Report, old: LearnerGroup
+) -> LearnerGroup:
+    await started.end(old.handles)
+    group = LearnerGroup(await spawn_learners(config, started, placement), old.plan)
+    await all_ready({learner.name: learner.ready(timeout_s) for learner in group.handles}, report)
+    return group
 
 
 def _plan(config: Config, *, on_gpu: bool) -> TransferPlan | None:
@@ -325,98 +264,6 @@ def _limits(config: Config, start_timeout_s: float) -> Limits:
     )
 
 
-async def _report_ready(name: str, ready: Awaitable[object], report: Report) -> None:
-    started = time.monotonic()
-    await ready
-    report(f"ready: {name} ({time.monotonic() - started:.0f} s)")
-
-
-def spawn_pool(config: Config) -> SandboxPoolHandle:
-    """Start the sandbox-pool actor; `ready_pool` comes next."""
-    return SandboxPoolHandle(spawn("sandbox-pool", "sandbox-pool", config.sandbox, config.run.name), "sandbox-pool")
-
-
-async def ready_pool(config: Config, pool: SandboxPoolHandle, session: RaySession, timeout_s: float) -> None:
-    """Wait for the pool, with a reaper behind it where one can outlive the driver and has something to end."""
-    # Local sandboxes and those of an MCP session end with the process that holds them; a Ray of our own ends with us.
-    has_lasting = any(isinstance(section, E2BConfig | DaytonaConfig) for section in config.sandbox.providers)
-    if has_lasting and not session.is_own:
-        await pool.guard(await _spawn_reaper(config), timeout_s)
-    await pool.ready(timeout_s)
-
-
-async def _spawn_reaper(config: Config) -> SandboxReaperHandle:
-    """The run's reaper. Not among what ends with the driver: the pool dismisses it, or it ends itself."""
-    name = f"sandbox-reaper-{config.run.name}"
-    # An earlier run's, still waiting for its grace to pass: it would take this run's sandboxes for that one's.
-    for _ in range(REAPER_NAME_ATTEMPTS):
-        if not kill_named(name):
-            break
-        await asyncio.sleep(0.1)
-    return SandboxReaperHandle(spawn("sandbox-reaper", name, config.sandbox, config.run.name), name)
-
-
-def _spawn_servers(
-    config: Config, started: _Started, placement: Placement, *, must_sync: bool
-) -> tuple[VllmServerHandle, ...]:
-    names = [f"vllm-server-{index}" for index in range(config.server.num_servers)]
-    return tuple(
-        started.add(
-            VllmServerHandle(
-                started.server(name, config, index, must_sync, seat=placement.server(index)),
-                name,
-                config.server.request_timeout_s,
-                config.server.sync_timeout_s,
-            )
-        )
-        for index, name in enumerate(names)
-    )
-
-
-async def _spawn_learners(config: Config, started: _Started, placement: Placement) -> tuple[LearnerHandle, ...]:
-    world_size = config.learner.num_learners
-    # Rank 0 listens there, and may be on another node than the driver.
-    address, port = await placement.address_of_learner(0)
-    handles = []
-    for rank in range(world_size):
-        name = f"learner-{rank}"
-        await name_is_free(name)
-        actor = started.learner(name, config, rank, world_size, address, port, seat=placement.learner(rank))
-        handles.append(started.add(LearnerHandle(actor, name, config.learner.step_timeout_s)))
-    return tuple(handles)
-
-
-def _spawn_rollout_workers(
-    config: Config, started: _Started, servers: tuple[VllmServerHandle, ...], pool: SandboxPoolHandle
-) -> tuple[RolloutWorkerHandle, ...]:
-    names = [f"rollout-worker-{index}" for index in range(config.rollout.num_workers)]
-    return tuple(
-        started.add(
-            RolloutWorkerHandle(
-                spawn("rollout-worker", name, config, index, servers, pool), name, config.rollout.group_deadline_s
-            )
-        )
-        for index, name in enumerate(names)
-    )
-
-
-def _uses_gpus(config: Config) -> bool:
-    """Whether servers and learners ask Ray for GPUs.
-
-    Raises:
-        ConfigError: the cluster has fewer than the config needs.
-    """
-    import ray
-
-    have = int(ray.cluster_resources().get("GPU", 0))
-    if config.cluster.device == "cpu" or (config.cluster.device == "auto" and have == 0):
-        return False
-    need = config.num_gpus_needed
-    if need > have:
-        raise ConfigError(f"{config.gpu_arithmetic}, but the Ray cluster has {have}. {FEWER_GPUS}, or add GPUs.")
-    return True
-
-
 @asynccontextmanager
 async def open_learners(config: Config, *, report: Report = lambda text: None) -> AsyncIterator[LearnerGroup]:
     """Only the learners of a run, as a replay needs them; ended behind the block.
@@ -426,9 +273,9 @@ async def open_learners(config: Config, *, report: Report = lambda text: None) -
     """
     timeout_s = config.cluster.start_timeout_s
     with ray_session(config):
-        started = _Started()
+        started = Started()
         try:
-            on_gpu = _learners_use_gpus(config)
+            on_gpu = learners_use_gpus(config)
             address, port = free_address()
             world_size = config.learner.num_learners
             handles = []
@@ -436,19 +283,7 @@ async def open_learners(config: Config, *, report: Report = lambda text: None) -
                 name = f"learner-{rank}"
                 actor = spawn("learner", name, config, rank, world_size, address, port, seat=Seat(num_gpus=int(on_gpu)))
                 handles.append(started.add(LearnerHandle(actor, name, config.learner.step_timeout_s)))
-            await asyncio.gather(*(_report_ready(h.name, h.ready(timeout_s), report) for h in handles))
+            await all_ready({handle.name: handle.ready(timeout_s) for handle in handles}, report)
             yield LearnerGroup(tuple(handles))
         finally:
             await to_the_end(started.close())
-
-
-def _learners_use_gpus(config: Config) -> bool:
-    """As `_uses_gpus`, for a run without servers."""
-    import ray
-
-    have, need = int(ray.cluster_resources().get("GPU", 0)), config.learner.num_learners
-    if config.cluster.device == "cpu" or (config.cluster.device == "auto" and have == 0):
-        return False
-    if need > have:
-        raise ConfigError(f"GPUs: {need} learners, but the Ray cluster has {have}. Lower learner.num_learners.")
-    return True
