@@ -1,16 +1,18 @@
 """The agent loop on a real vLLM server: how long the server idles while tools run, and what later turns find cached.
 
-    python benchmarks/agent_vllm.py                        32 trajectories, 4 turns, a tool of 0.5 s in real sandboxes
-    python benchmarks/agent_vllm.py -n 64 --tool-s 1.0
+    python -m benchmarks.agent_vllm                        16 trajectories, 10 turns, a tool of 0.5 s in real sandboxes
+    python -m benchmarks.agent_vllm -n 64 --tool-s 1.0
 
-The model samples what it likes; the parser takes every turn for a call, so that each trajectory has all its turns. What
+The model samples what it likes; the parser takes every turn for a call and a turn that is cut at its length for one
+that is over, so that each trajectory has all its turns. What
 the policy reads in a later turn is what it read and sampled before, and the tool's result: token for token, as in
 training. Prompts differ from their first block on, so all that is found in the prefix cache was put there by an earlier
 turn of the same trajectory.
 
-idle          share of the time in which no request runs or waits, though some trajectory waits for its tool
-hit rate      tokens found in the prefix cache, of all that were looked up by turns after the first
-possible      the same, of those that an earlier turn of the trajectory could have put there
+idle                          share of the time in which no request runs or waits, though some trajectory waits for its
+                              tool
+hit_rate_of_later_turns       tokens found in the prefix cache, of all that were looked up by turns after the first
+hit_rate_of_what_is_possible  the same, of those that an earlier turn of the trajectory could have put there
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from benchmarks.report import print_report
 from rayapp.agent.chat import ChatFormat, load_template
 from rayapp.agent.episode import AgentLimits, AgentPrompt, Episode
 from rayapp.agent.loop import AgentLoop
@@ -40,11 +43,12 @@ from rayapp.tools.toolset import ToolSet
 from rayapp.types import SamplingParams
 
 MODEL = Path(__file__).parents[1] / "models" / "smollm2-135m"
-TURNS = 4
-TOKENS_PER_TURN = 96
+MAX_PROMPT_TOKENS = 1536
+TOKENS_PER_TURN = 64
+RESPONSE_TOKENS_PER_TURN = 160
+"""Sampled, the tool's result and what the template puts around them."""
 BLOCK_TOKENS = 32
 LOOK_EVERY_S = 0.02
-NUM_SANDBOXES = 8
 PROBLEM = (
     "A shop sells {n} apples a day at 3 coins, and half as many pears at 4. What does it earn in a week of 6 days? "
 )
@@ -62,9 +66,8 @@ class AlwaysCalls:
 
 @dataclass(slots=True)
 class Watch:
-    """Looks at the engine and at the trajectories many times a second."""
+    """Looks many times a second at whether anything is generated while some trajectory is not done."""
 
-    engine: VllmEngine
     num_generating: int = 0
     num_alive: int = 0
     looks: list[bool] = field(default_factory=list)
@@ -110,12 +113,13 @@ def messages(number: int) -> tuple[dict[str, str], ...]:
     return {"role": "system", "content": system}, {"role": "user", "content": PROBLEM.format(n=number)}
 
 
-def config_of(sandbox: SandboxConfig) -> Config:
+def config_of(sandbox: SandboxConfig, turns: int) -> Config:
+    completion = turns * RESPONSE_TOKENS_PER_TURN
     return Config.model_validate(
         {
             "model": {"path": str(MODEL)},
             "cluster": {"device": "cpu"},
-            "rollout": {"max_prompt_tokens": 1536, "max_completion_tokens": 1024},
+            "rollout": {"max_prompt_tokens": MAX_PROMPT_TOKENS, "max_completion_tokens": completion},
             "server": {"kv_block_tokens": BLOCK_TOKENS, "kv_cache_gib": 2},
             "sandbox": sandbox.model_dump(),
         }
@@ -133,12 +137,12 @@ async def play(loop: AgentLoop, engine: Watched, watch: Watch, number: int) -> E
         watch.num_alive -= 1
 
 
-async def measure(count: int, tool_s: float) -> None:
+async def measure(count: int, turns: int, tool_s: float) -> dict[str, Any]:
     from transformers import AutoTokenizer
 
-    sandbox = SandboxConfig(providers=(LocalConfig(max_sandboxes=NUM_SANDBOXES),))
-    engine = await VllmEngine.start(config_of(sandbox))
-    watch = Watch(engine)
+    sandbox = SandboxConfig(providers=(LocalConfig(max_sandboxes=count),))
+    engine = await VllmEngine.start(config_of(sandbox, turns))
+    watch = Watch()
     counted = Watched(engine, watch)
     looking = asyncio.create_task(watch.look_for_ever())
     try:
@@ -150,7 +154,7 @@ async def measure(count: int, tool_s: float) -> None:
                 AutoTokenizer.from_pretrained(MODEL), tools.schemas, template=load_template("chatml_hermes")
             )
             code = f"import time; time.sleep({tool_s}); print(17 * 23)"
-            limits = AgentLimits(max_response_tokens=1024, max_assistant_turns=TURNS)
+            limits = AgentLimits(max_response_tokens=turns * RESPONSE_TOKENS_PER_TURN, max_assistant_turns=turns)
             loop = AgentLoop(chat=chat, parser=AlwaysCalls(code), tools=tools, limits=limits)
             before, started = engine.load(), time.perf_counter()
             episodes = await asyncio.gather(*(play(loop, counted, watch, number) for number in range(count)))
@@ -160,40 +164,43 @@ async def measure(count: int, tool_s: float) -> None:
         with contextlib.suppress(asyncio.CancelledError):
             await looking
         engine.close()
-    report(episodes, counted, watch, seconds, {name: after[name] - before[name] for name in after})
+    short = [episode for episode in episodes if len(episode.turns) != turns]
+    if short:
+        raise SystemExit(f"{len(short)} of {count} trajectories ended early: {short[0].end} {short[0].failure}")
+    hits = after["prefix_hits"] - before["prefix_hits"]
+    return figures(episodes, counted, seconds, hits) | {"idle": watch.idle}
 
 
-def report(episodes: Sequence[Episode], counted: Watched, watch: Watch, seconds: float, load: dict[str, float]) -> None:
-    wrong = [episode for episode in episodes if episode.failure]
-    if wrong:
-        raise SystemExit(f"{len(wrong)} of {len(episodes)} trajectories failed: {wrong[0].failure}")
+def figures(episodes: Sequence[Episode], counted: Watched, seconds: float, hits: float) -> dict[str, Any]:
     turns = sum(len(episode.turns) for episode in episodes)
     # A turn's last token was sampled but never computed; the rest of it and all before it was.
     possible = sum(turn.end - 1 for episode in episodes for turn in episode.turns[:-1])
     waits = sum(call.duration_s for episode in episodes for call in episode.calls)
-    figures = {
-        "trajectories": len(episodes),
-        "turns": turns,
+    return {
+        "later_turns": turns - len(episodes),
+        "seconds": seconds,
         "trajectories_per_s": len(episodes) / seconds,
         "sampled_tokens_per_s": sum(int(episode.response_mask.sum()) for episode in episodes) / seconds,
         "tool_wait_s_per_trajectory": waits / len(episodes),
-        "idle": watch.idle,
-        "hit_rate_of_later_turns": load["prefix_hits"] / counted.later_tokens,
-        "of_possible": load["prefix_hits"] / possible,
-        "mean_prompt_tokens_of_later_turns": counted.later_tokens / max(1, turns - len(episodes)),
+        "hit_rate_of_later_turns": hits / counted.later_tokens,
+        "hit_rate_of_what_is_possible": hits / possible,
+        "mean_prompt_tokens_of_first_turns": counted.first_tokens / len(episodes),
+        "mean_prompt_tokens_of_later_turns": counted.later_tokens / (turns - len(episodes)),
     }
-    print(", ".join(f"{name} {value:.4g}" for name, value in figures.items()), flush=True)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("-n", type=int, default=32, help="trajectories, all at once")
+    parser.add_argument("-n", type=int, default=16, help="trajectories, all at once")
+    parser.add_argument("--turns", type=int, default=10, help="of each; at least 2")
     parser.add_argument("--tool-s", type=float, default=0.5, help="seconds that each tool call sleeps in its sandbox")
     options = parser.parse_args()
     if not MODEL.exists():
         raise SystemExit(f"there is no {MODEL}; run: rayapp model fetch smollm2-135m")
     logging.getLogger("vllm").setLevel(logging.ERROR)
-    asyncio.run(measure(options.n, options.tool_s))
+    found = asyncio.run(measure(options.n, options.turns, options.tool_s))
+    ratios = {name: found[name] for name in ("hit_rate_of_later_turns", "hit_rate_of_what_is_possible")}
+    print_report(options, ratios | {"busy": 1 - found["idle"]}, **found)
 
 
 if __name__ == "__main__":

@@ -1,24 +1,40 @@
-"""Steps per second with max_staleness 0 and 1 where tools are slow: python -m benchmarks.async_vs_sync [--steps 12]
+"""Steps per second with max_staleness 0 and 1: what it is worth to generate while the learners train.
 
-Servers and learners are stand-ins that take the seconds given here (by default those of the CPU config: 2 s to
-generate, 10 s to train), tools take log-normal seconds of mean 5. Driver, store, workers and Ray are real. All of it
-sleeps, so the ratio holds on a busy machine too.
+    python -m benchmarks.async_vs_sync                                     stand-ins, tools of 5 s, about eight minutes
+    python -m benchmarks.async_vs_sync --tool-s 0 --generate-s 6 --train-s 8     stand-ins, no tools
+    python -m benchmarks.async_vs_sync --config configs/coding_cpu.yaml    the real run, on this machine's own devices
+
+Stand-ins for servers and learners take the seconds given here, as servers and learners on devices of their own do; each
+trajectory then waits for a tool, log-normal. Driver, store, workers and Ray are real. All of it sleeps, so the ratio
+holds on a busy machine too. With --config nothing is simulated; on a machine without GPUs servers and learners then
+share the cores, and only idle cores can be gained.
+
+The first two steps are left out: in either mode the first waits for its rollouts.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
 from typing import Any
 
-from benchmarks.machine import describe
+from benchmarks.machine import ROOT
+from benchmarks.report import print_report
 from benchmarks.stand_in_run import run
 from rayapp.cluster import StandIns
 
+NUM_WARM = 2
+Records = list[dict[str, float]]
 
-def measure(args: argparse.Namespace, max_staleness: int) -> dict[str, float]:
-    """Seconds per step, and which share of the time the learners and the servers had nothing to do."""
-    records = run(
+
+def simulate(args: argparse.Namespace, max_staleness: int) -> Records:
+    """Metrics of each step of a run on stand-ins."""
+    return run(
         {
             "train": {"num_steps": args.steps, "groups_per_step": 2, "max_staleness": max_staleness},
             "rollout": {"group_size": 16, "max_prompt_tokens": 32, "max_completion_tokens": 64, "num_workers": 1},
@@ -28,29 +44,63 @@ def measure(args: argparse.Namespace, max_staleness: int) -> dict[str, float]:
         tool_mean_s=args.tool_s,
         tool_sigma=args.tool_sigma,
     )
-    # The first step waits for its rollouts in either mode.
-    steady = records[1:]
-    step_s = sum(record["timing_s/step"] for record in steady) / len(steady)
-    generating_s = min(step_s, args.generate_s)
+
+
+def train(args: argparse.Namespace, max_staleness: int) -> Records:
+    """Metrics of each step of `rayapp train`."""
+    with tempfile.TemporaryDirectory() as folder:
+        keys = {
+            "run.output_dir": folder,
+            "run.name": "async",
+            "train.num_steps": args.steps,
+            "train.max_staleness": max_staleness,
+            "checkpoint.every_steps": 0,
+            "tracking.trackers": "[jsonl]",
+        }
+        overrides = [f"{key}={value}" for key, value in keys.items()]
+        command = [sys.executable, "-m", "rayapp", "train", str(args.config), *overrides]
+        subprocess.run(command, cwd=ROOT, stdout=sys.stderr, check=True)
+        return [json.loads(line) for line in (Path(folder) / "async" / "metrics.jsonl").read_text().splitlines()]
+
+
+def summarize(records: Records, generate_s: float | None, train_s: float | None) -> dict[str, Any]:
+    """Seconds per step, and which share of the time the learners and the servers had nothing to do.
+
+    Args:
+        generate_s, train_s: that stand-ins took each step; None where the run's own metrics say it.
+    """
+    steady = records[NUM_WARM:]
+    step_s = statistics.fmean(record["timing_s/step"] for record in steady)
+    if train_s is None:
+        train_s = statistics.fmean(record["timing_s/train"] for record in steady)
+    if generate_s is None:
+        generate_s = statistics.fmean(min(record["timing_s/generate"], record["timing_s/step"]) for record in steady)
     return {
         "step_s": step_s,
-        "learner_idle": 1 - args.train_s / step_s,
-        "server_idle": 1 - generating_s / step_s,
+        "steps_s": [record["timing_s/step"] for record in records],
+        "learner_idle": max(0.0, 1 - train_s / step_s),
+        "server_idle": max(0.0, 1 - generate_s / step_s),
         "staleness_max": max(record["staleness/max"] for record in records),
+        "response_tokens_per_s": statistics.fmean(record["throughput/response_tokens_per_s"] for record in steady),
     }
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--generate-s", type=float, default=2.0)
     parser.add_argument("--train-s", type=float, default=10.0)
-    parser.add_argument("--tool-s", type=float, default=5.0)
-    parser.add_argument("--tool-sigma", type=float, default=0.6)
+    parser.add_argument("--tool-s", type=float, default=5.0, help="mean")
+    parser.add_argument("--tool-sigma", type=float, default=0.6, help="of its logarithm")
+    parser.add_argument("--config", type=Path, help="of a real run, instead of stand-ins")
     args = parser.parse_args()
-    found: dict[str, Any] = {f"max_staleness={bound}": measure(args, bound) for bound in (0, 1)}
-    found["ratio"] = found["max_staleness=0"]["step_s"] / found["max_staleness=1"]["step_s"]
-    print(json.dumps({"settings": vars(args), "machine": describe(), **found}, indent=2))
+    if args.steps <= NUM_WARM:
+        parser.error(f"--steps is {args.steps}, and the first {NUM_WARM} are left out")
+    given = (None, None) if args.config else (args.generate_s, args.train_s)
+    measure = train if args.config else simulate
+    sync, overlapped = (summarize(measure(args, bound), *given) for bound in (0, 1))
+    ratios = {"steps_per_s_of_synchronous": sync["step_s"] / overlapped["step_s"]}
+    print_report(args, ratios, max_staleness_0=sync, max_staleness_1=overlapped)
 
 
 if __name__ == "__main__":

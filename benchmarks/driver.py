@@ -1,52 +1,76 @@
 """What the system itself costs, without a model: python -m benchmarks.driver [--groups 1000 --steps 10]
 
+    python -m benchmarks.driver --sizes 100,1000,10000      each in turn: is the cost linear, and is memory flat?
+
 Scripted engine, instant learner, verdicts for free; driver, store, rollout workers, object store and Ray are real.
-Reports trajectories per second from the second step on, the processor time of each role, which does not depend on what
-else the machine does, and the driver's memory after each step.
+Figures are of the second step on. Processor time per trajectory does not depend on what else the machine does; its
+ratio is to a fixed piece of plain Python (benchmarks.machine.python_unit_s).
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
+import statistics
+import subprocess
+import sys
 from collections import Counter
-from pathlib import Path
+from typing import Any
 
 import psutil
 
-from benchmarks.machine import describe
+from benchmarks.machine import ROOT, python_unit_s
+from benchmarks.report import parse_report, print_report
 from benchmarks.stand_in_run import run
 from rayapp.cluster import Cluster, StandIns
 
+GPU_RATES = (1.0, 5.0, 30.0)
+"""Finished trajectories a second of one GPU: 4,000, 800 and 130 tokens each, at 4,000 tokens a second."""
+ROLES = {
+    "rollout workers": ("RolloutWorker", "rollout-worker"),
+    "server": ("ScriptedServer", "vllm-server"),
+    "learner": ("InstantLearner", "learner"),
+    "sandbox pool": ("SandboxPool", "sandbox-pool"),
+}
+"""How the titles of their processes begin: while they wait, and while they work."""
+GROUPS_PER_SIZE = 10_000
+MIN_STEPS, MAX_STEPS = 3, 20
 
-def cpu_seconds(driver: psutil.Process) -> Counter[str]:
-    """Processor time so far of the driver and everything that Ray started for it, by role."""
+Sums = dict[str, float]
+
+
+def role_of(process: psutil.Process, driver: psutil.Process) -> str:
+    """driver, or one of ROLES; what Ray itself runs is `ray`."""
+    if process == driver:
+        return "driver"
+    title = process.cmdline()[0].removeprefix("ray::")
+    return next((role for role, begins in ROLES.items() if title.startswith(begins)), "ray")
+
+
+def measure_roles(driver: psutil.Process) -> tuple[Counter[str], Counter[str]]:
+    """Processor seconds so far and resident MiB, by role, of the driver and everything that Ray started for it."""
     spent: Counter[str] = Counter()
+    resident: Counter[str] = Counter()
     for process in [driver, *driver.children(recursive=True)]:
         try:
-            times, title = process.cpu_times(), " ".join(process.cmdline()[:1])
-        except psutil.Error:
+            role, times, memory = role_of(process, driver), process.cpu_times(), process.memory_info()
+        except (psutil.Error, IndexError):
             continue
-        role = "driver" if process == driver else Path(title).name.split(".")[0].split("-")[0]
         spent[role] += times.user + times.system
-    return spent
+        resident[role] += memory.rss / 2**20
+    return spent, resident
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--groups", type=int, default=1000, help="in flight, and per step")
-    parser.add_argument("--group-size", type=int, default=16)
-    parser.add_argument("--steps", type=int, default=10)
-    parser.add_argument("--workers", type=int, default=2)
-    args = parser.parse_args()
-    rss_mib: list[float] = []
+def measure(args: argparse.Namespace) -> dict[str, Any]:
+    """One run of so many groups in flight."""
     cpu_s: list[Counter[str]] = []
+    rss_mib: list[Counter[str]] = []
     process = psutil.Process(os.getpid())
 
     def remember(cluster: Cluster) -> None:
-        rss_mib.append(process.memory_info().rss / 2**20)
-        cpu_s.append(cpu_seconds(process))
+        spent, resident = measure_roles(process)
+        cpu_s.append(spent)
+        rss_mib.append(resident)
 
     records = run(
         {
@@ -62,22 +86,89 @@ def main() -> None:
         StandIns(),
         on_step=remember,
     )
-    steady = records[1:] or records
-    seconds = sum(record["timing_s/step"] for record in steady)
-    spent = cpu_s[-1] - cpu_s[0]
+    steady = records[1:]
     num_trajectories = len(steady) * args.groups * args.group_size
-    report = {
-        "settings": vars(args),
-        "machine": describe(),
-        "trajectories_per_s": num_trajectories / seconds,
-        "cpu_ms_per_trajectory": {role: 1000 * s / num_trajectories for role, s in spent.most_common()},
+    spent = cpu_s[-1] - cpu_s[0]
+    return {
+        "trajectories_per_s": num_trajectories / sum(record["timing_s/step"] for record in steady),
         "trajectories_per_s_of_all_cores": len(os.sched_getaffinity(0)) * num_trajectories / spent.total(),
+        "cpu_ms_per_trajectory": {role: 1000 * s / num_trajectories for role, s in spent.most_common()},
+        "cpu_ms_per_trajectory_in_all": 1000 * spent.total() / num_trajectories,
         "step_s": [record["timing_s/step"] for record in records],
         "phases_s": {k: v for k, v in records[-1].items() if k.startswith("timing_s/")},
-        "driver_rss_mib": rss_mib,
-        "load_average": os.getloadavg(),
+        "driver_rss_mib": [resident["driver"] for resident in rss_mib],
+        "rss_mib_at_the_end": dict(rss_mib[-1].most_common()),
+        "memory_early_over_late": early_over_late([resident["driver"] for resident in rss_mib]),
     }
-    print(json.dumps(report, indent=2))
+
+
+def early_over_late(rss_mib: list[float]) -> float:
+    """1: the driver's memory is flat from the second step on; 0.5: it has doubled."""
+    steady = rss_mib[1:]
+    half = max(1, len(steady) // 2)
+    return statistics.fmean(steady[:half]) / statistics.fmean(steady[-half:])
+
+
+def extrapolation(driver_ms: float) -> dict[str, float]:
+    """The driver is one process and grows with nothing: how many trajectories, and GPUs, until its core is full."""
+    return {"trajectories_per_s": 1000 / driver_ms} | {
+        f"gpus_at_{rate:g}_trajectories_per_s": 1000 / driver_ms / rate for rate in GPU_RATES
+    }
+
+
+def measure_size(groups: int, args: argparse.Namespace) -> dict[str, Any]:
+    """A process of its own for each size: memory that one size needed is not there when the next begins."""
+    steps = min(MAX_STEPS, max(MIN_STEPS, 1 + GROUPS_PER_SIZE // groups))
+    sizes = ("--groups", groups, "--steps", steps, "--group-size", args.group_size, "--workers", args.workers)
+    command = [sys.executable, "-m", "benchmarks.driver", *map(str, sizes)]
+    done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True)
+    return parse_report(done.stdout)
+
+
+def compare_sizes(sizes: list[int], args: argparse.Namespace) -> dict[str, Any]:
+    """Prints a line a size to standard error as they come."""
+    found: dict[int, dict[str, Any]] = {}
+    for groups in sizes:
+        found[groups] = one = measure_size(groups, args)
+        costs = ", ".join(f"{role} {ms:.3f}" for role, ms in one["cpu_ms_per_trajectory"].items())
+        late = ", ".join(f"{role} {mib:.0f}" for role, mib in one["rss_mib_at_the_end"].items())
+        print(
+            f"{groups:6} groups: {one['trajectories_per_s']:6.0f} trajectories/s; CPU ms per trajectory "
+            f"{one['cpu_ms_per_trajectory_in_all']:.3f} ({costs}); MiB at the end: {late}",
+            file=sys.stderr,
+            flush=True,
+        )
+    return {str(groups): {key: one[key] for key in one if key != "machine"} for groups, one in found.items()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--groups", type=int, default=1000, help="in flight, and per step")
+    parser.add_argument("--group-size", type=int, default=16)
+    parser.add_argument("--steps", type=int, default=10, help="at least 3: the first is left out")
+    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--sizes", default="", help="groups in flight, in turn; instead of --groups and --steps")
+    args = parser.parse_args()
+    sizes = [int(size) for size in args.sizes.split(",") if size]
+    if args.steps < MIN_STEPS:
+        parser.error(f"--steps is {args.steps}; it must be at least {MIN_STEPS}, as the first step is left out")
+    if not sizes:
+        found = measure(args)
+        ratios = {
+            "trajectories_per_unit_of_python": 1000 * python_unit_s() / found["cpu_ms_per_trajectory_in_all"],
+            "memory_early_over_late": found["memory_early_over_late"],
+        }
+        one_core = extrapolation(found["cpu_ms_per_trajectory"]["driver"])
+        print_report(args, ratios, until_the_driver_is_full=one_core, **found)
+        return
+    by_size = compare_sizes(sizes, args)
+    first, last = by_size[str(sizes[0])], by_size[str(sizes[-1])]
+    ratios = {
+        "cost_smallest_over_largest": first["cpu_ms_per_trajectory_in_all"] / last["cpu_ms_per_trajectory_in_all"],
+        "memory_early_over_late_of_largest": last["memory_early_over_late"],
+    }
+    one_core = extrapolation(last["cpu_ms_per_trajectory"]["driver"])
+    print_report(args, ratios, until_the_driver_is_full=one_core, sizes=by_size)
 
 
 if __name__ == "__main__":

@@ -173,7 +173,7 @@ def _summary(
     rates = [[r["completion_tokens"] / r["step"] for r in side] for side in (ours, theirs)]
     return {
         "rounds": len(ours),
-        "ratio_of_medians": statistics.median(rates[0]) / statistics.median(rates[1]),
+        "ratios": {"completion_tokens_per_s_of_trl": statistics.median(rates[0]) / statistics.median(rates[1])},
         "ours": {
             "completion_tokens_per_s": _spread(rates[0]),
             "step_s": _spread([r["step"] for r in ours]),
@@ -239,7 +239,7 @@ def _spread(values: list[float]) -> dict[str, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--config", type=Path, default=HERE.parent / "configs" / "coding_cpu.yaml")
+    parser.add_argument("--config", type=Path, default=Path("configs/coding_cpu.yaml"))
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--json", action="store_true", help="print only the JSON report")
     parser.add_argument("overrides", nargs="*", help="key.sub=value")
@@ -250,7 +250,8 @@ def main() -> None:
     # Two trainers in memory at once come near to what this machine has; neither grows, so Ray need not end one.
     os.environ.setdefault("RAY_memory_monitor_refresh_ms", "0")
     started = time.perf_counter()
-    report = asyncio.run(run(config, options.rounds))
+    settings = {"config": str(options.config), "rounds": options.rounds, "overrides": options.overrides}
+    report = {"settings": settings} | asyncio.run(run(config, options.rounds))
     report["total_s"] = time.perf_counter() - started
     print(json.dumps(report, indent=None if options.json else 2))
 

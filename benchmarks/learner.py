@@ -256,7 +256,8 @@ def main() -> None:
     parser.add_argument("overrides", nargs="*")
     arguments = parser.parse_args()
     config = load_config(arguments.config, arguments.overrides)
-    result: dict[str, Any] = {"machine": machine.describe()}
+    settings = {key: str(value) for key, value in vars(arguments).items() if key != "json"}
+    result: dict[str, Any] = {"settings": settings, "machine": machine.describe()}
     if arguments.tokens_only:
         result |= {
             "tokens_by_task": tokens_by_task(arguments.run, config),
@@ -266,6 +267,8 @@ def main() -> None:
         groups = [g for s in recorded_steps(arguments.run, arguments.steps, arguments.groups) for g in s]
         result |= {"layout": token_counts(groups, config)}
         result |= compare(arguments, sum(int(t.num_tokens) for g in groups for t in g.trajectories))
+        efficiencies = {name: result["layout"][name] for name in ("packing_efficiency", "sharing_efficiency")}
+        result["ratios"] = {"tokens_per_s_of_padded": result["ratio"], **efficiencies}
     json.dump(result, sys.stdout, indent=None if arguments.json else 2)
     print()
 

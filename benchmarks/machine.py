@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 import subprocess
@@ -10,6 +11,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
+LOAD_BEFORE = os.getloadavg()[0]
+"""When this module was imported, which is before anything is measured."""
+PROGRAM = ("rayapp", "actors", "benchmarks", "runtime_env", ":!benchmarks/records")
+"""What a commit must stand for if its numbers are to be believed; see git's pathspecs."""
 
 
 def describe() -> dict[str, object]:
@@ -19,14 +24,31 @@ def describe() -> dict[str, object]:
 
     return {
         "commit": _git("rev-parse", "HEAD"),
-        "uncommitted": bool(_git("status", "--porcelain", "--", "rayapp", "actors")),
+        "uncommitted": bool(_git("status", "--porcelain", "--", *PROGRAM)),
         "cpu": _cpu_name(),
         "cores": len(os.sched_getaffinity(0)),
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else "",
         "python": platform.python_version(),
         "torch": torch.__version__,
         "transformers": transformers.__version__,
-        "load_before": os.getloadavg()[0],
+        "load_before": LOAD_BEFORE,
     }
+
+
+def python_unit_s() -> float:
+    """CPU seconds of a fixed piece of plain Python on one core: what costs of our own Python are told in.
+
+    Best of 20. A cost divided by it is nearly the same on a machine that is slower or busy.
+    """
+    document = {"turns": [{"text": f"turn {n} of a conversation", "tokens": list(range(64))} for n in range(8)]}
+    seconds = []
+    for _ in range(20):
+        started = time.thread_time()
+        for _ in range(10):
+            copied = json.loads(json.dumps(document))
+            sum(token * 3 % 7 for turn in copied["turns"] for token in turn["tokens"])
+        seconds.append(time.thread_time() - started)
+    return min(seconds)
 
 
 def measure_limits() -> dict[str, float]:

@@ -22,6 +22,8 @@ import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
+import machine
+
 from rayapp.errors import IsolationUnavailableError
 from rayapp.sandbox.compare import equal
 from rayapp.sandbox.direct import DirectSandboxSource
@@ -209,7 +211,20 @@ async def measure(executions: int) -> dict[str, object]:
         "cores": cores,
         "kernel": os.uname().release,
         "python": sys.version.split()[0],
+        "ratios": ratios({kind: statistics.median(times) for kind, times in samples.items()}, rates),
     }
+
+
+def ratios(median_s: dict[str, float], rates: dict[str, dict[int, int]]) -> dict[str, float]:
+    """Of each level: a bare fork's time to an execution's, how much faster than a cold start, and what cores add."""
+    found = {}
+    for level, by_cores in rates.items():
+        found[f"{level}/bare_fork_over_execution"] = median_s["bare fork"] / median_s[level]
+        for other in ("cold python", "cold bwrap"):
+            if other in median_s:
+                found[f"{level}/{other.replace(' ', '_')}_over_execution"] = median_s[other] / median_s[level]
+        found[f"{level}/rate_of_all_cores_over_one"] = by_cores[max(by_cores)] / by_cores[1]
+    return found
 
 
 def show(result: dict[str, object]) -> None:
@@ -237,7 +252,7 @@ def main() -> None:
         return
     result = asyncio.run(measure(options.executions))
     if options.json:
-        print(json.dumps(result))
+        print(json.dumps({"settings": {"executions": options.executions}, "machine": machine.describe(), **result}))
     else:
         show(result)
 

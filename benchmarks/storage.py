@@ -141,7 +141,8 @@ def run(gib: float, rounds: int, kind: str) -> dict[str, Any]:
                           file=sys.stderr, flush=True)  # fmt: skip
         finally:
             stop()
-    return {"machine": machine.describe(), "server": kind, "gib": gib, "rounds": rounds} | _summary(found, gib)
+    settings = {"server": kind, "gib": gib, "rounds": rounds}
+    return {"settings": settings, "machine": machine.describe()} | _summary(found, gib)
 
 
 def _summary(found: dict[str, list[Transfer]], gib: float) -> dict[str, Any]:
@@ -157,13 +158,13 @@ def _summary(found: dict[str, list[Transfer]], gib: float) -> dict[str, Any]:
     ratios = {
         way: sides[f"ours/{way}"]["mib_per_s"] / sides[f"cli/{way}"]["mib_per_s"] for way in ("upload", "download")
     }
-    return {"sides": sides, "ratio": ratios}
+    return {"sides": sides, "ratios": ratios}
 
 
 def _print(report: dict[str, Any]) -> None:
     for name, side in report["sides"].items():
         print(f"{name:14} {side['mib_per_s']:7.1f} MiB/s   peak {side['peak_mib']:6.0f} MiB")
-    for way, ratio in report["ratio"].items():
+    for way, ratio in report["ratios"].items():
         print(f"{way}: {ratio:.2f} of the CLI's rate (goal 0.9)")
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import statistics
 import time
 from typing import Any
@@ -19,7 +18,7 @@ import torch
 
 from actors.learner import Learner
 from actors.vllm_server import VllmServer
-from benchmarks.machine import describe
+from benchmarks.report import print_report
 from rayapp.config import Config
 from rayapp.weights.object_store import BUCKET_BYTES
 
@@ -100,7 +99,7 @@ def main() -> None:
         found = asyncio.run(measure(config, args.rounds))
     finally:
         ray.shutdown()
-    print(json.dumps({"settings": vars(args), "machine": describe(), **found}, indent=2))
+    print_report(args, {"bytes_per_s_of_memcpy": found.pop("ratio")}, **found)
 
 
 if __name__ == "__main__":

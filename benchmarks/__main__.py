@@ -1,0 +1,137 @@
+"""Runs benchmarks, compares their ratios with the last record, and records them: python -m benchmarks [NAME ...]
+
+    python -m benchmarks                            those of the default set, a few minutes
+    python -m benchmarks grpo_step -- --rounds 2    one of them, with arguments of its own
+    python -m benchmarks --accept driver            record a loss, once it is understood
+
+Exits with 1 when a ratio lost more than a tenth or a benchmark failed. A report is recorded in benchmarks/records when
+nothing was lost and the program is committed as it was measured; the record is then for you to commit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from benchmarks.history import MAX_LOSS, Compared, check, compare, last_record, record_path, table
+from benchmarks.machine import ROOT
+from benchmarks.report import parse_report
+
+HERE = Path(__file__).resolve().parent
+RECORDS = HERE / "records"
+MODEL = "models/smollm2-135m"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Benchmark:
+    """How one is run when no arguments are given."""
+
+    arguments: tuple[str, ...] = ()
+    is_default: bool = False
+    """Part of `make bench`: takes a few minutes at most and needs no environment but ours."""
+
+
+BENCHMARKS = {
+    "agent_loop": Benchmark(is_default=True),
+    "driver": Benchmark(arguments=("--groups", "200", "--steps", "8"), is_default=True),
+    "sandbox": Benchmark(arguments=("--json",), is_default=True),
+    "weight_sync": Benchmark(arguments=(MODEL,), is_default=True),
+    "agent_vllm": Benchmark(),
+    "async_vs_sync": Benchmark(),
+    "grpo_step": Benchmark(arguments=("--rounds", "5")),
+    "learner": Benchmark(),
+    "storage": Benchmark(arguments=("--json",)),
+}
+
+
+def run(name: str, arguments: list[str]) -> dict[str, Any]:
+    """The benchmark's report. What it writes to standard error is shown as it comes.
+
+    Raises:
+        subprocess.CalledProcessError: it failed.
+        ValueError: what it printed is no report.
+    """
+    paths = [str(ROOT), str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])]
+    done = subprocess.run(
+        [sys.executable, "-m", f"benchmarks.{name}", *(arguments or BENCHMARKS[name].arguments)],
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)},
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+    )
+    report = parse_report(done.stdout)
+    check(report)
+    return report
+
+
+def judge(name: str, report: dict[str, Any], *, accept: bool, records: Path = RECORDS) -> bool:
+    """Compare with the last record, say what was found, and record it. Returns False if a ratio was lost."""
+    folder, machine = records / name, report["machine"]
+    before = last_record(folder, report)
+    compared = compare(report, before)
+    since = f"since {before['machine']['commit'][:12]}, {before['recorded_at'][:10]}" if before else "no record yet"
+    print(f"{name}: {since}; load of {machine['load_before']:.1f} before it\n{table(compared)}")
+    lost = [each for each in compared if each.is_lost]
+    reason = why_not_recorded(report, lost, accept=accept)
+    if reason:
+        print(f"  not recorded: {reason}", flush=True)
+    else:
+        print(f"  recorded: {write_record(folder, report)}", flush=True)
+    return not lost or accept
+
+
+def why_not_recorded(report: dict[str, Any], lost: list[Compared], *, accept: bool) -> str:
+    """Empty if it may be recorded."""
+    # A loss that is recorded is what the next run is compared with, and is never seen again.
+    if lost and not accept:
+        names = ", ".join(each.name for each in lost)
+        return f"{names} lost more than {MAX_LOSS:.0%}; mend it, or record it with --accept and say why in the commit"
+    if report["machine"]["uncommitted"]:
+        return "the program has uncommitted changes, so no commit stands for it"
+    return ""
+
+
+def write_record(folder: Path, report: dict[str, Any]) -> Path:
+    path = record_path(folder, report)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    record = report | {"recorded_at": datetime.now(UTC).isoformat(timespec="seconds")}
+    path.write_text(json.dumps(record, indent=2) + "\n")
+    return path
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(BENCHMARKS))
+    parser.add_argument("--accept", action="store_true", help="record ratios that were lost")
+    given = sys.argv[1:]
+    mark = given.index("--") if "--" in given else len(given)
+    options, arguments = parser.parse_args(given[:mark]), given[mark + 1 :]
+    names = options.names or [name for name, benchmark in BENCHMARKS.items() if benchmark.is_default]
+    if unknown := [name for name in names if name not in BENCHMARKS]:
+        parser.error(f"there is no recorded benchmark {unknown[0]}; there are: {', '.join(BENCHMARKS)}")
+    if arguments and len(names) != 1:
+        parser.error("arguments after -- are for one benchmark; name it")
+    outcomes = [_one(name, arguments, accept=options.accept) for name in names]
+    return int(not all(outcomes))
+
+
+def _one(name: str, arguments: list[str], *, accept: bool) -> bool:
+    """One that fails is said; the others are run."""
+    try:
+        report = run(name, arguments)
+    except (subprocess.CalledProcessError, ValueError) as error:
+        print(f"{name}: FAILED: {error}", flush=True)
+        return False
+    return judge(name, report, accept=accept)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

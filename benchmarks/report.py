@@ -1,0 +1,38 @@
+"""What every benchmark prints: one JSON object that `python -m benchmarks` records and compares."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from benchmarks.machine import describe
+
+
+def print_report(settings: argparse.Namespace, ratios: Mapping[str, float], **figures: Any) -> None:
+    """Print settings, machine, ratios and the figures behind them.
+
+    Args:
+        ratios: each of two measurements of this run, higher is better; see benchmarks/history.py.
+    """
+    told = {key: value for key, value in vars(settings).items() if key != "json"}
+    report = {"settings": told, "machine": describe(), "ratios": dict(ratios), **figures}
+    print(json.dumps(report, indent=2, default=str), flush=True)
+
+
+def parse_report(output: str) -> dict[str, Any]:
+    """The report in what a benchmark wrote to its standard output, whatever libraries wrote beside it.
+
+    Raises:
+        ValueError: there is none.
+    """
+    lines = output.splitlines(keepends=True)
+    for first in reversed([number for number, line in enumerate(lines) if line.startswith("{")]):
+        try:
+            found, _ = json.JSONDecoder().raw_decode("".join(lines[first:]))
+        except json.JSONDecodeError:
+            continue
+        if isinstance(found, dict) and "ratios" in found:
+            return found
+    raise ValueError("the benchmark printed no JSON object with ratios")

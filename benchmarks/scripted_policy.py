@@ -1,0 +1,135 @@
+"""The real agent loop over a policy that says what it is told: shared by the parts of benchmarks/agent_loop.py.
+
+Every trajectory has four turns of some 200 tokens; all but the last call one tool. What the policy says is tokenized
+beforehand, and the tokenizer's and the template's processor time is taken apart: neither is the loop's own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from rayapp.agent.chat import ChatFormat, load_template
+from rayapp.agent.episode import AgentLimits, AgentPrompt, Episode
+from rayapp.agent.loop import AgentLoop
+from rayapp.engines.scripted import ScriptedEngine
+from rayapp.engines.vllm_tool_parser import load_parser
+from rayapp.tools.base import ToolBase, ToolOutput, ToolSchema
+from rayapp.tools.toolset import ToolSet
+from rayapp.types import SamplingParams
+
+TURNS = 4
+MESSAGES = ({"role": "system", "content": "You solve problems step by step."}, {"role": "user", "content": "17 * 23?"})
+THOUGHT = "First I work out the product by hand, then I check it with the tool. " * 10
+MODEL = Path(__file__).parents[1] / "models" / "smollm2-135m"
+
+
+class Clock:
+    """CPU seconds spent inside wrapped calls."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    def timed(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            started = time.thread_time()
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self.seconds += time.thread_time() - started
+
+        return call
+
+
+class TimedTokenizer:
+    """The tokenizer with its time taken."""
+
+    def __init__(self, tokenizer: Any, clock: Clock) -> None:
+        self._tokenizer = tokenizer
+        for name in ("encode", "decode", "apply_chat_template"):
+            setattr(self, name, clock.timed(getattr(tokenizer, name)))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._tokenizer, name)
+
+
+class Instant(ToolBase):
+    """Answers at once: what is left is the loop."""
+
+    schema = ToolSchema(
+        name="python",
+        description="Runs code.",
+        parameters={"type": "object", "properties": {"code": {"type": "string"}}, "required": ["code"]},
+    )
+
+    async def execute(self, state: Any, arguments: Mapping[str, Any]) -> ToolOutput:
+        return ToolOutput(text="391")
+
+
+def code_of(turn: int) -> str:
+    """What the tool runs in this turn."""
+    return f"print({turn} + 17 * 23)"
+
+
+def script(tool: str) -> list[str]:
+    """What the policy says, turn by turn."""
+    calls = [json.dumps({"name": tool, "arguments": {"code": code_of(turn)}}) for turn in range(TURNS - 1)]
+    return [*(f"{THOUGHT}<tool_call>\n{call}\n</tool_call>" for call in calls), f"{THOUGHT}It is #### 391"]
+
+
+class ScriptedPolicy:
+    """The loop with its parts as a rollout worker has them, but for the engine.
+
+    Args:
+        tool: the one of `tools` that is called.
+    """
+
+    def __init__(self, tokenizer: Any, tools: ToolSet, tool: str) -> None:
+        self.clock = Clock()
+        self._tokenizer = tokenizer
+        chat = ChatFormat(TimedTokenizer(tokenizer, self.clock), tools.schemas, template=load_template("chatml_hermes"))
+        self._prompt = AgentPrompt(messages=MESSAGES, token_ids=tuple(chat.prompt_ids(MESSAGES)))
+        self._loop = AgentLoop(
+            chat=chat,
+            parser=load_parser("hermes", tokenizer, tools.schemas),
+            tools=tools,
+            limits=AgentLimits(max_response_tokens=4096, max_assistant_turns=TURNS),
+        )
+        end = tokenizer.convert_tokens_to_ids("<|im_end|>")
+        self._said = [[*tokenizer.encode(text, add_special_tokens=False), end] for text in script(tool)]
+
+    async def run(self, count: int) -> list[Episode]:
+        """So many trajectories at once. Raises SystemExit if one does not go as it is written."""
+        engine, sampling = self._engine(), SamplingParams(max_tokens=1024)
+        async with asyncio.TaskGroup() as group:
+            tasks = [
+                group.create_task(self._loop.run(self._prompt, engine=engine, sampling=sampling, request_id=f"t={i}"))
+                for i in range(count)
+            ]
+        episodes = [task.result() for task in tasks]
+        wrong = [episode for episode in episodes if len(episode.turns) != TURNS or episode.failure]
+        failures = {record.failure for episode in episodes for record in episode.calls if record.failure}
+        calls = sum(len(episode.calls) for episode in episodes)
+        if wrong or failures or calls != count * (TURNS - 1):
+            raise SystemExit(f"{len(wrong)} of {count} trajectories went wrong: {wrong[:1]} {failures} {calls} calls")
+        return episodes
+
+    def _engine(self) -> ScriptedEngine:
+        return ScriptedEngine(
+            self._tokenizer.encode,
+            lambda token_ids: "",
+            lambda request_id, prompt_ids: self._said[int(request_id.rpartition("=")[2])],
+            end_id=0,
+        )
+
+
+def load_tokenizer() -> Any:
+    from transformers import AutoTokenizer
+
+    if not MODEL.exists():
+        raise SystemExit(f"there is no {MODEL}; run: rayapp model fetch smollm2-135m")
+    return AutoTokenizer.from_pretrained(MODEL)
