@@ -24,6 +24,8 @@ from rayapp.view.source import RunSource, StepFile
 
 MAX_FILES_PER_REFRESH = 64
 MAX_ROWS_PER_REFRESH = 100_000
+MAX_REFUSED_PER_REFRESH = 3
+"""Files that a storage fails to give before it is left alone until the next look: each may cost a whole timeout."""
 FIRST_ROWS = 4096
 """Rows after which the first batch ends: enough for a first page, read before anybody is told the address."""
 _VERSION_KEY = b"rayapp.schema_version"
@@ -100,12 +102,14 @@ class GroupIndex:
         self._database.execute(_CREATE)
         self._known: dict[str, StepFile] = {}
         self._problems: dict[str, str] = {}
+        self._to_try_again: set[str] = set()
+        """Files that the storage did not give: unlike a damaged file, one of these may be whole."""
         self._num_pending = 0
         self._revision = 0
         self._lock = threading.Lock()
 
     def refresh(self) -> bool:
-        """Take in what is new, at most a batch; True when more is waiting.
+        """Take in what is new, at most a batch; True when more is waiting that can be had at once.
 
         Raises:
             StorageUnreachableError: the folder can't be listed.
@@ -114,9 +118,12 @@ class GroupIndex:
             files = self._source.step_files()
             self._forget({file.path: file for file in files})
             pending = [file for file in files if file.path not in self._known]
+            # Those that failed before come last: one that is forbidden must not keep the others out.
+            pending.sort(key=lambda file: file.path in self._to_try_again)
             self._take_in(pending, MAX_ROWS_PER_REFRESH if self._known else FIRST_ROWS)
-            self._num_pending = sum(file.path not in self._known for file in pending)
-            return self._num_pending > 0
+            left = {file.path for file in pending if file.path not in self._known}
+            self._num_pending = len(left)
+            return bool(left - self._to_try_again)
 
     def _forget(self, now: dict[str, StepFile]) -> None:
         """Drop files that are gone or have other content: a resumed run takes steps again."""
@@ -126,24 +133,38 @@ class GroupIndex:
                 del self._known[path]
                 self._problems.pop(path, None)
                 self._revision += 1
+        for path in [path for path in self._to_try_again if path not in now]:
+            self._to_try_again.discard(path)
+            self._problems.pop(path, None)
 
     def _take_in(self, pending: list[StepFile], max_rows: int) -> None:
         """Read files until the batch is full, then store their groups in one statement."""
         tables: list[Any] = []
+        num_refused, problems = 0, dict(self._problems)
         for file in pending[:MAX_FILES_PER_REFRESH]:
             self._known[file.path] = file
+            self._problems.pop(file.path, None)
             try:
                 tables.append(read_narrow(self._source, file))
-            except (OSError, pa.ArrowException, ValueError) as error:
+                self._to_try_again.discard(file.path)
+            except (pa.ArrowException, ValueError) as error:
                 # A file never fails the page: it may be half copied, or from a version to come.
-                self._problems[file.path] = f"{file.path.rsplit('/', 1)[-1]} can't be read: {error}"
-            if sum(table.num_rows for table in tables) >= max_rows:
+                self._note(file, error)
+            except OSError as error:
+                self._note(file, error)
+                self._to_try_again.add(file.path)
+                del self._known[file.path]
+                num_refused += 1
+            if sum(table.num_rows for table in tables) >= max_rows or num_refused >= MAX_REFUSED_PER_REFRESH:
                 break
         if tables:
             cursor = self._cursor()
             cursor.register("rows", pa.concat_tables(tables))
             cursor.execute(_AGGREGATE)
-        self._revision += bool(pending)
+        self._revision += bool(tables) or self._problems != problems
+
+    def _note(self, file: StepFile, error: Exception) -> None:
+        self._problems[file.path] = f"{file.path.rsplit('/', 1)[-1]} can't be read: {error}"
 
     def query(self, sql: str, parameters: dict[str, Any]) -> list[dict[str, Any]]:
         """Rows of a query over `groups`. The SQL is ours; what a person typed comes in as parameters only."""

@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from rayapp.errors import InputError, RayappError
+from rayapp.errors import InputError, RayappError, StorageError
 from rayapp.view.advantages import group_advantages
 from rayapp.view.curves import Metrics, curve, keys_of
 from rayapp.view.details import read_group, read_trajectory
@@ -24,6 +24,8 @@ from rayapp.view.tokens import load_tokenizer
 # A run that has not logged for so many times the length of its last step is no longer said to be running.
 QUIET_STEPS = 5
 QUIET_FLOOR_S = 120.0
+_Small = tuple[tuple[int, int], list[dict[str, Any]], dict[str, Any]]
+"""Stamp and records of metrics.jsonl, and the configuration."""
 
 
 class ViewedRun:
@@ -41,6 +43,7 @@ class ViewedRun:
         self._metrics = Metrics(source)
         self._tokenizer_path = tokenizer_path
         self._tokenizer: Any | None = None
+        self._seen: _Small = ((0, 0), [], {})
         self.problem = ""
         """Why the last refresh failed; empty when it did not."""
 
@@ -62,24 +65,29 @@ class ViewedRun:
             return {}
         return loaded if isinstance(loaded, dict) else {}
 
-    def revision(self) -> str:
-        """Changes whenever the page would look different."""
-        stamp = self.source.stamp("metrics.jsonl") or (0, 0)
-        return f"{stamp[0]}-{stamp[1]}-{self.index.progress().revision}"
-
     def records(self) -> list[dict[str, Any]]:
         """Every logged step."""
         return self._metrics.records()
 
+    def _small_files(self) -> tuple[_Small, str]:
+        """The small files, and why they are not those of now: a storage that is away takes no page with it."""
+        try:
+            stamp = self.source.stamp("metrics.jsonl") or (0, 0)
+            self._seen = (stamp, self._metrics.records(), self.config())
+        except StorageError as error:
+            return self._seen, str(error)
+        return self._seen, ""
+
     def summary(self) -> dict[str, Any]:
-        records, config = self._metrics.records(), self.config()
+        """What the page asks for again and again; `revision` changes whenever it would look different."""
+        (stamp, records, config), away = self._small_files()
         num_steps = _section(config, "train").get("num_steps")
         progress = asdict(self.index.progress())
-        problems = ([self.problem] if self.problem else []) + list(progress.pop("problems"))
+        problems = list(dict.fromkeys(text for text in (away, self.problem, *progress.pop("problems")) if text))
         return {
             "name": self.name,
             "location": self.source.root,
-            "revision": self.revision(),
+            "revision": f"{stamp[0]}-{stamp[1]}-{progress['revision']}",
             "state": run_state(records, num_steps, now=time.time()),
             "num_steps": num_steps,
             "last": records[-1] if records else None,

@@ -31,7 +31,10 @@ from rayapp.storage.opening import open_storage
 from rayapp.storage.testing.faulty_proxy import Fault
 from rayapp.storage.testing.moto_server import KEY, REGION, SECRET, MotoServer, free_port
 from rayapp.storage.testing.threads import ProxyThread, make_bucket, wait_until
+from rayapp.tracking.trajectories import write_trajectories
+from rayapp.view.run import ViewedRun
 from rayapp.view.source import open_source
+from rayapp.view.testing import hostile_group
 
 pytest.importorskip("moto", reason="needs the development package moto[server]")
 BUCKET = "runs"
@@ -159,6 +162,39 @@ async def put(uri: str, key: str, data: bytes) -> None:
 async def get(uri: str, key: str) -> bytes:
     async with open_storage(uri) as storage:
         return await storage.get_bytes(key)
+
+
+def test_a_storage_that_fails_while_a_run_is_viewed_is_told_and_made_up_for(proxy: ProxyThread, tmp_path: Path) -> None:
+    uri = f"s3://{BUCKET}/viewed"
+    write_trajectories(tmp_path / "one.parquet", 1, [hostile_group(0)])
+    file = (tmp_path / "one.parquet").read_bytes()
+    asyncio.run(put(uri, "metrics.jsonl", b'{"step": 1}\n'))
+    asyncio.run(put(uri, "trajectories/step=000001.parquet", file))
+    run = ViewedRun(open_source(uri))
+    assert run.refresh() is False
+    asyncio.run(put(uri, "metrics.jsonl", b'{"step": 1}\n{"step": 2}\n'))
+    asyncio.run(put(uri, "trajectories/step=000002.parquet", file))
+
+    # The file can be listed and not be read: it is not taken for damaged, nor asked for without a pause.
+    proxy.plan = lambda seen: Fault.DENIED if seen.path.endswith("step=000002.parquet") else None
+    assert run.refresh() is False
+    refused = run.summary()
+    # Nothing can be had: the page keeps what it has.
+    proxy.plan = lambda _: Fault.DENIED
+    assert run.refresh() is False
+    away = run.summary()
+    proxy.plan = lambda _: None
+    assert run.refresh() is False
+    back = run.summary()
+
+    [problem] = refused["problems"]
+    assert problem.startswith("step=000002.parquet can't be read: ")
+    assert refused["last"] == {"step": 2}
+    assert refused["index"]["num_pending"] == 1
+    assert (away["last"], away["name"]) == ({"step": 2}, "viewed")
+    assert any("can't be listed" in text for text in away["problems"])
+    assert back["problems"] == []
+    assert back["index"] | {"revision": 0} == {"revision": 0, "num_files": 2, "num_pending": 0}
 
 
 def test_a_format_file_that_is_cut_short(tmp_path: Path) -> None:
