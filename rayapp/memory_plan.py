@@ -117,7 +117,7 @@ def plan_learner(shape: ModelShape, config: Config) -> LearnerPlan:
     section = config.learner
     element = ELEMENT_BYTES[section.compute_dtype]
     layer_adapters = shape.num_adapter_parameters // shape.num_layers
-    gathered = element * (shape.num_root_parameters + 2 * (shape.num_layer_parameters + layer_adapters))
+    gathered = gathered_bytes(shape, config)
     frozen = MASTER * _shard(shape.num_parameters, config)
     masters = frozen + MASTER * _shard(shape.num_adapter_parameters, config)
     gradients, optimizer = (kind * _shard(shape.num_trained, config) for kind in (MASTER, ADAM))
@@ -204,15 +204,29 @@ def adapter_bytes_per_token(shape: ModelShape, element: int) -> int:
 
 
 def head_bytes(shape: ModelShape, config: Config) -> int:
-    """Peak of the chunked log-probs: see `rayapp.learner.log_probs`."""
+    """Peak of the chunked log-probs with more rows than are kept: see `rayapp.learner.log_probs`."""
     rows, element = config.learner.log_prob_chunk_tokens, ELEMENT_BYTES[config.learner.compute_dtype]
+    logits = rows * shape.vocabulary
     # Kept from forward to backward: as many rows as take 4 bytes an entry for one chunk.
-    kept = FLOAT32 * rows * shape.vocabulary
-    # One more chunk: logits, and on GPU its float32 copy and the softmax of that.
-    chunk = (element + 2 * FLOAT32) * rows * shape.vocabulary
-    # A frozen head has no gradient.
-    gradient = 0 if shape.num_adapter_parameters else (element + FLOAT32) * shape.vocabulary * shape.hidden
-    return kept + max(chunk, gradient)
+    kept = FLOAT32 * logits
+    # One more chunk, and while its softmax is taken a float32 copy and the result.
+    softmax = (element + 2 * FLOAT32) * logits
+    if shape.num_adapter_parameters:
+        return kept + softmax  # a frozen head has no gradient
+    # The float32 sum of its gradient is there from the first chunk on; a chunk's own share comes after its softmax.
+    weight = shape.vocabulary * shape.hidden
+    return kept + FLOAT32 * weight + max(softmax, element * (logits + weight))
+
+
+def head_bytes_per_token(shape: ModelShape, config: Config) -> int:
+    """Beside the logits: a predicted position's hidden state, its gradient, and eight indices and scores."""
+    return 2 * ELEMENT_BYTES[config.learner.compute_dtype] * shape.hidden + 64
+
+
+def gathered_bytes(shape: ModelShape, config: Config, num_layers: int = 2) -> int:
+    """What FSDP gathers in the compute dtype: all outside the layers, and of those two at once (on CPU all)."""
+    layer = shape.num_layer_parameters + shape.num_adapter_parameters // shape.num_layers
+    return ELEMENT_BYTES[config.learner.compute_dtype] * (shape.num_root_parameters + num_layers * layer)
 
 
 def plan_server(shape: ModelShape, config: Config, gpu_bytes: int) -> ServerPlan:

@@ -173,6 +173,16 @@ def shard(
     return model
 
 
+def reduce_gradients(model: PolicyModel, device: torch.device, *, is_last: bool) -> None:
+    """Before a backward: whether it is the last of its optimizer step.
+
+    On CPU gradients of all micro-batches are summed locally and reduced once; on GPU that memory is too dear.
+    """
+    if device.type == "cpu":
+        model.set_requires_gradient_sync(is_last)  # type: ignore[operator]
+        model.set_reshard_after_backward(is_last)  # type: ignore[operator]
+
+
 def named_weights(model: PolicyModel) -> Iterator[tuple[str, nn.Parameter]]:
     """Parameters under the names of their modules: Hugging Face's, but for LoRA's. Tied ones once."""
     yield from model.causal_lm.named_parameters()

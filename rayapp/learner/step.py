@@ -46,7 +46,7 @@ from rayapp.learner.plan import (
     needs_computing,
     row_advantages,
 )
-from rayapp.learner.policy import PolicyModel, TokenScores, to_device
+from rayapp.learner.policy import PolicyModel, TokenScores, reduce_gradients, to_device
 from rayapp.learner.stopwatch import Stopwatch
 from rayapp.types import FloatArray, Group, GroupSummary
 
@@ -203,7 +203,7 @@ class _Step:
         coupled = self._coupled_gradients(items, scale, actor_config)
         with self.watch("forward_backward"):
             for number, batch in enumerate(batches):
-                self._defer_reduction(is_last=number == len(batches) - 1)
+                reduce_gradients(learner.model, learner.ranks.device, is_last=number == len(batches) - 1)
                 self._forward_backward(batch, scale, actor_config, coupled)
         with self.watch("optimizer"):
             self._update()
@@ -223,12 +223,6 @@ class _Step:
         everyone = [part for parts in learner.ranks.gather(mine) for part in parts]
         seed = self.config.run.seed * 1_000_003 + learner.optimizer_steps
         return coupled_gradients(everyone, self.algorithm, actor_config, scale, seed=seed)
-
-    def _defer_reduction(self, *, is_last: bool) -> None:
-        """On CPU gradients of all micro-batches are summed locally and reduced once; on GPU that memory is too dear."""
-        if self.learner.ranks.device.type == "cpu":
-            self.learner.model.set_requires_gradient_sync(is_last)  # type: ignore[operator]
-            self.learner.model.set_reshard_after_backward(is_last)  # type: ignore[operator]
 
     def _forward_backward(
         self, batch: MicroBatch, scale: LossScale, actor_config: Any, coupled: dict[int, FloatArray] | None

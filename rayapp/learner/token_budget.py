@@ -1,34 +1,58 @@
 """`learner.max_tokens_per_microbatch: auto`: how many tokens one forward may have, measured instead of guessed.
 
 `build_learner` calls it once, after the model is loaded and before the first step. Two short forwards and backwards of
-different lengths give the bytes of a token; what is free gives their number. On GPU the allocator counts, on CPU the
-tensors that autograd keeps (malloc's own numbers depend on what came before). Never changes weights, gradients or RNG.
+different lengths give the bytes of a token; what is free gives their number. Never changes weights or RNG, and leaves
+no gradients.
 """
 
 from __future__ import annotations
 
 import logging
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from rayapp.config import Config
 from rayapp.errors import LearnerError
-from rayapp.learner.batch import MicroBatch, TrainItem, split
+from rayapp.learner.batch import MicroBatch
 from rayapp.learner.distributed import Ranks
 from rayapp.learner.log_probs import HeadOptions
-from rayapp.learner.policy import DTYPES, PolicyModel, to_device
-from rayapp.memory_plan import ADAM, MASTER, adapter_bytes_per_token, layer_bytes_per_token
+from rayapp.learner.memory_meter import MemoryMeter, memory_meter
+from rayapp.learner.packing import pack
+from rayapp.learner.policy import PolicyModel, reduce_gradients, to_device
+from rayapp.memory_plan import ADAM, gathered_bytes, head_bytes, head_bytes_per_token
 from rayapp.plan_command import model_shape
-from rayapp.types import Reward, RolloutStatus, Trajectory
 
 log = logging.getLogger(__name__)
+MIB = 2**20
 ROOM_SHARE = {"cpu": 0.5, "cuda": 0.9}
-"""Of what is free, what a micro-batch may take. On CPU servers, sandboxes and the page cache want memory too."""
+"""The margin: of what is free, what a micro-batch may take. On CPU servers, sandboxes and the page cache want memory
+too, and malloc holds back freed pieces; on GPU the allocator does."""
+PROBE_TOKENS = {"cpu": 128, "cuda": 1024}
+"""Of the shorter of two probes. On CPU 128 tokens of a model of 135M parameters take a third of a second."""
 LARGEST = 65536
 """Matrix products are as fast as they get long before."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryNeed:
+    """Bytes that a micro-batch of N tokens takes: at moment k of its computation, fixed[k] + N x per_token[k]."""
+
+    fixed: NDArray[np.float64]
+    """(K,)"""
+    per_token: NDArray[np.float64]
+    """(K,)"""
+
+    def of(self, num_tokens: int) -> int:
+        """At the worst moment. Which one that is depends on the number: with few tokens it is where weights are."""
+        return int((self.fixed + num_tokens * self.per_token).max())
+
+    def fits(self, room_bytes: int) -> int:
+        """Most tokens for this room; below 1 when there is none."""
+        return int(((room_bytes - self.fixed) / self.per_token).min())
 
 
 def find_token_budget(config: Config, ranks: Ranks, model: PolicyModel, room_bytes: int | None = None) -> int:
@@ -39,133 +63,95 @@ def find_token_budget(config: Config, ranks: Ranks, model: PolicyModel, room_byt
     Raises:
         LearnerError: the longest trajectory alone needs more.
     """
-    longest = config.max_model_tokens
-    first, second = probe_sizes(config, ranks)
-    few, many = (probe(config, ranks, model, size) for size in (first, second))
-    per_token = max(1.0, (many - few) / (second - first))
-    fixed = max(0.0, few - per_token * first)
-    room = (free_bytes(ranks, model) if room_bytes is None else room_bytes) - fixed
-    fits = min(ranks.gather(int(room / per_token)))
+    longest, need = config.max_model_tokens, measure_need(config, ranks, model)
+    room = free_bytes(ranks, model) if room_bytes is None else room_bytes
+    fits = min(ranks.gather(need.fits(room)))
     if fits < longest:
         raise LearnerError(
-            f"learner.max_tokens_per_microbatch is auto, but {fits} tokens of {per_token / 2**10:.0f} KiB fit into "
-            f"the {room / 2**30:.2f} GiB that are free; the longest trajectory has {longest} "
-            "(rollout.max_prompt_tokens + rollout.max_completion_tokens). Set learner.activation_checkpointing=true, "
-            "lower learner.log_prob_chunk_tokens or the lengths, or raise learner.num_learners."
+            f"learner.max_tokens_per_microbatch is auto, but a micro-batch of the longest trajectory, {longest} tokens "
+            f"(rollout.max_prompt_tokens + rollout.max_completion_tokens), takes {need.of(longest) / MIB:.0f} MiB with "
+            f"its gradients and logits, and {room / MIB:.0f} MiB are free: {max(0, fits)} tokens fit. Set "
+            "learner.activation_checkpointing=true, lower learner.log_prob_chunk_tokens or the lengths, or raise "
+            "learner.num_learners."
         )
     budget = max(longest, 1 << (min(fits, LARGEST).bit_length() - 1))
-    log.info(
-        "micro-batches of at most %d tokens: %.0f KiB each, %.2f GiB free", budget, per_token / 2**10, room / 2**30
-    )
+    log.info("micro-batches of at most %d tokens: %.0f of %.0f MiB", budget, need.of(budget) / MIB, room / MIB)
     return budget
 
 
-def probe_sizes(config: Config, ranks: Ranks) -> tuple[int, int]:
-    """Tokens of the two probes, whole sequences of the longest kind."""
-    longest = config.max_model_tokens
-    element = DTYPES[config.learner.compute_dtype].itemsize
-    # On GPU the head's memory is in the measurement, and past this many rows it grows no more.
-    rows = config.learner.log_prob_chunk_tokens * 4 // element if ranks.device.type == "cuda" else 1
-    number = -(-rows // longest)
-    return number * longest, 2 * number * longest
+def measure_need(config: Config, ranks: Ranks, model: PolicyModel) -> MemoryNeed:
+    """Run the layers on some tokens and on twice as many, and compare moment by moment.
 
+    The two runs have the same operators, and at each of them what is allocated grows by so much a token; so both
+    tell what any number of tokens takes, also where the worst moment is another one. The head is added from its
+    formula, as if its peak and the layers' came together: that errs on the safe side. Collective.
 
-def probe(config: Config, ranks: Ranks, model: PolicyModel, num_tokens: int) -> int:
-    """Bytes that a micro-batch of so many tokens takes for its forward and backward. Collective."""
-    batch = _batch(config, model, num_tokens)
-    options = HeadOptions(temperature=1.0, chunk_rows=config.learner.log_prob_chunk_tokens)
-    if ranks.device.type == "cuda":
-        return _peak_on_gpu(model, batch, options, ranks.device)
-    kept = _kept_on_cpu(model, batch, options, ranks.device)
-    return kept + _recomputed_on_cpu(config, num_tokens) + _head_on_cpu(config, model)
-
-
-def _batch(config: Config, model: PolicyModel, num_tokens: int) -> MicroBatch:
-    """Sequences of the longest kind, every token but the first one trained on."""
-    longest, vocabulary = config.max_model_tokens, _vocabulary(model)
-    draws = np.random.default_rng(0)
-    items = []
-    for row in range(num_tokens // longest):
-        mask = np.arange(longest + 1) >= 1
-        trajectory = Trajectory(
-            token_ids=draws.integers(0, vocabulary, longest + 1).astype(np.int32),
-            response_mask=mask,
-            rollout_log_probs=np.zeros(longest + 1, np.float32),
-            completion_text="",
-            reward=Reward(value=0.0),
-            status=RolloutStatus.COMPLETED,
-            min_policy_version=0,
-            max_policy_version=0,
+    Raises:
+        LearnerError: the runs can't be compared.
+    """
+    few = min(PROBE_TOKENS[ranks.device.type], config.max_model_tokens // 2)
+    with memory_meter(ranks.device, [_local(parameter) for parameter in model.parameters()]) as meter:
+        _marks_of_layers(config, ranks, model, meter, few)  # libraries make their workspaces
+        first, second = (_marks_of_layers(config, ranks, model, meter, size) for size in (few, 2 * few))
+    if first.size != second.size:
+        raise LearnerError(
+            f"learner.max_tokens_per_microbatch is auto, but this model runs {first.size} operators for {few} tokens "
+            f"and {second.size} for {2 * few}: what more tokens take does not follow from that. Set a number."
         )
-        items.append(TrainItem(row=row, group=row, trajectory=trajectory, advantages=np.ones(longest, np.float32)))
-    (batch,) = split(items, max_tokens=num_tokens, share_prefixes=False)
-    return batch
+    shape, per_token = model_shape(config), (second - first) / few
+    # The reference scored just before, and what it gathered is still there.
+    on_cpu, has_reference = ranks.device.type == "cpu", config.algorithm.kl_loss_coef > 0
+    reference = gathered_bytes(shape, config, shape.num_layers if on_cpu else 2) if has_reference else 0
+    return MemoryNeed(
+        fixed=first - few * per_token + head_bytes(shape, config) + reference,
+        per_token=per_token.clip(0) + head_bytes_per_token(shape, config),
+    )
 
 
-def _run(model: PolicyModel, batch: MicroBatch, options: HeadOptions, device: torch.device) -> None:
-    scores = model(to_device(batch, device), options)
-    scores.log_probs.sum().backward()
+def _marks_of_layers(
+    config: Config, ranks: Ranks, model: PolicyModel, meter: MemoryMeter, num_tokens: int
+) -> NDArray[np.float64]:
+    """Bytes at each moment of a last micro-batch without the head, when one before has left its gradients."""
+    reduce_gradients(model, ranks.device, is_last=False)
+    _run_layers(config, ranks, model, 1)
+    reduce_gradients(model, ranks.device, is_last=True)
+    meter.restart()
+    _run_layers(config, ranks, model, num_tokens)
+    marks = np.array(meter.marks, np.float64)
     model.zero_grad()
+    return marks
 
 
-def _peak_on_gpu(model: PolicyModel, batch: MicroBatch, options: HeadOptions, device: torch.device) -> int:
-    before = torch.cuda.memory_allocated(device)
-    torch.cuda.reset_peak_memory_stats(device)
-    _run(model, batch, options, device)
-    return torch.cuda.max_memory_allocated(device) - before
+def _run_layers(config: Config, ranks: Ranks, model: PolicyModel, num_tokens: int) -> None:
+    """Forward and backward of so many tokens of which none is predicted: all but the head, with gradients of 0."""
+    options = HeadOptions(temperature=1.0, chunk_rows=config.learner.log_prob_chunk_tokens)
+    model(to_device(_sequence(num_tokens), ranks.device), options).log_probs.sum().backward()
 
 
-def _kept_on_cpu(model: PolicyModel, batch: MicroBatch, options: HeadOptions, device: torch.device) -> int:
-    """Without the head's logits and without weights, both of which don't grow with the tokens."""
-    vocabulary = _vocabulary(model)
-    weights = {shape for p in model.parameters() for shape in (tuple(p.shape), tuple(p.shape)[::-1])}
-    kept: dict[int, int] = {}
-
-    def note(tensor: torch.Tensor) -> torch.Tensor:
-        if tuple(tensor.shape) not in weights and not (tensor.ndim and tensor.shape[-1] == vocabulary):
-            storage = tensor.untyped_storage()
-            kept[storage.data_ptr()] = storage.nbytes()
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-        _run(model, batch, options, device)
-    return sum(kept.values())
-
-
-def _recomputed_on_cpu(config: Config, num_tokens: int) -> int:
-    """Of the one layer that is being computed again: those tensors never pass the hooks of whoever called backward."""
-    if not config.learner.activation_checkpointing:
-        return 0
-    shape, element = model_shape(config), DTYPES[config.learner.compute_dtype].itemsize
-    return num_tokens * (layer_bytes_per_token(shape, element) + adapter_bytes_per_token(shape, element))
-
-
-def _head_on_cpu(config: Config, model: PolicyModel) -> int:
-    """See `memory_plan.head_bytes`: kept logits, and a chunk's or the head's gradient beside them."""
-    vocabulary, hidden = _vocabulary(model), int(_settings(model).hidden_size)
-    element, rows = DTYPES[config.learner.compute_dtype].itemsize, config.learner.log_prob_chunk_tokens
-    return 4 * rows * vocabulary + max((element + 8) * rows * vocabulary, (element + 4) * vocabulary * hidden)
-
-
-def _vocabulary(model: PolicyModel) -> int:
-    return int(_settings(model).vocab_size)
-
-
-def _settings(model: PolicyModel) -> Any:
-    """transformers' config of the model."""
-    causal_lm: Any = model.causal_lm
-    return causal_lm.config
+def _sequence(num_tokens: int) -> MicroBatch:
+    """One sequence: of several, attention on CPU would run more operators."""
+    none, no_rows = np.zeros(0, np.int64), np.zeros((0, 1), np.int64)
+    return MicroBatch(
+        items=(),
+        packing=pack([[np.zeros(num_tokens, np.int32)]], share_prefixes=False),
+        head_positions=none,
+        pair_rows=none,
+        pair_targets=none,
+        row_pairs=no_rows,
+        row_heads=no_rows,
+        mask=no_rows.astype(np.float32),
+    )
 
 
 def free_bytes(ranks: Ranks, model: PolicyModel) -> int:
-    """This rank's part of what is free, less the gradients and moments that the first step will make."""
+    """This rank's part of what is free, less the moments that the first step will make. Gradients are measured."""
     trained = sum(_local(p).numel() for p in model.parameters() if p.requires_grad)
     if ranks.device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(ranks.device)
         free += torch.cuda.memory_reserved(ranks.device) - torch.cuda.memory_allocated(ranks.device)
     else:
         free = available_bytes() // ranks.world_size
-    return int(ROOM_SHARE[ranks.device.type] * (free - (MASTER + ADAM) * trained))
+    return int(ROOM_SHARE[ranks.device.type] * (free - ADAM * trained))
 
 
 def available_bytes() -> int:
