@@ -141,7 +141,7 @@ def evaluate(
     options += [f"eval.samples_per_task={samples}"] if samples else []
     loaded = load_config(config, [*(overrides or ()), *options])
     from rayapp.checkpoint_model import with_checkpoint_as_model
-    from rayapp.driver import run_evaluation
+    from rayapp.evaluation import run_evaluation
 
     with with_checkpoint_as_model(loaded) as ready:
         metrics = run_evaluation(ready)

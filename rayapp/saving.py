@@ -9,15 +9,18 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from rayapp.durable import explain_full_disk, write_text
+from rayapp.errors import TrainingAbortedError
 from rayapp.kept_groups import KeptGroups
 from rayapp.run_folder import RunFolder
+from rayapp.store import TrajectoryStore
 
+Kept = Callable[[], Awaitable[KeptGroups]]
 log = logging.getLogger(__name__)
 POLL_S = 0.2
 NOTHING_KEPT = KeptGroups()
@@ -121,3 +124,33 @@ async def saving(saver: CheckpointSaver) -> AsyncIterator[None]:
         yield
     finally:
         await saver.close()
+
+
+def is_due(step: int, every_steps: int, *, last: int) -> bool:
+    """True on every `every_steps`-th step (0: none of them) and on the last."""
+    return step == last or (every_steps > 0 and step % every_steps == 0)
+
+
+async def nothing_kept() -> KeptGroups:
+    """For those who have no store to keep anything of."""
+    return KeptGroups()
+
+
+@asynccontextmanager
+async def saving_when_stopped(
+    saver: CheckpointSaver, folder: RunFolder, store: TrajectoryStore[Any], kept_groups: Kept = nothing_kept
+) -> AsyncIterator[None]:
+    """A run that is stopped (Ctrl-C, SIGTERM, `ray job stop`) saves the steps since its last checkpoint, then stops."""
+    try:
+        yield
+    except asyncio.CancelledError:
+        await saver.finish()
+        last = folder.latest_checkpoint()
+        if store.version > (last.version if last is not None else 0):
+            next_group_id, kept = store.next_untrained_id, await kept_groups()
+            await saver.begin(store.version, next_group_id=next_group_id, kept=kept)
+            await saver.finish()
+        raise
+    except TrainingAbortedError:
+        await saver.finish()
+        raise

@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 
-from rayapp.errors import StalledError
+from rayapp.errors import StalledError, first_error
 
 MAX_SHOWN = 20
 """Waits that a report lists; the longest ones."""
@@ -112,3 +112,17 @@ class Watchdog:
         shown = "; ".join(f"{w.role} for {w.what} since {now - w.since_s:.0f} s" for w in waits[:MAX_SHOWN])
         more = f"; and {len(waits) - MAX_SHOWN} more" if len(waits) > MAX_SHOWN else ""
         return f"Waiting: {shown or 'nobody'}{more}. Last finished: {self._last}."
+
+
+@asynccontextmanager
+async def unstalled(watchdog: Watchdog) -> AsyncIterator[None]:
+    """Stop the block when nothing goes on in it.
+
+    Raises:
+        StalledError: with who waits for what.
+    """
+    try:
+        async with watchdog.watching():
+            yield
+    except BaseExceptionGroup as group:
+        raise first_error(group) from group

@@ -5,10 +5,9 @@ import sys
 from pathlib import Path
 
 from rayapp.config import Config
-from rayapp.driver import saving_when_stopped
 from rayapp.interrupts import run_until_done
 from rayapp.run_folder import RunFolder
-from rayapp.saving import CheckpointSaver, saving
+from rayapp.saving import CheckpointSaver, saving, saving_when_stopped
 from rayapp.store import TrajectoryStore
 
 RAYS_OWN_GRACE_S = 3.0

@@ -14,11 +14,10 @@ import yaml
 
 from rayapp.cli import run
 from rayapp.config import Config
-from rayapp.driver import saving_when_stopped
 from rayapp.errors import ConfigError, RunFolderError
 from rayapp.interrupts import uninterrupted
 from rayapp.run_folder import RunFolder
-from rayapp.saving import CheckpointSaver, saving
+from rayapp.saving import CheckpointSaver, saving, saving_when_stopped
 from rayapp.store import TrajectoryStore
 from rayapp.submit import _state, plan
 

@@ -1,0 +1,120 @@
+"""What every step of a run works with, put together once, by the driver. Used by `rayapp.feeding` and `rayapp.step`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rayapp.best_metric import BestMetric
+from rayapp.cluster import Cluster
+from rayapp.config import Config
+from rayapp.dynamic_sampling import DynamicSampling
+from rayapp.failures import FailureBudget
+from rayapp.kept_groups import KeptGroups
+from rayapp.rollout.curriculum import Curriculum
+from rayapp.routing import Router
+from rayapp.run_folder import RunFolder
+from rayapp.saving import CheckpointSaver
+from rayapp.store import TrajectoryStore
+from rayapp.tracking.trackers import RunTracker
+from rayapp.watchdog import Watchdog
+
+Store = TrajectoryStore[object]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """What every step of a run works with."""
+
+    cluster: Cluster
+    folder: RunFolder
+    tracker: RunTracker
+    store: Store
+    saver: CheckpointSaver
+    sampling: DynamicSampling
+    failures: FailureBudget
+    watchdog: Watchdog
+    router: Router
+    best: BestMetric
+    curriculum: Curriculum | None
+    """None where prompts come in turn."""
+
+
+async def open_run(cluster: Cluster, folder: RunFolder, tracker: RunTracker) -> Run:
+    """A run where its last whole checkpoint left it; the learners hold its weights, the servers do not yet."""
+    config = cluster.config
+    version, next_group_id, kept = await restore(cluster, folder)
+    sampling = DynamicSampling(config.algorithm.dynamic_sampling)
+    curriculum = await open_curriculum(cluster, folder)
+    return Run(
+        cluster=cluster,
+        folder=folder,
+        tracker=tracker,
+        store=TrajectoryStore(
+            groups_per_step=config.train.groups_per_step,
+            max_staleness=config.train.max_staleness,
+            version=version,
+            num_groups=(config.train.num_steps - version) * config.train.groups_per_step,
+            next_group_id=next_group_id,
+            straggler_window=straggler_window(config),
+            waiting=cluster.put_groups(kept.waiting),
+            done_ahead=kept.done_ahead,
+            refuses=sampling.refuses,
+        ),
+        saver=CheckpointSaver(
+            cluster.learners,
+            folder,
+            asynchronous=config.checkpoint.asynchronous,
+            files=curriculum.state if curriculum is not None else dict,
+        ),
+        sampling=sampling,
+        failures=FailureBudget(config.rollout.max_failed_ratio),
+        watchdog=_watchdog(cluster, folder, tracker),
+        router=Router(len(cluster.servers), is_up=cluster.server_is_up),
+        best=BestMetric(config),
+        curriculum=curriculum,
+    )
+
+
+def straggler_window(config: Config) -> int:
+    """Groups that may be trained before one that is still being generated."""
+    window = config.train.straggler_window
+    return config.train.groups_per_step if window is None else window
+
+
+async def open_curriculum(cluster: Cluster, folder: RunFolder) -> Curriculum | None:
+    """Of a run that begins, or goes on from its last checkpoint; None where prompts come in turn."""
+    if not cluster.config.algorithm.curriculum.enabled:
+        return None
+    checkpoint = folder.latest_checkpoint()
+    num_prompts = await cluster.rollout_worker(0).num_train_prompts()
+    return Curriculum.open(cluster.config, num_prompts, checkpoint.path if checkpoint is not None else None)
+
+
+async def restore(cluster: Cluster, folder: RunFolder) -> tuple[int, int, KeptGroups]:
+    """Load the last whole checkpoint into the learners.
+
+    Returns:
+        Its version, the next group id, and the groups it kept; (0, 0, nothing) without one.
+    """
+    checkpoint = folder.latest_checkpoint()
+    if checkpoint is None:
+        folder.truncate_after(-1)
+        return 0, 0, KeptGroups()
+    version = await cluster.learners.load_checkpoint(checkpoint.path / "learner")
+    folder.truncate_after(version)
+    return version, checkpoint.next_group_id, KeptGroups.read(checkpoint.path)
+
+
+def _watchdog(cluster: Cluster, folder: RunFolder, tracker: RunTracker) -> Watchdog:
+    async def dump() -> str:
+        file = folder.path / "stacks.txt"
+        file.write_text(await cluster.dump_stacks())
+        return str(file)
+
+    recovery = cluster.config.recovery
+    return Watchdog(
+        report_after_s=recovery.stall_report_s,
+        stop_after_s=recovery.stall_stop_s,
+        report=tracker.note,
+        dump_stacks=dump,
+    )

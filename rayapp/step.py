@@ -1,0 +1,108 @@
+"""One step of a run: train on the groups, give the servers the new weights, write everything down.
+
+    groups --> learners.train_step --> sync_weights --> TrajectoryStore.release: only now may new groups start
+           '--> trajectories, traces, metrics, a checkpoint when one is due
+
+Called by the driver, step after step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+from rayapp.evaluation import validate
+from rayapp.kept_groups import KeptGroups
+from rayapp.phases import Phases
+from rayapp.run import Run, Store
+from rayapp.saving import is_due
+from rayapp.store import StoredGroup
+from rayapp.tracking.metrics import summarize_step
+
+
+def step_phases(run: Run) -> Phases:
+    """Clocks of a step's phases; each that begins is shown, and is progress."""
+    return Phases(on_change=partial(_enter_phase, run))
+
+
+def _enter_phase(run: Run, name: str) -> None:
+    run.tracker.phase(name)
+    run.watchdog.progress(f"driver entered {name}")
+
+
+async def train_step(run: Run, step: int, groups: Sequence[StoredGroup[object]], phases: Phases) -> None:
+    """Train on the groups, give the servers the new weights, write the step down."""
+    run.failures.record(tuple(group.summary for group in groups))
+    learned = await _learn(run, step, groups, phases)
+    evaluated = await validate(run.cluster, step, phases)
+    sampled_by = run.store.version
+    if run.curriculum is not None:
+        run.curriculum.end_step()  # before the slots of this step are free: their groups are drawn from what it taught
+    await run.store.release(step)
+    with phases("record"):
+        fetched = await run.cluster.fetch_groups(groups)
+        await run.folder.write_trajectories(step, fetched)
+        run.tracker.trace(step, fetched)
+    summaries = tuple(group.summary for group in groups)
+    metrics = summarize_step(summaries, version=sampled_by) | learned | run.sampling.step_metrics()
+    score = run.best.score(metrics | evaluated)
+    with phases("checkpoint"):
+        saved = await save_if_due(run, step, score)
+    run.tracker.log(step, metrics | saved | evaluated | phases.metrics(summaries) | _state_metrics(run))
+
+
+async def _learn(run: Run, step: int, groups: Sequence[StoredGroup[object]], phases: Phases) -> dict[str, float]:
+    """An optimizer step, and its weights on the servers. Returns the metrics of both."""
+    cluster = run.cluster
+    with phases("train"):
+        await cluster.lend_gpus()
+        learned = await cluster.learners.train_step(
+            step, tuple(group.summary for group in groups), [group.ref for group in groups]
+        )
+    with phases("weight_sync"):
+        return learned | await cluster.sync_weights(step)
+
+
+def _state_metrics(run: Run) -> dict[str, float]:
+    """Where the run stands, apart from what the step's groups say."""
+    return (
+        run.cluster.recovery_metrics()
+        | ledger_metrics(run.store)
+        | run.router.metrics()
+        | (run.curriculum.metrics() if run.curriculum is not None else {})
+        | run.failures.metrics()
+        | run.folder.storage_metrics()
+    )
+
+
+async def save_if_due(run: Run, step: int, score: float | None) -> dict[str, float]:
+    """Hear of the save that is under way, and begin the one of this step. Returns metrics of one that ended."""
+    config = run.cluster.config
+    metrics = await run.saver.check()
+    if is_due(step, config.checkpoint.every_steps, last=config.train.num_steps):
+        # Before the copies of the state are made, and of one moment: what finishes meanwhile is generated again.
+        next_group_id, kept = run.store.next_untrained_id, await kept_groups(run)
+        await run.saver.begin(step, next_group_id=next_group_id, score=score, kept=kept)
+    return metrics
+
+
+async def kept_groups(run: Run) -> KeptGroups:
+    """What the checkpoint of now need not have generated again. A synchronous run repeats, so it keeps nothing."""
+    if run.cluster.is_synchronous:
+        return KeptGroups()
+    done_ahead, waiting = run.store.done_ahead, run.store.waiting
+    return KeptGroups(waiting=tuple(await run.cluster.fetch_groups(waiting)), done_ahead=done_ahead)
+
+
+def ledger_metrics(store: Store) -> dict[str, float]:
+    """Groups by state, and how long the oldest that is ready has waited.
+
+    Raises:
+        AssertionError: a group was lost or counted twice.
+    """
+    ledger = store.ledger()
+    assert ledger.balances(), f"the ledger does not balance: {ledger}"
+    counts = {"admitted", "ready", "training", "trained", "dropped", "issued"}
+    queue = {"queue/oldest_ready_s": store.oldest_ready_s(), "ledger/reissued": float(store.reissued_for.total())}
+    dropped = {f"ledger/dropped/{reason}": float(count) for reason, count in sorted(store.dropped_for.items())}
+    return queue | dropped | {f"ledger/{name}": float(getattr(ledger, name)) for name in sorted(counts)}
