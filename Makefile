@@ -1,14 +1,16 @@
 # make train   create .venv, fetch the model, train CONFIG          make test    run the tests
-# make bench   one GRPO step against TRL                            make lint    ruff and mypy
+# make bench   measure, and compare with the last records           make lint    ruff and mypy
 # make venv    only the environment                                 make format  let ruff rewrite the code
 # make test JOBS=1 ARGS="-x tests/unit"   one after the other, and only these
 # make test ARGS="-m long"                those that take half an hour more
+# make bench BENCH=grpo_step ARGS="--rounds 2"   one of docs/benchmark.md, with arguments of its own
 # Variables: CONFIG=configs/coding_cpu.yaml  ARGS="train.num_steps=50"  DEVICE=cpu|gpu  INSTALLER=auto|uv|pip  PYTHON=python3.12
 
 CONFIG ?= configs/coding_cpu.yaml
 DEVICE ?= cpu
 INSTALLER ?= auto
 ARGS ?=
+BENCH ?=
 # Files of tests that run side by side: most of their time is waiting, for deadlines and for processes that start.
 JOBS ?= 2
 BIN := .venv/bin
@@ -29,10 +31,11 @@ train: venv
 	@$(BIN)/rayapp train $(CONFIG) $(ARGS)
 
 test: venv
-	@$(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadfile $(ARGS)
+	@$(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder --durations 25 --durations-min 5 $(ARGS)
 
 bench: venv
-	@$(BIN)/python benchmarks/grpo_step.py $(ARGS)
+	@$(BIN)/rayapp model fetch smollm2-135m
+	@$(BIN)/python -m benchmarks $(BENCH) $(if $(ARGS),-- $(ARGS))
 
 lint: venv
 	@$(BIN)/ruff check .

@@ -117,21 +117,16 @@ async def growth_short(pool: SandboxPoolHandle) -> Numbers:
     return await grown(pool, await process_of(pool), 10_000)
 
 
-async def grown(pool: SandboxPoolHandle | Here, process: psutil.Process, num_leases: int) -> Numbers:
-    """Memory and descriptors of the pool's process before and after so many leases."""
+async def grown(pool: SandboxPoolHandle | PoolHere, process: psutil.Process, num_leases: int) -> Numbers:
+    """Memory and descriptors of the pool's process, after one round and after each tenth of so many leases more."""
     await from_callers(pool, _ROUND, callers=64)
-    before = usage(process)
-    for _ in range(num_leases // _ROUND):
-        await from_callers(pool, _ROUND, callers=64)
-    after = usage(process)
-    return {
-        "leases": float(num_leases),
-        "memory_before_mib": before[0],
-        "memory_after_mib": after[0],
-        "descriptors_before": before[1],
-        "descriptors_after": after[1],
-        "left": (await pool.stats())["sandbox/leased"],
-    }
+    found: Numbers = {"leases": float(num_leases)}
+    for done in range(0, num_leases + 1, num_leases // 10):
+        memory_mib, descriptors = usage(process)
+        found |= {f"mib_at_{done}": memory_mib, f"descriptors_at_{done}": descriptors}
+        if done < num_leases:
+            await from_callers(pool, num_leases // 10, callers=64)
+    return found | {"left": (await pool.stats())["sandbox/leased"]}
 
 
 async def from_callers(pool: Pool, num_leases: int, *, callers: int) -> list[float]:

@@ -18,10 +18,19 @@ os.environ["RAY_ADDRESS"] = "local"
 os.environ["RAY_AUTH_MODE"] = "disabled"
 
 
+LONGEST_FIRST = ("e2e", "cluster", "browser", "contracts", "adversarial", "unit")
+"""Folders in the order of their files' time: what is last is short, and no process ends minutes after the others."""
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: LONGEST_FIRST.index(folder) if (folder := _folder(item)) in LONGEST_FIRST else -1)
     for item in items:
         if item.get_closest_marker("gpu") and not _has_gpu():
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+def _folder(item: pytest.Item) -> str:
+    return item.path.relative_to(Path(__file__).parent).parts[0]
 
 
 def _has_gpu() -> bool:
