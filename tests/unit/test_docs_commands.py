@@ -135,7 +135,8 @@ ELSEWHERE = (
     How(begins="prometheus", test="tests/cluster/test_alerts.py"),
     How(begins="export", why_not="sets a variable of the reader's shell"),
     How(begins="python benchmarks/", why_not="measures for minutes on a quiet machine"),
-    How(begins="python -m benchmarks.driver", why_not="measures for minutes on a quiet machine"),
+    How(begins="python -m benchmarks.", why_not="measures for minutes on a quiet machine"),
+    How(begins="python -m benchmarks", test="tests/unit/test_benchmark_history.py"),
     How(begins="python -m rayapp.config_docs", test="tests/unit/test_config_docs.py"),
     How(begins="python -m rayapp.data.problems", test="tests/unit/test_data_problems.py"),
     How(begins="python -m rayapp.tracking.monitoring", test="tests/unit/test_monitoring.py"),
@@ -203,8 +204,8 @@ def test_every_entry_is_of_a_command_that_a_guide_has() -> None:
 
 
 def _end(how: How) -> str:
-    """A folder is the beginning of a word; anything else ends with one."""
-    return "" if how.begins.endswith("/") else " "
+    """A folder or a package is the beginning of a word; anything else ends with one."""
+    return "" if how.begins.endswith(("/", ".")) else " "
 
 
 @pytest.mark.parametrize(
