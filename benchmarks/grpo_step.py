@@ -1,6 +1,6 @@
 """One GRPO step, ours against TRL's GRPOTrainer: same model, prompts, reward code, cores; alternating in one run.
 
-    python benchmarks/grpo_step.py [--rounds 5] [--json] [key.sub=value ...]
+    python -m benchmarks.grpo_step [--rounds 5] [--json] [key.sub=value ...]
 
 Ours is the real thing: the actors of `rayapp train` (vLLM server, sandbox pool, rollout worker, learner), called in the
 order of the driver's loop. TRL runs in its own environment (made on the first call under benchmarks/.envs) with the
@@ -22,9 +22,8 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
-import machine
-from trl_peer import TRL_VERSION, TrlPeer, make_environment
-
+from benchmarks import machine
+from benchmarks.trl_peer import TRL_VERSION, TrlPeer, make_environment
 from rayapp.cluster import Cluster, open_cluster
 from rayapp.config import Config
 from rayapp.config_loading import load_config
