@@ -20,7 +20,8 @@ from actors.handles import (
 from actors.placement import Placement
 from actors.spawn import kill_named, name_is_free, spawn
 from actors.started import Started
-from rayapp.config import FEWER_GPUS, Config
+from rayapp.config import Config
+from rayapp.config_checks import FEWER_GPUS
 from rayapp.errors import ConfigError, DeadlineError, first_error
 from rayapp.ray_session import RaySession
 from rayapp.sandbox.config import DaytonaConfig, E2BConfig

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rayapp.config import CheckpointSection
+from rayapp.config_sections import CheckpointSection
 from rayapp.durable import explain_full_disk, fsync, write_text
 from rayapp.errors import CheckpointError
 

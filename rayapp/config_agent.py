@@ -8,14 +8,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
+
+from rayapp.config_base import FrozenModel
 
 
-class _Frozen(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
-
-
-class DataSection(_Frozen):
+class DataSection(FrozenModel):
     train_files: tuple[str, ...] = ()
     """Parquet files in verl's schema (docs/data.md), local or s3://. A run has either these or `tasks`."""
     eval_files: tuple[str, ...] = ()
@@ -33,7 +31,7 @@ class DataSection(_Frozen):
     """Where each machine keeps copies of remote files, and of a model on s3://."""
 
 
-class AgentSection(_Frozen):
+class AgentSection(FrozenModel):
     """How the policy and its tools take turns; for data files only."""
 
     tool_file: str = ""
@@ -54,7 +52,7 @@ class AgentSection(_Frozen):
     """What stays of a result that is cut: its beginning (left), its end (right), or both (middle)."""
 
 
-class RewardSection(_Frozen):
+class RewardSection(FrozenModel):
     """What an answer to a data row is worth: score + format_weight * format + tool_weight * tool."""
 
     method: Literal["strict", "flexible"] = "strict"

@@ -15,7 +15,7 @@ from rayapp.config import Config
 
 HEADER = """# Every key
 
-Generated from `rayapp/config.py` by `python -m rayapp.config_docs`. A config file states only what differs from these
+Generated from `rayapp/config*.py` by `python -m rayapp.config_docs`. A config file states only what differs from these
 defaults; `key.sub=value` on the command line wins over the file. `rayapp config show CONFIG` prints the result.
 """
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from rayapp.config import DynamicSamplingSection
+from rayapp.config_algorithm import DynamicSamplingSection
 from rayapp.types import GroupSummary
 
 EQUAL_REWARDS = "equal_rewards"

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rayapp.algo.names import ADV_ESTIMATORS, NEEDS_CRITIC, NEEDS_GREEDY_BASELINE, NEEDS_LOG_PROBS
-from rayapp.config import AlgorithmSection
+from rayapp.config_algorithm import AlgorithmSection
 from rayapp.errors import ConfigError, LearnerError
 from rayapp.types import FloatArray
 

@@ -11,7 +11,8 @@ from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 from rayapp.algo.names import POLICY_LOSSES
-from rayapp.config import AlgorithmSection, Config
+from rayapp.config import Config
+from rayapp.config_algorithm import AlgorithmSection
 from rayapp.errors import ConfigError
 
 if TYPE_CHECKING:

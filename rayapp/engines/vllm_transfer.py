@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from rayapp.config import LoraSection
+from rayapp.config_learner import LoraSection
 from rayapp.errors import ConfigError, WeightSyncError
 from rayapp.learner.export import device_weights, weight_shapes
 from rayapp.learner.policy import PolicyModel

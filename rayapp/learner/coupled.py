@@ -15,7 +15,7 @@ import torch
 
 from rayapp.algo.advantages import response_mask
 from rayapp.algo.losses import LossRows, LossScale, policy_loss
-from rayapp.config import AlgorithmSection
+from rayapp.config_algorithm import AlgorithmSection
 from rayapp.learner.batch import TrainItem, stack_rows
 from rayapp.types import FloatArray
 

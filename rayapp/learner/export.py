@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rayapp.config import Config, LoraSection
+from rayapp.config import Config
+from rayapp.config_learner import LoraSection
 from rayapp.learner.lora import ADAPTER, BASE, adapter_weights, merged_weights
 from rayapp.learner.policy import PolicyModel, named_weights
 from rayapp.weights.buckets import WeightBucket, pack

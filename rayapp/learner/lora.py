@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from rayapp.config import LoraSection
+from rayapp.config_learner import LoraSection
 from rayapp.errors import InputError
 
 ADAPTER, BASE = ".lora_", ".base_layer"

@@ -13,7 +13,7 @@ import numpy as np
 
 from rayapp.algo.advantages import response_mask
 from rayapp.algo.mismatch import mismatch_metrics
-from rayapp.config import AlgorithmSection
+from rayapp.config_algorithm import AlgorithmSection
 from rayapp.learner.batch import stack_rows
 from rayapp.learner.plan import StepTable
 from rayapp.types import FloatArray

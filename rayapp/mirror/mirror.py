@@ -19,7 +19,8 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from rayapp.config import CheckpointSection, Config
+from rayapp.config import Config
+from rayapp.config_sections import CheckpointSection
 from rayapp.errors import RunFolderError, StorageError, StorageIncompleteError, first_error
 from rayapp.mirror.ledger import Ledger
 from rayapp.mirror.lock import BEAT_EVERY_S, LEASE_S, SETTLE_S, RunLock, acquire, last_generation

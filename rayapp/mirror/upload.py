@@ -13,7 +13,7 @@ from collections.abc import Awaitable
 from pathlib import Path
 
 from rayapp.checkpoints import MANIFEST, CheckpointFolder
-from rayapp.config import CheckpointSection
+from rayapp.config_sections import CheckpointSection
 from rayapp.errors import StorageConfigError, StorageError, StorageUnreachableError
 from rayapp.mirror.layout import (
     CHECKPOINTS,

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from typing import Annotated, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
+
+from rayapp.config_base import FrozenModel
 
 
-class _Frozen(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
-
-
-class LocalConfig(_Frozen):
+class LocalConfig(FrozenModel):
     """Isolated processes on the rollout worker's node: no service, no key, no root."""
 
     type: Literal["local"] = "local"
@@ -22,7 +20,7 @@ class LocalConfig(_Frozen):
     """Packages preloaded in every sandbox besides those its task names, e.g. [numpy]."""
 
 
-class _Remote(_Frozen):
+class _Remote(FrozenModel):
     max_sandboxes: int = Field(20, ge=1)
     """Sandboxes alive at once: the account's quota, less what others use. A smaller quota is found out and kept to."""
     answer_within_s: float = Field(20.0, gt=0, le=60)
@@ -139,7 +137,7 @@ ProviderConfig = Annotated[
 ]
 
 
-class SandboxConfig(_Frozen):
+class SandboxConfig(FrozenModel):
     """Where model-written code runs, and how many sandboxes at a time."""
 
     providers: tuple[ProviderConfig, ...] = (LocalConfig(),)

@@ -153,7 +153,7 @@ def trackers(key: str, value: Any, values: Values) -> Landing:
     """What we have of verl's loggers; metrics.jsonl is always written."""
     from typing import get_args
 
-    from rayapp.config import TrackingSection
+    from rayapp.config_sections import TrackingSection
 
     field = TrackingSection.model_fields["trackers"]
     known = get_args(get_args(field.annotation)[0])

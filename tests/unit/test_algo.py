@@ -13,7 +13,8 @@ from rayapp.algo.advantages import AdvantageInputs, check_estimator, compute_adv
 from rayapp.algo.losses import LossRows, LossScale, check_policy_loss, make_actor_config, policy_loss
 from rayapp.algo.mismatch import mismatch_metrics
 from rayapp.algo.names import ADV_ESTIMATORS, NEEDS_CRITIC, NEEDS_GREEDY_BASELINE, POLICY_LOSSES
-from rayapp.config import AlgorithmSection, Config
+from rayapp.config import Config
+from rayapp.config_algorithm import AlgorithmSection
 from rayapp.errors import ConfigError, LearnerError
 
 LENGTHS = np.array([3, 1, 2, 4])

@@ -9,7 +9,8 @@ import pytest
 
 from rayapp.best_metric import BestMetric
 from rayapp.checkpoints import CheckpointFolder
-from rayapp.config import CheckpointSection, Config
+from rayapp.config import Config
+from rayapp.config_sections import CheckpointSection
 from rayapp.errors import ConfigError
 
 STEP = {"learner/share_computed": 1.0, "learner/entropy": 2.0, "reward/mean": 0.5, "task/a/reward/mean": 0.5}

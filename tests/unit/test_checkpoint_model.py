@@ -10,8 +10,9 @@ import pytest
 
 from rayapp.checkpoint_model import with_checkpoint_as_model
 from rayapp.checkpoints import CheckpointFolder
-from rayapp.config import CheckpointSection, Config
+from rayapp.config import Config
 from rayapp.config_loading import to_yaml
+from rayapp.config_sections import CheckpointSection
 from rayapp.errors import CheckpointError, InputError
 
 

@@ -12,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rayapp.checkpoints import MANIFEST, Checkpoint, CheckpointFolder, to_keep
-from rayapp.config import CheckpointSection, Config
+from rayapp.config import Config
+from rayapp.config_sections import CheckpointSection
 from rayapp.errors import RunFolderError
 from rayapp.run_folder import RunFolder
 

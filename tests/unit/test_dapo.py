@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rayapp.config import Config, DynamicSamplingSection
+from rayapp.config import Config
+from rayapp.config_algorithm import DynamicSamplingSection
 from rayapp.dynamic_sampling import DynamicSampling, has_signal
 from rayapp.errors import ConfigError
 from rayapp.learner.plan import loss_scale, make_table

@@ -17,7 +17,8 @@ import torch
 
 from actors.learner import Learner
 from rayapp.algo.names import ADV_ESTIMATORS, POLICY_LOSSES
-from rayapp.config import Config, OptimizerSection
+from rayapp.config import Config
+from rayapp.config_learner import OptimizerSection
 from rayapp.errors import CheckpointError, InputError, LearnerError
 from rayapp.learner.optimizer import learning_rate
 from rayapp.rollout.group import summarize_group

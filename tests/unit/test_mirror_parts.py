@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from rayapp.config import CheckpointSection, Config
+from rayapp.config import Config
+from rayapp.config_sections import CheckpointSection
 from rayapp.errors import RunFolderError, StorageCorruptError
 from rayapp.mirror import remote_checkpoints
 from rayapp.mirror.layout import folder_stamp, last_step, loose_files, trajectory_step
