@@ -119,8 +119,8 @@ def _check_no_images(path: Path, metadata: Any) -> None:
         chunks = (group.column(column) for column in range(group.num_columns))
         if any(_has_values(chunk) for chunk in chunks if chunk.path_in_schema.startswith("images.")):
             raise InputError(
-                f"{path}: its rows have images, and prompts are text here: the policy would not see them. Leave out "
-                "rows with images, or the column."
+                f"{path}: its rows have images, which the policy would never see, because training reads text only; "
+                "leave those rows out, or drop the column `images` if the text says enough without them."
             )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Mapping, Sequence
 from itertools import islice
 from pathlib import Path
@@ -287,7 +288,25 @@ def test_rows_with_images_are_refused_and_empty_columns_of_images_are_not(tmp_pa
         pq.write_table(table.append_column("images", pa.array(images, kind)), path)
         return str(path)
 
-    with pytest.raises(InputError, match="its rows have images, and prompts are text here"):
-        open_now([with_images([], [image])], tmp_path)
+    refused = with_images([], [image])
+    with pytest.raises(InputError) as caught:
+        open_now([refused], tmp_path)
+    assert str(caught.value) == (
+        f"{refused}: its rows have images, which the policy would never see, because training reads text only; "
+        "leave those rows out, or drop the column `images` if the text says enough without them."
+    )
 
     assert numbers(open_now([with_images([], None)], tmp_path, ReadOptions(shuffle=False)), 2) == [0, 1]
+
+
+def test_the_guides_way_out_makes_rows_with_images_readable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    guide = (Path(__file__).parents[2] / "docs" / "data.md").read_text()
+    (way_out,) = [code for code in re.findall(r"```python\n(.*?)```", guide, re.DOTALL) if "images" in code]
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "data" / "geometry3k").mkdir(parents=True)
+    rows = [verl_row(0) | {"images": [{"bytes": b"png", "path": None}]}, verl_row(1) | {"images": []}]
+    pq.write_table(pa.Table.from_pylist(rows), "data/geometry3k/train.parquet")
+
+    exec(way_out, {})
+
+    assert numbers(open_now(["data/text_only.parquet"], tmp_path, ReadOptions(shuffle=False)), 2) == [0, 1]
