@@ -55,6 +55,7 @@ def train(args: argparse.Namespace, max_staleness: int) -> Records:
             "train.num_steps": args.steps,
             "train.max_staleness": max_staleness,
             "checkpoint.every_steps": 0,
+            "cluster.address": "local",
             "tracking.trackers": "[jsonl]",
         }
         overrides = [f"{key}={value}" for key, value in keys.items()]

@@ -90,7 +90,8 @@ def run(
             "run": {"output_dir": folder, "name": "benchmark"},
             "model": {"path": str(Path(folder) / "model")},
             "tasks": [str(task)],
-            "cluster": {"device": "cpu"},
+            # Never a Ray that is here already: it is busy with somebody else's job, and may end with it.
+            "cluster": {"device": "cpu", "address": "local"},
             "checkpoint": {"every_steps": 0},
             "tracking": {"trackers": ["jsonl"], "trajectories": False},
         }

@@ -43,8 +43,12 @@ def config_file(tiny_model: Path, letter_tasks: list[str], tmp_path_factory: pyt
 
 
 def train(config_file: Path, name: str, *overrides: str) -> subprocess.Popen[str]:
+    return rayapp("train", str(config_file), f"run.name={name}", *overrides)
+
+
+def rayapp(*arguments: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, "-m", "rayapp", "train", str(config_file), f"run.name={name}", *overrides],
+        [sys.executable, "-m", "rayapp", *arguments],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -152,6 +156,23 @@ def test_training_is_evaluated_when_asked_on_weights_that_are_the_same_after_a_r
     assert {"eval/reward/mean", "eval/task/first/reward/mean", "eval/task/second/reward/mean"} <= expected[-1].keys()
     assert expected[-1]["eval/groups/count"] == 2.0
     assert expected[-1]["eval/staleness/max"] == 0.0
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("step", [NUM_STEPS, NUM_STEPS - 2])
+def test_the_eval_command_finds_of_a_checkpoint_what_the_run_itself_found(
+    config_file: Path, killed_and_resumed: Path, step: int
+) -> None:
+    checkpoint = killed_and_resumed / "checkpoints" / f"step={step:06d}"
+
+    output = finish(rayapp("eval", str(config_file), "--model", str(checkpoint)))
+
+    found = json.loads(output[output.rindex("\n{\n") :])
+    expected = {
+        key.removeprefix("eval/"): value for key, value in evaluation(records(killed_and_resumed)[step - 1]).items()
+    }
+    assert {"pass_at_1/first", "pass_at_2/first", "pass_at_3/second", "pass_prompts/first"} <= expected.keys()
+    assert found == expected
 
 
 def test_a_killed_run_samples_the_same_tokens_again(uninterrupted: Path, killed_and_resumed: Path) -> None:
