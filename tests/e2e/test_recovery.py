@@ -26,6 +26,7 @@ CHECKPOINT_EVERY = 2
 REPLACED = {1: "vllm-server-0", 3: "rollout-worker-0"}
 BEGUN_AGAIN = {1: "sandbox-pool", 3: "learner-0"}
 """After which step, which process: its next step has begun by then."""
+NUM_PROCESSES = 4
 DEADLINE_S = 600.0
 Battered = tuple[Path, str, int, dict[int, str]]
 """Run folder, output and exit code of a run, and what was killed."""
@@ -62,7 +63,7 @@ def battered(
             cwd=Path(__file__).parents[2],
         )
         try:
-            wait_for(lambda: "ready: rollout-worker-0" in log.read_text(), driver, log)
+            wait_for(lambda: log.read_text().count("ready: ") == NUM_PROCESSES, driver, log)
             # Asked once and ahead: each is killed once, and an answer may take longer than a step.
             pids = processes(log)
             for step, name in kills.items():
