@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import AsyncIterator
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,25 +15,15 @@ import pytest_asyncio
 from actors.learner import Learner
 from actors.vllm_server import VllmServer
 from rayapp.config import Config
-from rayapp.errors import StaleVersionError, WeightSyncError
+from rayapp.errors import StaleVersionError, StalledError, WeightSyncError
 from rayapp.types import Completion, SamplingParams
 from rayapp.weights.buckets import WeightBucket
 
+References = Callable[[Iterable[WeightBucket]], list[Any]]
 pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(400)]
 
 MAX_LOG_PROB_DIFFERENCE = 0.05
 """bfloat16 has 8 bits of mantissa: logits of size 4 differ by up to 1/64 between two orders of summation."""
-
-
-@dataclass
-class Reference:
-    """A value that is awaited, as Ray's references are."""
-
-    value: WeightBucket
-
-    def __await__(self):  # type: ignore[no-untyped-def]
-        yield from asyncio.sleep(0).__await__()
-        return self.value
 
 
 def make_config(tiny_model: Path) -> Config:
@@ -44,6 +34,7 @@ def make_config(tiny_model: Path) -> Config:
             "rollout": {"max_prompt_tokens": 64, "max_completion_tokens": 32},
             "learner": {"max_tokens_per_microbatch": 256},
             "server": {"kv_cache_gib": 1},
+            "recovery": {"stall_replace_s": 1.0},
         }
     )
 
@@ -108,10 +99,10 @@ async def test_a_server_with_older_weights_than_asked_for_refuses(server: VllmSe
 
 
 async def test_after_an_update_the_server_computes_the_log_probs_of_the_learners_weights(
-    server: VllmServer, buckets: list[WeightBucket], moved_model: Path, tiny_model: Path
+    server: VllmServer, buckets: list[WeightBucket], moved_model: Path, tiny_model: Path, references: References
 ) -> None:
     assert len(buckets) > 1
-    facts = await server.load_weights(1, [Reference(bucket) for bucket in buckets])
+    facts = await server.load_weights(1, references(buckets))
     assert facts["bytes"] == sum(bucket.data.nbytes for bucket in buckets)
     token_ids = [72, 75, 84, 85, 86, 28, 2, 89]
     found = (await server.prompt_log_probs([token_ids]))[0]
@@ -122,9 +113,26 @@ async def test_after_an_update_the_server_computes_the_log_probs_of_the_learners
     assert (await generate_cohort(server, size=2))[0].policy_version == 1
 
 
-async def test_a_server_whose_update_failed_does_not_generate(server: VllmServer, buckets: list[WeightBucket]) -> None:
+async def test_a_request_that_gets_no_token_fails_the_ping_until_it_is_gone(server: VllmServer) -> None:
+    sampling = SamplingParams(max_tokens=4, seed=1)
+    # The other request of its cohort never comes.
+    lonely = asyncio.ensure_future(server.generate("group=9/trajectory=0", [72, 75], sampling, cohort_size=2))
+    try:
+        with pytest.raises(StalledError, match="vllm-server-0 answers, but none of the 1 requests it has in hand"):
+            async with asyncio.timeout(120):
+                while True:
+                    await server.ping()
+                    await asyncio.sleep(0.1)
+    finally:
+        lonely.cancel()
+        await asyncio.wait([lonely])
+
+    await server.ping()
+
+
+async def test_a_server_whose_update_failed_does_not_generate(server: VllmServer, references: References) -> None:
     torn = WeightBucket(entries=(("no.such.weight", "bfloat16", (4,), 0, 8),), data=np.zeros(64, np.uint8))
     with pytest.raises(WeightSyncError, match="version 2 was not loaded"):
-        await server.load_weights(2, [Reference(torn)])
+        await server.load_weights(2, references([torn]))
     with pytest.raises(WeightSyncError, match="mixture"):
         await server.generate("group=3/trajectory=0", [72], SamplingParams(max_tokens=2))
