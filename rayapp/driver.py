@@ -11,6 +11,7 @@
 
 from __future__ import annotations
 
+import time
 from functools import partial
 
 from rayapp.cluster import Cluster, open_cluster
@@ -75,7 +76,10 @@ async def train_through_losses(config: Config, cluster: Cluster, folder: RunFold
             return await train(config, cluster, folder, tracker)
         except LearnersLostError as error:
             tracker.note(f"lost the learners: {error} Starting them again from the last checkpoint.")
+            started = time.monotonic()
             await cluster.replace_learners(error)
+            restarts = cluster.num_learner_restarts
+            tracker.note(f"replaced the learners after {time.monotonic() - started:.1f} s (restart {restarts})")
 
 
 async def train(config: Config, cluster: Cluster, folder: RunFolder, tracker: RunTracker) -> None:

@@ -113,10 +113,13 @@ async def run(config: Config, faults: Faults) -> tuple[Cluster, list[str]]:
 async def run_while(config: Config, strike: Callable[[], Awaitable[None]]) -> tuple[Cluster, list[str]]:
     """Train while `strike` does its worst."""
     notes: list[str] = []
+
+    def hear(note: str) -> None:
+        notes.append(note)
+        print(note)
+
     with RunFolder.open(config) as folder, make_trackers(config, folder) as tracker:
-        async with open_cluster(
-            config, report=notes.append, stand_ins=StandIns(completion_s=0.4, step_s=0.1)
-        ) as cluster:
+        async with open_cluster(config, report=hear, stand_ins=StandIns(completion_s=0.4, step_s=0.1)) as cluster:
             striking = asyncio.ensure_future(strike())
             try:
                 await train_through_losses(config, cluster, folder, tracker)

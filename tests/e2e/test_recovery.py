@@ -107,6 +107,7 @@ def test_each_loss_is_named_and_counted(battered: Battered) -> None:
         assert f"lost {name}" in output
         assert re.search(rf"replaced {name} after [0-9.]+ s \(restart 1\)", output), output
     assert ("lost the learners" in output) == ("learner-0" in kills.values())
+    assert ("replaced the learners after" in output) == ("learner-0" in kills.values())
     assert "is issued again" in output
 
 
