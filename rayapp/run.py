@@ -49,17 +49,7 @@ async def open_run(cluster: Cluster, folder: RunFolder, tracker: RunTracker) -> 
         cluster=cluster,
         folder=folder,
         tracker=tracker,
-        store=TrajectoryStore(
-            groups_per_step=config.train.groups_per_step,
-            max_staleness=config.train.max_staleness,
-            version=version,
-            num_groups=(config.train.num_steps - version) * config.train.groups_per_step,
-            next_group_id=next_group_id,
-            straggler_window=straggler_window(config),
-            waiting=cluster.put_groups(kept.waiting),
-            done_ahead=kept.done_ahead,
-            refuses=sampling.refuses,
-        ),
+        store=_open_store(cluster, version, next_group_id, kept, sampling),
         saver=CheckpointSaver(
             cluster.learners,
             folder,
@@ -72,6 +62,23 @@ async def open_run(cluster: Cluster, folder: RunFolder, tracker: RunTracker) -> 
         router=Router(len(cluster.servers), is_up=cluster.server_is_up),
         best=BestMetric(config),
         curriculum=curriculum,
+    )
+
+
+def _open_store(
+    cluster: Cluster, version: int, next_group_id: int, kept: KeptGroups, sampling: DynamicSampling
+) -> Store:
+    train = cluster.config.train
+    return TrajectoryStore(
+        groups_per_step=train.groups_per_step,
+        max_staleness=train.max_staleness,
+        version=version,
+        num_groups=(train.num_steps - version) * train.groups_per_step,
+        next_group_id=next_group_id,
+        straggler_window=straggler_window(cluster.config),
+        waiting=cluster.put_groups(kept.waiting),
+        done_ahead=kept.done_ahead,
+        refuses=sampling.refuses,
     )
 
 
