@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import os
@@ -14,7 +15,7 @@ import tempfile
 import time
 import urllib.parse
 import urllib.request
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -319,3 +320,17 @@ def written_groups(folder: Path, seed: int) -> Path:
     path = folder / "step=000001.parquet"
     write_trajectories(path, 1, groups)
     return path
+
+
+@pytest.fixture
+def references() -> Callable[[Iterable[Any]], list[asyncio.Future[Any]]]:
+    """Values that are awaited, as Ray's references are."""
+
+    def to(values: Iterable[Any]) -> list[asyncio.Future[Any]]:
+        found = []
+        for value in values:
+            found.append(asyncio.get_running_loop().create_future())
+            found[-1].set_result(value)
+        return found
+
+    return to

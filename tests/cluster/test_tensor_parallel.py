@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,21 +17,11 @@ from rayapp.config import Config
 from rayapp.types import Group, Prompt, Reward, RolloutStatus, SamplingParams, Trajectory
 from rayapp.weights.buckets import WeightBucket
 
+References = Callable[[Iterable[WeightBucket]], list[Any]]
 pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(600)]
 
 MAX_LOG_PROB_DIFFERENCE = 0.05
 """bfloat16 has 8 bits of mantissa: logits of size 4 differ by up to 1/64 between two orders of summation."""
-
-
-class Reference:
-    """A value that is awaited, as Ray's references are."""
-
-    def __init__(self, value: WeightBucket) -> None:
-        self.value = value
-
-    def __await__(self):  # type: ignore[no-untyped-def]
-        yield from asyncio.sleep(0).__await__()
-        return self.value
 
 
 def config(model: Path) -> Config:
@@ -86,13 +76,13 @@ def as_group(prompt: list[int], completion: np.ndarray) -> Group:
 
 
 async def test_two_ranks_take_the_learners_weights_and_sample_with_its_log_probs(
-    server: VllmServer, moved_model: Path
+    server: VllmServer, moved_model: Path, references: References
 ) -> None:
     learner = Learner(config(moved_model), 0, 1, "", 0)
     prompt = [72, 75, 84, 85]
     try:
         buckets = list(learner.export_weights(100_000))
-        await server.load_weights(1, [Reference(bucket) for bucket in buckets])
+        await server.load_weights(1, references(buckets))
         sampled = await server.generate(
             "group=0/trajectory=0", prompt, SamplingParams(max_tokens=24, seed=7), min_policy_version=1
         )

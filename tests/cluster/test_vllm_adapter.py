@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,22 +17,12 @@ from rayapp.rollout.group import summarize_group
 from rayapp.types import Group, Prompt, Reward, RolloutStatus, SamplingParams, Trajectory
 from rayapp.weights.buckets import WeightBucket
 
+References = Callable[[Iterable[WeightBucket]], list[Any]]
 pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(900)]
 
 MAX_LOG_PROB_DIFFERENCE = 0.05
 """As in test_vllm_server.py: two orders of summation in bfloat16."""
 TOKENS = [72, 75, 84, 85, 86, 28, 2, 89]
-
-
-@dataclass
-class Reference:
-    """A value that is awaited, as Ray's references are."""
-
-    value: WeightBucket
-
-    def __await__(self):  # type: ignore[no-untyped-def]
-        yield from asyncio.sleep(0).__await__()
-        return self.value
 
 
 def make_config(tiny_model: Path) -> Config:
@@ -89,7 +79,9 @@ def after_each_step(config: Config, num_steps: int) -> list[tuple[list[WeightBuc
     return found
 
 
-async def test_each_adapter_gives_the_learners_log_probs_and_replaces_the_last(tiny_model: Path) -> None:
+async def test_each_adapter_gives_the_learners_log_probs_and_replaces_the_last(
+    tiny_model: Path, references: References
+) -> None:
     config = make_config(tiny_model)
     steps = after_each_step(config, 2)
     first, *_, last = (log_probs for _, log_probs in steps)
@@ -98,7 +90,7 @@ async def test_each_adapter_gives_the_learners_log_probs_and_replaces_the_last(t
     try:
         await server.start()
         for version, (buckets, expected) in enumerate(steps):
-            facts = await server.load_weights(version, [Reference(bucket) for bucket in buckets])
+            facts = await server.load_weights(version, references(buckets))
             # 2 layers of rank 4: 2 x 4 x (2 x 256 + 2 x 192 + 3 x 384) numbers of 2 bytes, each tensor on a cache line.
             assert facts["bytes"] == 2 * 2 * 4 * (2 * 256 + 2 * 192 + 3 * 384)
             found = (await server.prompt_log_probs([TOKENS]))[0][3:]
@@ -108,15 +100,15 @@ async def test_each_adapter_gives_the_learners_log_probs_and_replaces_the_last(t
             )
             again = (await server.prompt_log_probs([[*TOKENS[:4], *completion.token_ids.tolist()]]))[0][3:]
             assert np.abs(again - completion.log_probs).max() < MAX_LOG_PROB_DIFFERENCE
-        await _refuses_what_has_no_place(server, steps[0][0])
+        await _refuses_what_has_no_place(server, steps[0][0], references)
     finally:
         await server.close()
 
 
-async def _refuses_what_has_no_place(server: VllmServer, buckets: list[WeightBucket]) -> None:
+async def _refuses_what_has_no_place(server: VllmServer, buckets: list[WeightBucket], references: References) -> None:
     """vLLM itself would leave such tensors out and go on."""
     name, *rest = buckets[0].entries[0]
     renamed = (name.replace("layers.0", "layers.7"), *rest)
     torn = WeightBucket(entries=(renamed, *buckets[0].entries[1:]), data=buckets[0].data)  # type: ignore[arg-type]
     with pytest.raises(WeightSyncError, match=r"no place for the adapters of 1 modules: model\.layers\.7"):
-        await server.load_weights(9, [Reference(torn), *(Reference(bucket) for bucket in buckets[1:])])
+        await server.load_weights(9, references([torn, *buckets[1:]]))

@@ -19,10 +19,11 @@ from rayapp.sandbox.client import PoolClient, PoolLease
 from rayapp.sandbox.config import DaytonaConfig, E2BConfig, McpConfig, SandboxConfig
 from rayapp.sandbox.daytona import DaytonaProvider
 from rayapp.sandbox.e2b import E2BProvider
-from rayapp.sandbox.leases import Fate, Lease, RemoteProvider
+from rayapp.sandbox.leases import RemoteProvider
 from rayapp.sandbox.mcp import McpProvider
 from rayapp.sandbox.pool import LeasePool
 from rayapp.sandbox.pool_build import build_pool
+from rayapp.sandbox.pool_here import PoolHere
 from rayapp.sandbox.testing import daytona_stub, e2b_stub, fault_programs, mcp_stub
 from rayapp.sandbox.testing.boxes import Boxes
 from rayapp.sandbox.testing.fault_outcome import Outcome
@@ -104,22 +105,6 @@ class _Services:
         return {f"{name}:{fault}": n for name, faults in stubs.items() for fault, n in sorted(faults.injected.items())}
 
 
-class _Caller:
-    """The pool as its actor's handle shows it."""
-
-    def __init__(self, pool: LeasePool) -> None:
-        self._pool = pool
-
-    async def acquire(self, holder: str, spec: SandboxSpec, *, timeout_s: float, lease_id: int) -> Lease:
-        return await self._pool.acquire(holder, spec, timeout_s=timeout_s, lease_id=lease_id)
-
-    async def release(self, lease_id: int, fate: Fate) -> None:
-        self._pool.release(lease_id, fate)
-
-    async def heartbeat(self, holder: str) -> None:
-        self._pool.heartbeat(holder)
-
-
 class _Counting:
     """A source that counts how often one execution asked for a sandbox."""
 
@@ -163,7 +148,7 @@ async def _run_pool(
         pool = build_pool(config, f"faults-{order[0]}", providers=_all(services, config), grace_s=2.0)
         stack.push_async_callback(_close, pool, outcome)
         client = PoolClient(
-            _Caller(pool),
+            PoolHere(pool),
             None,
             remote=_all(services, config),
             holder=order[0],
