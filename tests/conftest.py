@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,11 @@ os.environ["RAY_AUTH_MODE"] = "disabled"
 
 LONGEST_FIRST = ("e2e", "cluster", "browser", "contracts", "adversarial", "unit")
 """Folders in the order of their files' time: what is last is short, and no process ends minutes after the others."""
+
+
+def pytest_configure() -> None:
+    # As Ctrl-C: fixtures end what they started. Else `timeout` leaves whole Rays behind, and the locks that they hold.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
