@@ -99,7 +99,7 @@ def _rows(values: Tensor, index: Tensor, mask: Tensor) -> Tensor:
     """Gather to (B, T); the gradient of a shared token is the sum over the rows it is in."""
     if index.shape[0] == 0:
         # An empty micro-batch: no row, but a gradient (of zero) must reach every parameter, or FSDP waits for ever.
-        return (values * 0.0).sum().expand(1, 1)
+        return (values * 0.0).sum().expand(1, 1).clone()  # a view would lose FSDP's hook
     return values.index_select(0, index.reshape(-1)).view(index.shape) * mask
 
 

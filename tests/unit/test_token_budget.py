@@ -27,11 +27,14 @@ from rayapp.learner.token_budget import (
     free_bytes,
     measure_need,
 )
-from rayapp.memory_plan import GIB, ModelShape, plan_learner, with_token_budget
+from rayapp.memory_plan import GIB, RUNTIME_BYTES, ModelShape, gathered_bytes, plan_learner, with_token_budget
+from rayapp.plan_command import model_shape
 from rayapp.rollout.group import summarize_group
 from rayapp.types import Group, Prompt, Reward, RolloutStatus, Trajectory
 
 MIB = 2**20
+MAX_PLAN_ERROR = 0.10
+"""The plan leaves out what a layer's backward needs for a moment beside what its forward kept."""
 
 
 def config_of(model: Path, **learner: Any) -> Config:
@@ -71,6 +74,26 @@ def deep_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
         hidden_size=64,
         intermediate_size=128,
         num_hidden_layers=8,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=256,
+        tie_word_embeddings=True,
+    )
+    LlamaForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def wide_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Six layers of 256: activations are most of a step, as they are for real models."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    folder = tmp_path_factory.mktemp("models") / "wide"
+    config = LlamaConfig(
+        vocab_size=4096,
+        hidden_size=256,
+        intermediate_size=704,
+        num_hidden_layers=6,
         num_attention_heads=4,
         num_key_value_heads=2,
         max_position_embeddings=256,
@@ -137,6 +160,28 @@ def test_what_is_found_fits_and_twice_as_much_does_not(
     # Counted by somebody else, in a whole step. The need adds the peaks of layers and head, which don't come together.
     taken = peak_of_step(config, found)
     assert 0.75 * need.of(found) <= taken <= need.of(found)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"activation_checkpointing": True}, {"lora": {"rank": 16}}, {"compute_dtype": "bfloat16"}],
+    ids=["plain", "recomputed", "adapters", "bfloat16"],
+)
+def test_the_plan_is_what_torch_allocates_in_a_step(wide_model: Path, changes: dict[str, Any]) -> None:
+    num_tokens, chunk_rows, softmax_rows = 2048, 256, 64
+    config = config_of(wide_model, max_tokens_per_microbatch=num_tokens, log_prob_chunk_tokens=chunk_rows, **changes)
+    shape = model_shape(config)
+    plan = plan_learner(shape, config)
+    # A step finds weights and moments there. On CPU there is no CUDA, every layer stays gathered, and the float32
+    # softmax takes `CACHE_ROWS` rows at a time.
+    there = 4 * (shape.num_parameters + shape.num_adapter_parameters) + plan.optimizer + RUNTIME_BYTES
+    gathered = gathered_bytes(shape, config, shape.num_layers) - gathered_bytes(shape, config)
+    softmax = 8 * (chunk_rows - softmax_rows) * shape.vocabulary
+    expected = plan.total - there + gathered - softmax
+
+    taken = peak_of_step(config, num_tokens)
+
+    assert taken == pytest.approx(expected, rel=MAX_PLAN_ERROR)
 
 
 def test_recomputed_activations_leave_room_for_more_tokens(deep_model: Path) -> None:
