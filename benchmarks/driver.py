@@ -141,26 +141,17 @@ def compare_sizes(sizes: list[int], args: argparse.Namespace) -> dict[str, Any]:
     return {str(groups): {key: one[key] for key in one if key != "machine"} for groups, one in found.items()}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--groups", type=int, default=1000, help="in flight, and per step")
-    parser.add_argument("--group-size", type=int, default=16)
-    parser.add_argument("--steps", type=int, default=10, help="at least 3: the first is left out")
-    parser.add_argument("--workers", type=int, default=2)
-    parser.add_argument("--sizes", default="", help="groups in flight, in turn; instead of --groups and --steps")
-    args = parser.parse_args()
-    sizes = [int(size) for size in args.sizes.split(",") if size]
-    if args.steps < MIN_STEPS:
-        parser.error(f"--steps is {args.steps}; it must be at least {MIN_STEPS}, as the first step is left out")
-    if not sizes:
-        found = measure(args)
-        ratios = {
-            "trajectories_per_unit_of_python": 1000 * python_unit_s() / found["cpu_ms_per_trajectory_in_all"],
-            "memory_early_over_late": found["memory_early_over_late"],
-        }
-        one_core = extrapolation(found["cpu_ms_per_trajectory"]["driver"])
-        print_report(args, ratios, until_the_driver_is_full=one_core, **found)
-        return
+def report_one(args: argparse.Namespace) -> None:
+    found = measure(args)
+    ratios = {
+        "trajectories_per_unit_of_python": 1000 * python_unit_s() / found["cpu_ms_per_trajectory_in_all"],
+        "memory_early_over_late": found["memory_early_over_late"],
+    }
+    one_core = extrapolation(found["cpu_ms_per_trajectory"]["driver"])
+    print_report(args, ratios, until_the_driver_is_full=one_core, **found)
+
+
+def report_sizes(args: argparse.Namespace, sizes: list[int]) -> None:
     by_size = compare_sizes(sizes, args)
     first, last = by_size[str(sizes[0])], by_size[str(sizes[-1])]
     ratios = {
@@ -169,6 +160,23 @@ def main() -> None:
     }
     one_core = extrapolation(last["cpu_ms_per_trajectory"]["driver"])
     print_report(args, ratios, until_the_driver_is_full=one_core, sizes=by_size)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--groups", type=int, default=1000, help="in flight, and per step")
+    parser.add_argument("--group-size", type=int, default=16)
+    parser.add_argument("--steps", type=int, default=10, help=f"at least {MIN_STEPS}: the first is left out")
+    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--sizes", default="", help="groups in flight, in turn; instead of --groups and --steps")
+    args = parser.parse_args()
+    if args.steps < MIN_STEPS:
+        parser.error(f"--steps is {args.steps}; it must be at least {MIN_STEPS}, as the first step is left out")
+    sizes = [int(size) for size in args.sizes.split(",") if size]
+    if sizes:
+        report_sizes(args, sizes)
+    else:
+        report_one(args)
 
 
 if __name__ == "__main__":

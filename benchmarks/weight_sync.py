@@ -36,21 +36,18 @@ def memcpy_s(num_bytes: int) -> float:
 
 async def sync_once(learner: Learner, server: VllmServer, version: int) -> dict[str, float]:
     """Seconds of each phase, and bytes."""
-    started, export_s, refs = time.monotonic(), 0.0, []
+    started, export_s, put_s, refs = time.monotonic(), 0.0, 0.0, []
     for bucket in learner.export_weights(BUCKET_BYTES):
         exported = time.monotonic()
-        export_s += exported - started
         refs.append(ray.put(bucket))
-        started = time.monotonic()
-    put_at = time.monotonic()
+        export_s, put_s, started = export_s + exported - started, put_s + time.monotonic() - exported, time.monotonic()
     facts = await server.load_weights(version, refs)
-    load_s = time.monotonic() - put_at
     return {
         "bytes": facts["bytes"],
         "export_s": export_s,
+        "put_s": put_s,
         "copy_s": facts["copy_s"],
         "engine_s": facts["engine_s"],
-        "load_s": load_s,
     }
 
 
@@ -69,14 +66,18 @@ async def measure(config: Config, rounds: int) -> dict[str, Any]:
         learner.close()
     num_bytes = int(found[0]["bytes"])
     sync_s, copy_s = statistics.median(wall[1:]), memcpy_s(num_bytes)
+    phases_s = {key: statistics.median(one[key] for one in found[1:]) for key in found[0] if key != "bytes"}
     return {
         "bytes": num_bytes,
-        "phases_s": {key: statistics.median(one[key] for one in found[1:]) for key in found[0] if key != "bytes"},
+        "phases_s": phases_s,
         "sync_s": sync_s,
         "memcpy_s": copy_s,
         "sync_bytes_per_s": num_bytes / sync_s,
         "memcpy_bytes_per_s": num_bytes / copy_s,
-        "ratio": copy_s / sync_s,
+        "ratios": {
+            "bytes_per_s_of_memcpy": copy_s / sync_s,
+            "without_the_engine_of_memcpy": copy_s / (sync_s - phases_s["engine_s"]),
+        },
     }
 
 
@@ -99,7 +100,7 @@ def main() -> None:
         found = asyncio.run(measure(config, args.rounds))
     finally:
         ray.shutdown()
-    print_report(args, {"bytes_per_s_of_memcpy": found.pop("ratio")}, **found)
+    print_report(args, found.pop("ratios"), **found)
 
 
 if __name__ == "__main__":
