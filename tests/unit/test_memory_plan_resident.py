@@ -1,4 +1,7 @@
-"""The memory plan against what the kernel counts: the peak of a learner's resident memory over two steps on a CPU."""
+"""The memory plan against what the kernel counts: the peak of a learner's resident memory over two steps on a CPU.
+
+What torch allocates is compared in test_token_budget.py, far more tightly. Here is what a process has on top.
+"""
 
 from __future__ import annotations
 
@@ -10,13 +13,15 @@ from pathlib import Path
 import pytest
 
 from rayapp.config import Config
-from rayapp.memory_plan import MASTER, RUNTIME_BYTES, plan_learner
+from rayapp.memory_plan import RUNTIME_BYTES, gathered_bytes, plan_learner
 from rayapp.plan_command import model_shape
 
 pytestmark = [pytest.mark.long, pytest.mark.slow, pytest.mark.timeout(900)]
 
-MAX_ERROR = 0.25
-"""Of the plan. The rest is what malloc holds back and what operations need for a moment."""
+MAX_MALLOC_SHARE, LIBRARIES = 0.35, 64 * 2**20
+"""What a process has beyond what torch allocates. malloc: freed pieces that nothing fits into, a fifth of the plain
+learner's peak (830 MiB of heap pages for 636 MiB of tensors and 57 MiB of modules, which STEPS loads beforehand). The
+rest: pages of torch's code and of its matrix library that the first step touches, 27 MiB and more."""
 
 STEPS = '''
 """Two steps; prints the bytes that a learner added to this process at its peak."""
@@ -29,6 +34,7 @@ from rayapp.learner.distributed import end_ranks, start_ranks
 from rayapp.learner.policy import load_policy
 from rayapp.rollout.group import summarize_group
 from rayapp.types import Group, Prompt, Reward, RolloutStatus, Trajectory
+import verl.trainer.ppo.core_algos, verl.workers.config  # 57 MiB of modules that the first step would load
 
 def status(name):
     lines = Path("/proc/self/status").read_text().splitlines()
@@ -90,7 +96,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     [{}, {"activation_checkpointing": True}, {"lora": {"rank": 16}}],
     ids=["plain", "activation checkpointing", "adapters"],
 )
-def test_a_learner_takes_what_the_plan_says(model: Path, learner: dict[str, object]) -> None:
+def test_a_process_takes_what_the_plan_says_and_what_malloc_holds_back(model: Path, learner: dict[str, object]) -> None:
     settings = {
         "model": {"path": str(model)},
         "cluster": {"device": "cpu"},
@@ -100,9 +106,10 @@ def test_a_learner_takes_what_the_plan_says(model: Path, learner: dict[str, obje
     config = Config.model_validate(settings)
     shape = model_shape(config)
     plan = plan_learner(shape, config)
-    # No CUDA runtime here, and on CPU every layer stays gathered: all but the two that the plan counts come on top.
-    others = MASTER * (shape.num_layers - 2) * shape.num_layer_parameters
-    expected = plan.total - RUNTIME_BYTES + others
+    # No CUDA here; on CPU every layer stays gathered, and the head's float32 softmax takes 64 rows at a time.
+    gathered = gathered_bytes(shape, config, shape.num_layers) - gathered_bytes(shape, config)
+    softmax = 8 * (config.learner.log_prob_chunk_tokens - 64) * shape.vocabulary
+    planned = plan.total - RUNTIME_BYTES + gathered - softmax
 
     done = subprocess.run(
         [sys.executable, "-c", STEPS, json.dumps(settings)],
@@ -114,4 +121,6 @@ def test_a_learner_takes_what_the_plan_says(model: Path, learner: dict[str, obje
 
     assert done.returncode == 0, done.stderr
     peak = json.loads(done.stdout.splitlines()[-1])["peak"]
-    assert peak == pytest.approx(expected, rel=MAX_ERROR), f"{peak / 2**20:.0f} of {expected / 2**20:.0f} MiB planned"
+    # Not below: tensors that torch has allocated and filled are resident. 10% as in test_token_budget.py.
+    most = (1 + MAX_MALLOC_SHARE) * planned + LIBRARIES
+    assert 0.9 * planned < peak < most, f"{peak / 2**20:.0f} of {planned / 2**20:.0f} MiB planned"
