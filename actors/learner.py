@@ -46,6 +46,7 @@ class Learner:
     """
 
     def __init__(self, config: Config, rank: int, world_size: int, master_address: str, master_port: int) -> None:
+        self._rank = rank  # before all that can fail: Ray asks for the name of one that could not be made
         label_logs(config.run.name)
         self._config = config = with_local_model(config)
         try:
@@ -53,7 +54,7 @@ class Learner:
         except DistError as error:
             raise LearnerError(
                 f"learner {rank} of {world_size} did not find the others at {master_address}:{master_port}: "
-                f"{str(error).strip().splitlines()[0]} If that port was taken meanwhile, start the run again: it takes "
+                f"{str(error).strip().splitlines()[0]}. If that port was taken meanwhile, start the run again: it takes "
                 "another. Else look for the others' end in Ray's logs (dashboard, Actors)."
             ) from None
         try:
@@ -66,7 +67,7 @@ class Learner:
         self._client: ServersClient | None = None
 
     def __repr__(self) -> str:
-        return f"learner-{self._learner.ranks.rank}"
+        return f"learner-{self._rank}"
 
     def ready(self) -> dict[str, Any]:
         """Facts for the log."""
