@@ -54,8 +54,8 @@ class Learner:
         except DistError as error:
             raise LearnerError(
                 f"learner {rank} of {world_size} did not find the others at {master_address}:{master_port}: "
-                f"{str(error).strip().splitlines()[0]}. If that port was taken meanwhile, start the run again: it takes "
-                "another. Else look for the others' end in Ray's logs (dashboard, Actors)."
+                f"{str(error).strip().splitlines()[0]}. If that port was taken meanwhile, start the run again: it "
+                "takes another. Else look for the others' end in Ray's logs (dashboard, Actors)."
             ) from None
         try:
             self._learner = build_learner(config, ranks)
