@@ -76,6 +76,7 @@ def test_uv_is_told_where_the_cpu_torch_is(
         "install",
         "--python",
         "python",
+        "--compile-bytecode",
         *options,
     ]
 
