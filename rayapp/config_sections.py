@@ -184,7 +184,7 @@ class RecoverySection(FrozenModel):
     needs; one that is being started has server.start_timeout_s instead."""
     stall_replace_s: float = Field(180.0, gt=0)
     """A server that answers, but samples no token for this long although it has requests, is replaced. Below
-    server.request_timeout_s, past which requests fail."""
+    server.request_timeout_s, past which requests fail. Requests that start together wait half of it for each other."""
     stall_report_s: float = Field(600.0, gt=0)
     """When nothing was finished for this long (no group, no phase of a step), say who waits for what."""
     stall_stop_s: float = Field(3600.0, gt=0)

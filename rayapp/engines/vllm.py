@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 
 from rayapp.config import Config
+from rayapp.engines.cohorts import Cohorts, Request
 from rayapp.engines.concurrency import ConcurrencyLimit, Gate
 from rayapp.engines.token_versions import TokenVersions
 from rayapp.engines.vllm_adapter import adapter_args, adapter_request, is_adapter
@@ -40,21 +41,6 @@ os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 NO_CHECKSUMS: Mapping[str, int] = MappingProxyType({})
 
 
-class _Request:
-    """A request that waits for its cohort."""
-
-    def __init__(self, request_id: str, prompt_ids: Sequence[int], sampling: SamplingParams) -> None:
-        self.request_id = request_id
-        self.prompt_ids = prompt_ids
-        self.sampling = sampling
-        self.created_s = time.monotonic()
-        self.queue: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-
-    def order(self) -> tuple[object, ...]:
-        """`group=2/trajectory=10` after `group=2/trajectory=9`."""
-        return tuple(int(part) if part.isdigit() else part for part in self.request_id.replace("/", "=").split("="))
-
-
 class VllmEngine:
     """One engine; build it with `start`.
 
@@ -63,9 +49,10 @@ class VllmEngine:
         load: among its stat loggers, which tell the gate.
         gate: where requests wait that no cohort waits for.
         in_hand: its requests; told of every step that samples tokens.
+        patience_s: how long a request waits for its cohort.
     """
 
-    def __init__(self, engine: Any, load: EngineLoad, gate: Gate, in_hand: InHand) -> None:
+    def __init__(self, engine: Any, load: EngineLoad, gate: Gate, in_hand: InHand, patience_s: float) -> None:
         self.in_hand = in_hand
         self._engine = engine
         self._load = load
@@ -75,7 +62,7 @@ class VllmEngine:
         self._is_asleep = False
         self._adapter: Any = None
         """vLLM's request of the adapter that every prompt is sampled with; None until one is there."""
-        self._waiting: list[_Request] = []
+        self._cohorts = Cohorts(self._start_cohort, patience_s=patience_s)
         self._versions = TokenVersions()
         self._changing = asyncio.Lock()
         """Held while requests are started and while weights are replaced: a start would wake a frozen engine."""
@@ -105,7 +92,7 @@ class VllmEngine:
             raise EngineError(
                 f"vLLM did not start with {config.model.path}: {type(error).__name__}: {error}"
             ) from error
-        return cls(engine, load, gate, in_hand)
+        return cls(engine, load, gate, in_hand, config.recovery.stall_replace_s / 2)
 
     def load(self) -> dict[str, float]:
         """See `EngineLoad.scalars` and `Gate.scalars`."""
@@ -123,7 +110,7 @@ class VllmEngine:
             EngineDeadError: the engine's process is gone.
             EngineError: it refuses this request.
         """
-        request = _Request(request_id, prompt_ids, sampling)
+        request = Request(request_id, prompt_ids, sampling)
         with self.in_hand.one():
             if cohort_size > 1:
                 # All of a cohort starts at once: which of it ran together must not follow from what the cache held.
@@ -132,9 +119,9 @@ class VllmEngine:
             async with self._gate.seat(request.order()):
                 return await self._sample(request, 1)
 
-    async def _sample(self, request: _Request, cohort_size: int) -> Completion:
+    async def _sample(self, request: Request, cohort_size: int) -> Completion:
         started, request_id = request.created_s, request.request_id
-        queue = await self._admit(request, cohort_size)
+        queue = await self._cohorts.admit(request, cohort_size)
         admitted = time.monotonic()
         try:
             output = (await queue.get()).outputs[0]
@@ -149,33 +136,37 @@ class VllmEngine:
             queue.close()
         return _completion(output, spans, self.policy_version, admitted - started, time.monotonic() - admitted)
 
-    async def _admit(self, request: _Request, cohort_size: int) -> Any:
-        """Queue a request together with its cohort. Returns vLLM's collector of its output."""
-        self._waiting.append(request)
-        try:
-            if len(self._waiting) >= cohort_size:
-                cohort, self._waiting = sorted(self._waiting, key=_Request.order), []
-                # Shielded: if this request is cancelled, the others must start all the same.
-                await asyncio.shield(self._start_cohort(cohort))
-            return await request.queue
-        finally:
-            if request in self._waiting:
-                self._waiting.remove(request)
-
-    async def _start_cohort(self, cohort: list[_Request]) -> None:
+    async def _start_cohort(self, cohort: list[Request]) -> None:
         """Queue requests in the order of their ids, and let the scheduler see them all at once."""
         async with self._changing:
-            if len(cohort) > 1:
-                await self.pause()
-                await self._engine.collective_rpc("seed_sampling", args=(cohort[0].sampling.seed,))
-            for request in cohort:
-                try:
-                    request.queue.set_result(await self._add(request))
-                except EngineError as error:
-                    request.queue.set_exception(error)
-            await self._resume()
+            try:
+                if len(cohort) > 1:
+                    await self.pause()
+                    await self._engine.collective_rpc("seed_sampling", args=(cohort[0].sampling.seed,))
+                for request in cohort:
+                    await self._begin(request)
+                await self._resume()
+            except Exception as error:  # boundary: vLLM
+                raise self._engine_error(error, cohort[0].request_id) from error
 
-    async def _add(self, request: _Request) -> Any:
+    async def _begin(self, request: Request) -> None:
+        """Queue one, unless whoever asked has gone: before, or meanwhile."""
+        if request.queue.done():
+            return
+        try:
+            queue = await self._add(request)
+        except EngineError as error:
+            if not request.queue.done():
+                request.queue.set_exception(error)
+            return
+        if not request.queue.done():
+            request.queue.set_result(queue)
+            return
+        self._versions.forget(queue.request_id)
+        queue.close()
+        await self._engine.abort(queue.request_id, internal=True)
+
+    async def _add(self, request: Request) -> Any:
         # The salt keeps the prefix cache apart by version: blocks computed with older weights are never read again and
         # leave by age, without a flush that would cost the running requests theirs. And apart by purpose: a cohort
         # that finds its prompts cached by an evaluation computes other batches than one that does not.
