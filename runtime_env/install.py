@@ -88,8 +88,8 @@ def _find_uv(python: Path, installer: str) -> str | None:
 
 
 def _uv_command(uv: str, python: Path, device: str) -> list[str]:
-    # Compiled, as pip does it: a run starts half a dozen processes at once, and where PYTHONDONTWRITEBYTECODE is set (in many
-    # images) each would compile PyTorch and vLLM for itself, every time.
+    # Compiled, as pip does it: a run starts half a dozen processes at once, and where PYTHONDONTWRITEBYTECODE is set
+    # (in many images) each would compile PyTorch and vLLM for itself, every time.
     command = [uv, "pip", "install", "--python", str(python), "--compile-bytecode"]
     # uv reads none of pip's settings. A folder of wheels that pip is told about may be the only place with a CPU torch.
     links = os.environ.get("PIP_FIND_LINKS", "").split()
