@@ -42,39 +42,52 @@ def pack(tensors: Iterable[tuple[str, torch.Tensor]], bucket_bytes: int) -> Iter
     """Copy tensors into buckets of at most `bucket_bytes`; a larger tensor gets a bucket of its own.
 
     Args:
-        tensors: on the host, contiguous; each may be freed once the next one is asked for.
+        tensors: on the host; each is copied before the next one is asked for, and may be freed then.
     """
-    waiting: list[tuple[str, torch.Tensor]] = []
-    size = 0
+    filling: _Filling | None = None
     for name, tensor in tensors:
         nbytes = _aligned(tensor.numel() * tensor.element_size())
-        if waiting and size + nbytes > bucket_bytes:
-            yield _bucket(waiting, size)
-            waiting, size = [], 0
-        waiting.append((name, tensor.detach().contiguous()))
-        size += nbytes
-    if waiting:
-        yield _bucket(waiting, size)
+        if filling is not None and filling.size + nbytes > bucket_bytes:
+            yield filling.bucket()
+            filling = None
+        if filling is None:
+            filling = _Filling(max(bucket_bytes, nbytes))
+        filling.add(name, tensor)
+    if filling is not None:
+        yield filling.bucket()
 
 
-def _bucket(tensors: list[tuple[str, torch.Tensor]], size: int) -> WeightBucket:
-    import torch
+class _Filling:
+    """A bucket in the making. Tensors go straight in: kept until it is full, they would need its memory twice, and
+    memory that was never touched costs several times what the copy costs.
 
-    data = np.empty(size, np.uint8)
-    buffer = torch.from_numpy(data)
-    entries: list[TensorEntry] = []
-    offset = 0
-    for name, tensor in tensors:
+    Args:
+        capacity: bytes; only those that are filled take up memory.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        self._data = np.empty(capacity, np.uint8)
+        self._entries: list[TensorEntry] = []
+        self.size = 0
+
+    def add(self, name: str, tensor: torch.Tensor) -> None:
+        import torch
+
         nbytes = tensor.numel() * tensor.element_size()
-        buffer[offset : offset + nbytes].copy_(tensor.reshape(-1).view(torch.uint8))
-        entries.append((name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), offset, nbytes))
-        offset += _aligned(nbytes)
-    checksums = tuple(
-        (name, checksum(data[offset : offset + nbytes]))
-        for name, _, _, offset, nbytes in entries
-        if is_sampled(name, nbytes)
-    )
-    return WeightBucket(entries=tuple(entries), data=data, checksums=checksums)
+        flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+        torch.from_numpy(self._data)[self.size : self.size + nbytes].copy_(flat)
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        self._entries.append((name, dtype, tuple(tensor.shape), self.size, nbytes))
+        self.size += _aligned(nbytes)
+
+    def bucket(self) -> WeightBucket:
+        """What is in it by now."""
+        checksums = tuple(
+            (name, checksum(self._data[offset : offset + nbytes]))
+            for name, _, _, offset, nbytes in self._entries
+            if is_sampled(name, nbytes)
+        )
+        return WeightBucket(entries=tuple(self._entries), data=self._data[: self.size], checksums=checksums)
 
 
 def unpack(entries: Iterable[TensorEntry], data: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:

@@ -77,6 +77,23 @@ def test_packing_asks_for_a_tensor_only_when_the_bucket_before_is_taken() -> Non
     assert asked == ["a", "b"]
 
 
+def test_a_tensor_may_be_overwritten_once_the_next_one_is_asked_for() -> None:
+    # Kept until its bucket is full, the memory of every tensor would be needed twice.
+    scratch = torch.zeros(16)
+
+    def tensors() -> Any:
+        for value in (1.0, 2.0, 3.0):
+            yield str(value), scratch.fill_(value)
+
+    received = restored(list(pack(tensors(), 1 << 12)))
+
+    assert [(name, tensor.unique().tolist()) for name, tensor in received] == [
+        ("1.0", [1.0]),
+        ("2.0", [2.0]),
+        ("3.0", [3.0]),
+    ]
+
+
 def test_a_view_that_is_not_contiguous_is_sent_as_it_looks() -> None:
     matrix = torch.arange(6.0).reshape(2, 3).T
 
