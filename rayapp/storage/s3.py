@@ -1,4 +1,4 @@
-"""A folder in a bucket: small objects in one request, files in parallel parts. Made by `open_storage` only.
+"""A folder in a bucket: what fits one part in one request, larger files in parallel parts. Made by `open_storage` only.
 
 Every object carries its SHA-256 in its metadata, is checked against it when it is read, and its length when it was
 written. Never holds more than `num_parallel` parts in memory.
@@ -17,6 +17,7 @@ from rayapp.storage.base import MAX_SMALL_BYTES, ObjectInfo
 from rayapp.storage.hashing import hash_bytes
 from rayapp.storage.location import Location, check_key
 from rayapp.storage.retry import with_retries
+from rayapp.storage.s3_body import Body, checksum_arguments
 from rayapp.storage.s3_download import download
 from rayapp.storage.s3_upload import is_journal, upload
 from rayapp.storage.settings import S3Settings
@@ -24,8 +25,6 @@ from rayapp.storage.settings import S3Settings
 T = TypeVar("T")
 SHA256 = "sha256"
 WRITER = "writer"
-_SMALL_PARTS = 2
-"""Files up to so many parts go in one request: creating and completing an upload costs two more."""
 
 
 class S3Storage:
@@ -63,7 +62,7 @@ class S3Storage:
             return await self._put(data, key, if_absent=if_absent)
 
     async def put_file(self, path: Path, key: str, *, if_absent: bool = False) -> ObjectInfo:
-        if (await asyncio.to_thread(path.stat)).st_size > _SMALL_PARTS * self.settings.transfer.part_bytes:
+        if (await asyncio.to_thread(path.stat)).st_size > self.settings.transfer.part_bytes:
             return await upload(self, path, key, if_absent=if_absent)
         async with self.slots:
             return await self._put(await asyncio.to_thread(path.read_bytes), key, if_absent=if_absent)
@@ -81,7 +80,7 @@ class S3Storage:
 
         async with self.slots:
             data, sha256 = await self.retried(location, read)
-        if sha256 and hash_bytes(data) != sha256:
+        if sha256 and await asyncio.to_thread(hash_bytes, data) != sha256:
             raise StorageCorruptError(
                 f"{location}: SHA-256 of its {len(data)} bytes is not the one it was written with"
             )
@@ -131,11 +130,13 @@ class S3Storage:
         await self.ask(self._root, "list_objects_v2", Prefix=self._root.key, MaxKeys=1)
 
     async def _put(self, data: bytes, key: str, *, if_absent: bool) -> ObjectInfo:
-        location, sha256, writer = self.location(key), hash_bytes(data), uuid.uuid4().hex
-        condition = {"IfNoneMatch": "*"} if if_absent else {}
-        metadata = {SHA256: sha256, WRITER: writer}
+        location, writer = self.location(key), uuid.uuid4().hex
+        sha256 = await asyncio.to_thread(hash_bytes, data)
+        extra = await asyncio.to_thread(checksum_arguments, data, self.settings.checksums)
+        extra |= {"IfNoneMatch": "*"} if if_absent else {}
+        arguments = {"Bucket": location.bucket, "Key": location.key, "Metadata": {SHA256: sha256, WRITER: writer}}
         try:
-            await self.ask(location, "put_object", Key=location.key, Body=data, Metadata=metadata, **condition)
+            await self.retried(location, lambda: self.client.put_object(Body=Body(data), **arguments, **extra))
         except StorageExistsError as error:
             # The answer to an earlier try of ours may have been lost: then it is our own object that is in the way.
             if not if_absent or (await self.head(key))["Metadata"].get(WRITER) != writer:

@@ -8,8 +8,9 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rayapp.errors import StorageCorruptError, StorageExistsError, StorageUnreachableError, first_error
 from rayapp.interrupts import to_the_end
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
     from rayapp.storage.s3 import S3Storage
 
 _CHUNK_BYTES = 1 << 18
+_WRITE_BYTES = 1 << 20
+"""Written at once: large enough for few calls, small enough to stay in the processor's cache and off the memory."""
 _MAX_VECTORS = 1024
 """Most buffers that one call of pwritev takes (IOV_MAX of Linux)."""
 
@@ -40,6 +43,20 @@ async def download(storage: S3Storage, key: str, path: Path, *, sha256: str = ""
     return ObjectInfo(key=key, num_bytes=num_bytes, sha256=found)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Target:
+    """The file that is being filled."""
+
+    path: Path
+    descriptor: int
+
+    async def write(self, chunks: Sequence[bytes], start: int) -> None:
+        """Raises StorageFullError and the like: the disk does not take them."""
+        # Not left behind when this is cancelled: the file is closed then, and its number may be another file's.
+        with storage_errors(self.path):
+            await to_the_end(asyncio.to_thread(_write, self.descriptor, chunks, start))
+
+
 async def _fetch(storage: S3Storage, location: Location, path: Path, num_bytes: int, etag: str) -> str:
     """The object's bytes in `path`, on the disk; returns their SHA-256."""
     part_bytes = storage.settings.transfer.part_bytes
@@ -47,7 +64,8 @@ async def _fetch(storage: S3Storage, location: Location, path: Path, num_bytes: 
     try:
         with path.open("w+b") as file, storage_errors(path):
             file.truncate(num_bytes)
-            found = await _fetch_ranges(storage, location, file.fileno(), ranges, etag)
+            target = _Target(path=path, descriptor=file.fileno())
+            found = await _fetch_ranges(storage, location, target, ranges, etag)
             await to_the_end(asyncio.to_thread(os.fsync, file.fileno()))
     except StorageExistsError as changed:
         raise StorageCorruptError(f"{location} was replaced while it was read; read it again") from changed
@@ -55,12 +73,12 @@ async def _fetch(storage: S3Storage, location: Location, path: Path, num_bytes: 
 
 
 async def _fetch_ranges(
-    storage: S3Storage, location: Location, descriptor: int, ranges: Sequence[tuple[int, int]], etag: str
+    storage: S3Storage, location: Location, target: _Target, ranges: Sequence[tuple[int, int]], etag: str
 ) -> str:
-    hashing = FollowingHash(descriptor)
+    hashing = FollowingHash(target.descriptor)
     try:
         async with asyncio.TaskGroup() as group:
-            written = [group.create_task(_fetch_range(storage, location, descriptor, *ends, etag)) for ends in ranges]
+            written = [group.create_task(_fetch_range(storage, location, target, *ends, etag)) for ends in ranges]
             for ends, task in zip(ranges, written, strict=True):
                 await task
                 await to_the_end(asyncio.to_thread(hashing.read, *ends))
@@ -70,34 +88,42 @@ async def _fetch_ranges(
 
 
 async def _fetch_range(
-    storage: S3Storage, location: Location, descriptor: int, start: int, end: int, etag: str
+    storage: S3Storage, location: Location, target: _Target, start: int, end: int, etag: str
 ) -> None:
-    async def read() -> list[bytes]:
+    async def read() -> None:
         answer = await storage.client.get_object(
             Bucket=location.bucket, Key=location.key, Range=f"bytes={start}-{end - 1}", IfMatch=etag
         )
         async with (body := answer["Body"]):
-            # Chunks as they come: one object of a whole part would copy each byte once more.
-            chunks = [chunk async for chunk in body.iter_chunks(_CHUNK_BYTES)]
-        if (num_bytes := sum(map(len, chunks))) != end - start:
+            num_bytes = await _pour(body, target, start)
+        if num_bytes != end - start:
             raise StorageUnreachableError(f"{location}: {num_bytes} bytes of {end - start} came")
-        return chunks
 
     async with storage.slots:
-        chunks = await storage.retried(location, read)
-        # Not left behind when this is cancelled: the file is closed then, and its number may be another file's.
-        await to_the_end(asyncio.to_thread(_write, descriptor, chunks, start))
+        await storage.retried(location, read)
+
+
+async def _pour(body: Any, target: _Target, start: int) -> int:
+    """Write what comes, where it belongs; returns how much that was. A try again writes the same place again."""
+    chunks: list[bytes] = []
+    num_written = num_held = 0
+    async for chunk in body.iter_chunks(_CHUNK_BYTES):
+        chunks.append(chunk)
+        num_held += len(chunk)
+        if num_held >= _WRITE_BYTES or len(chunks) == _MAX_VECTORS:
+            await target.write(chunks, start + num_written)
+            num_written, num_held, chunks = num_written + num_held, 0, []
+    await target.write(chunks, start + num_written)
+    return num_written + num_held
 
 
 def _write(descriptor: int, chunks: Sequence[bytes], start: int) -> None:
     """Write `chunks` one after the other at `start`; blocks."""
-    for first in range(0, len(chunks), _MAX_VECTORS):
-        some = chunks[first : first + _MAX_VECTORS]
-        end = start + sum(map(len, some))
-        start += os.pwritev(descriptor, some, start)
-        if start < end:
-            # A disk that fills up stops a write in the middle. The next one says why.
-            rest = b"".join(some)[start - end :]
-            while rest:
-                num_written = os.pwrite(descriptor, rest, start)
-                rest, start = rest[num_written:], start + num_written
+    end = start + sum(map(len, chunks))
+    start += os.pwritev(descriptor, chunks, start) if chunks else 0
+    if start < end:
+        # A disk that fills up stops a write in the middle. The next one says why.
+        rest = b"".join(chunks)[start - end :]
+        while rest:
+            num_written = os.pwrite(descriptor, rest, start)
+            rest, start = rest[num_written:], start + num_written

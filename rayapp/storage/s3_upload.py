@@ -8,14 +8,10 @@ nobody came back for (AbortIncompleteMultipartUpload). The object appears when t
 from __future__ import annotations
 
 import asyncio
-import base64
-import hashlib
-import io
 import json
 import math
 import os
 import uuid
-import zlib
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,6 +20,7 @@ from rayapp.errors import StorageCorruptError, StorageError, StorageNotFoundErro
 from rayapp.storage.base import ObjectInfo
 from rayapp.storage.hashing import hash_file
 from rayapp.storage.location import Location
+from rayapp.storage.s3_body import Body, checksum_arguments
 from rayapp.storage.together import together
 
 if TYPE_CHECKING:
@@ -144,38 +141,15 @@ async def _send_parts(
     async def send(number: int) -> None:
         async with storage.slots:
             data = await asyncio.to_thread(_read_part, path, current, number)
-            checksum = await asyncio.to_thread(_part_checksum, data, storage.settings.checksums)
+            checksum = await asyncio.to_thread(checksum_arguments, data, storage.settings.checksums)
             answer = await storage.retried(location, lambda: storage.client.upload_part(
                 Bucket=location.bucket, Key=location.key, UploadId=current.upload_id, PartNumber=number,
-                Body=_PartBody(data), **checksum,
+                Body=Body(data), **checksum,
             ))  # fmt: skip
             sent[number] = answer["ETag"]
 
     await together(send, missing)
     return sent
-
-
-class _PartBody(io.BytesIO):
-    """A part as a request body. Its buffer is the part's own bytes: that of BytesIO would be a copy of them."""
-
-    def __init__(self, data: bytes) -> None:
-        super().__init__(data)
-        self._data = data
-
-    def getbuffer(self) -> memoryview:
-        return memoryview(self._data)
-
-
-def _part_checksum(data: bytes, checksums: str) -> dict[str, str]:
-    """What lets the server refuse a damaged part, as arguments of its request.
-
-    Given by us, the CRC is computed in a thread, and the body goes as it is: over TLS the client would wrap it in
-    chunks to append its own, which not every service reads.
-    """
-    if checksums == "when_required":
-        digest = hashlib.md5(data, usedforsecurity=False).digest()
-        return {"ContentMD5": base64.b64encode(digest).decode()}
-    return {"ChecksumCRC32": base64.b64encode(zlib.crc32(data).to_bytes(4, "big")).decode()}
 
 
 def _read_part(path: Path, current: _Upload, number: int) -> bytes:

@@ -24,9 +24,10 @@ MIB = 1 << 20
 class Transfer:
     """How much at once, how long, how often. Memory of one transfer is at most `num_parallel` x `part_bytes`."""
 
-    part_bytes: int = 8 * MIB
-    """Size of a part; grown for files that would need over 10,000. S3 takes no part below 5 MiB but the last."""
-    num_parallel: int = 8
+    part_bytes: int = 16 * MIB
+    """Size of a part; grown for files that would need over 10,000. S3 takes no part below 5 MiB but the last. Servers
+    pay for each part, so that with parts of 8 MiB an upload takes a fifth more of their time."""
+    num_parallel: int = 6
     """Parts or small objects on the way at once, over the whole storage object."""
     keys_per_page: int = 1000
     """Keys asked for in one listing; S3 gives no more."""
