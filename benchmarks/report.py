@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 from collections.abc import Mapping
 from typing import Any
 
 from benchmarks.machine import describe
+
+# Standard output is the report's. vLLM reads this when it is imported, which is after this module.
+os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
 
 
 def print_report(settings: argparse.Namespace, ratios: Mapping[str, float], **figures: Any) -> None:
