@@ -188,6 +188,7 @@ async def test_a_server_that_hangs_is_found_by_its_deadline_and_replaced(make_co
     assert any("lost vllm-server-0: vllm-server-0.ping did not answer within 15 s" in note for note in notes)
 
 
+@pytest.mark.long
 async def test_a_server_that_dies_in_a_weight_sync_and_one_that_answers_but_samples_nothing_are_replaced(
     make_config: Callable[..., Config],
 ) -> None:
