@@ -70,15 +70,28 @@ def test_every_estimator_gives_each_response_token_an_advantage(name: str) -> No
     assert advantages.any()
 
 
-def verls_own(name: str, algorithm: AlgorithmSection) -> torch.Tensor:
+def drawn_inputs(seed: int) -> AdvantageInputs:
+    """Other rewards, lengths, baselines and probabilities."""
+    numpy_rng, torch_rng = np.random.default_rng(seed), torch.Generator().manual_seed(seed)
+    return inputs(
+        rewards=numpy_rng.normal(size=4).astype(np.float32),
+        num_response_tokens=numpy_rng.permutation(LENGTHS),
+        reward_terms={"pass_rate": numpy_rng.random(4).astype(np.float32)},
+        baselines=numpy_rng.normal(size=4).astype(np.float32),
+        old_log_probs=-3 * torch.rand(4, 4, generator=torch_rng),
+        sum_pi_squared=torch.rand(4, 4, generator=torch_rng),
+    )
+
+
+def verls_own(name: str, algorithm: AlgorithmSection, given: AdvantageInputs) -> torch.Tensor:
     """What verl's trainer computes (compute_advantage in trainer/ppo/ray_trainer.py) from a DataProto of these rows."""
     from verl import DataProto
     from verl.trainer.config import AlgoConfig
     from verl.trainer.ppo.ray_trainer import compute_advantage
 
-    given, mask = inputs(), response_mask(LENGTHS)
-    scores = torch.zeros(4, 4)
-    scores[torch.arange(4), torch.from_numpy(LENGTHS) - 1] = torch.from_numpy(given.rewards)
+    lengths = given.num_response_tokens
+    mask, scores = response_mask(lengths), torch.zeros(4, 4)
+    scores[torch.arange(4), torch.from_numpy(lengths) - 1] = torch.from_numpy(given.rewards)
     assert given.baselines is not None
     data = DataProto.from_single_dict(
         {
@@ -112,17 +125,29 @@ def verls_own(name: str, algorithm: AlgorithmSection) -> torch.Tensor:
     return advantages
 
 
+def gdpo_without_deviations(given: AdvantageInputs) -> torch.Tensor:
+    """The one term less its group's mean, on every token, whitened over all tokens (arXiv:2601.05242)."""
+    from verl.utils.torch_functional import masked_whiten
+
+    term, mask = given.reward_terms["pass_rate"], response_mask(given.num_response_tokens)
+    centred = torch.tensor([term[i] - term[given.group_index == given.group_index[i]].mean() for i in range(4)])
+    return masked_whiten(centred[:, None] * mask, mask) * mask
+
+
 @pytest.mark.parametrize("norm_adv_by_std", [True, False])
 @pytest.mark.parametrize("name", ADV_ESTIMATORS)
 def test_every_estimator_is_verls_own_on_the_same_numbers(name: str, *, norm_adv_by_std: bool) -> None:
     terms = {"gdpo_reward_terms": ["pass_rate"]} if name == "gdpo" else {}
     algorithm = AlgorithmSection(adv_estimator=name, norm_adv_by_std=norm_adv_by_std, **terms)
-    # verl's trainer does not hand norm_adv_by_std to grpo_vectorized, which is grpo in other words; ours does.
+    # verl's trainer hands norm_adv_by_std neither to grpo_vectorized, which is grpo in other words, nor to gdpo.
     other = "grpo" if name == "grpo_vectorized" else name
-    found, expected = compute_advantages(inputs(), algorithm), verls_own(other, algorithm)
-    mask = response_mask(LENGTHS)
-    # Ours may add in float64 where verl adds in float32: 7 digits, and a division by deviations of 0.2 and more.
-    np.testing.assert_allclose((found * mask).numpy(), (expected * mask).numpy(), rtol=2e-5, atol=2e-6)
+    is_by_hand = name == "gdpo" and not norm_adv_by_std
+    for given in (inputs(), *(drawn_inputs(seed) for seed in range(5))):
+        found = compute_advantages(given, algorithm)
+        expected = gdpo_without_deviations(given) if is_by_hand else verls_own(other, algorithm, given)
+        mask = response_mask(given.num_response_tokens)
+        # Ours may add in float64 where verl adds in float32: 7 digits, and a division by deviations of 0.1 and more.
+        np.testing.assert_allclose((found * mask).numpy(), (expected * mask).numpy(), rtol=5e-5, atol=5e-6)
 
 
 def test_grpo_is_reward_minus_mean_over_deviation() -> None:
@@ -180,24 +205,34 @@ def test_a_critic_and_an_unknown_name_are_refused_with_the_names_that_work() -> 
         check_policy_loss("ppo")
 
 
+MODES = ["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-sum-norm", "seq-mean-token-mean"]
+
+
+@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", POLICY_LOSSES)
-def test_every_policy_loss_is_verls_own_on_the_same_numbers(name: str) -> None:
+def test_every_policy_loss_and_its_gradient_are_verls_own_on_the_same_numbers(name: str, mode: str) -> None:
     from verl.trainer.ppo.core_algos import get_policy_loss_fn
 
-    config = Config.model_validate({"algorithm": {"policy_loss": name, "policy_loss_options": {"dro_beta": 0.1}}})
-    log_probs = (-torch.rand(4, 4, generator=torch.Generator().manual_seed(2))).requires_grad_()
-    rows, actor = loss_rows(log_probs), make_actor_config(config, SCALE)
-    torch.manual_seed(0)
-    ours = policy_loss(rows, config.algorithm, actor, SCALE).loss
-    torch.manual_seed(0)
-    old = rows.rollout_log_probs if name == "bypass_mode" else rows.old_log_probs
-    theirs, _ = get_policy_loss_fn(name)(old, log_probs, rows.advantages, rows.mask, "token-mean", actor, None)
-    np.testing.assert_allclose(float(ours), float(theirs), rtol=1e-6)
-    assert torch.isfinite(torch.autograd.grad(ours, log_probs)[0]).all()
+    options = {"policy_loss": name, "policy_loss_options": {"dro_beta": 0.1}, "loss_agg_mode": mode}
+    config = Config.model_validate({"algorithm": options})
+    actor = make_actor_config(config, SCALE)
+    for seed in range(5):
+        # From hardly any difference to the sampling policy to ratios of a hundred: every clip and bound is met.
+        spread = 0.05 * 3.0**seed
+        log_probs = (-spread * torch.rand(4, 4, generator=torch.Generator().manual_seed(seed))).requires_grad_()
+        rows = loss_rows(log_probs)
+        old = rows.rollout_log_probs if name == "bypass_mode" else rows.old_log_probs
+        torch.manual_seed(seed)  # kl_cov and clip_cov draw tokens
+        ours = policy_loss(rows, config.algorithm, actor, SCALE).loss
+        torch.manual_seed(seed)
+        theirs, _ = get_policy_loss_fn(name)(old, log_probs, rows.advantages, rows.mask, mode, actor, None)
+        np.testing.assert_allclose(float(ours), float(theirs), rtol=1e-6)
+        found, expected = (torch.autograd.grad(loss, log_probs, retain_graph=True)[0] for loss in (ours, theirs))
+        np.testing.assert_allclose(found.numpy(), expected.numpy(), rtol=1e-6, atol=1e-9)
+        assert torch.isfinite(found).all()
 
 
 SEPARABLE = [name for name in POLICY_LOSSES if name not in ("clip_cov", "kl_cov")]
-MODES = ["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-sum-norm", "seq-mean-token-mean"]
 
 
 @pytest.mark.parametrize("mode", MODES)
