@@ -2,7 +2,7 @@
 
     make test ARGS=tests/gpu
 
-Written without a GPU at hand: what of it runs on a CPU was run there (gradients, log-probs, checkpoints).
+Written without a GPU at hand, and not run yet.
 """
 
 from __future__ import annotations
