@@ -34,19 +34,20 @@ async def answer(ref: Awaitable[T], *, timeout_s: float, what: str) -> T:
     Raises:
         DeadlineError: no answer in time.
         ProcessDiedError: the actor's process is gone or can't be reached.
-        ObjectsLostError: an argument or the result was on a node that is gone.
+        ObjectsLostError: an argument or the result was in a process or on a node that is gone.
         RayappError: whatever our own code raised there, as it was.
     """
     try:
         return await asyncio.wait_for(_as_coroutine(ref), timeout_s)
+    except RayTaskError as error:
+        # First: Ray makes it an instance of its cause's class too, and a death that was met there is not this actor's.
+        raise _remote_error(error, what) from error
     except RayActorError as error:
         raise _died(error, what) from None
     except OutOfMemoryError as error:
         raise _out_of_memory(error, what) from None
     except ObjectLostError as error:
         raise _lost(error, what) from None
-    except RayTaskError as error:
-        raise _remote_error(error, what) from error
     except TimeoutError:
         raise DeadlineError(f"{what} did not answer within {timeout_s:g} s") from None
 
@@ -64,8 +65,8 @@ def _died(error: RayActorError, what: str) -> ProcessDiedError:
     return ProcessDiedError(f"{what}: its process is gone. {_first_lines(error)}")
 
 
-def _lost(error: ObjectLostError, what: str) -> ObjectsLostError:
-    return ObjectsLostError(f"{what}: what it needs was on a node that is gone. {_first_lines(error)}")
+def _lost(error: ObjectLostError | RayActorError, what: str) -> ObjectsLostError:
+    return ObjectsLostError(f"{what}: what it needs was in a process or on a node that is gone. {_first_lines(error)}")
 
 
 def _remote_error(error: RayTaskError, what: str) -> BaseException:
@@ -80,7 +81,7 @@ def _remote_error(error: RayTaskError, what: str) -> BaseException:
         )
     if isinstance(cause, OutOfMemoryError):
         return _out_of_memory(cause, what)
-    if isinstance(cause, ObjectLostError):
+    if isinstance(cause, ObjectLostError | RayActorError):
         return _lost(cause, what)
     return RayappError(f"{what} failed: {type(cause).__name__}: {cause}")
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from ray.exceptions import ActorDiedError, ObjectStoreFullError, OutOfMemoryError, RayTaskError
+from ray.exceptions import ActorDiedError, ActorUnavailableError, ObjectStoreFullError, OutOfMemoryError, RayTaskError
 
 from actors.calls import answer
-from rayapp.errors import DeadlineError, ProcessDiedError, RayappError, StaleVersionError
+from rayapp.errors import DeadlineError, ObjectsLostError, ProcessDiedError, RayappError, StaleVersionError
 
 
 async def raising(error: BaseException) -> None:
@@ -39,6 +39,14 @@ async def test_a_call_that_does_not_answer_names_the_actor_and_the_deadline() ->
 async def test_a_dead_actor_is_told_apart_from_a_failed_call() -> None:
     with pytest.raises(ProcessDiedError, match=r"learner-0\.train_step: its process is gone"):
         await answer(raising(ActorDiedError()), timeout_s=5, what="learner-0.train_step")
+
+
+async def test_a_death_that_the_actor_met_is_not_its_own() -> None:
+    # As Ray raises it: an instance of both classes. The weights that the server fetched were in a learner's process.
+    met = task_error(ActorUnavailableError("learner-0 is unavailable", b"0" * 16)).as_instanceof_cause()
+    assert isinstance(met, ActorUnavailableError)
+    with pytest.raises(ObjectsLostError, match=r"vllm-server-0\.load_weights: what it needs was in a process"):
+        await answer(raising(met), timeout_s=5, what="vllm-server-0.load_weights")
 
 
 async def test_a_process_that_could_not_start_says_what_was_raised_and_not_where() -> None:
