@@ -49,6 +49,8 @@ class RunningRay:
 
 def environment(**changes: str) -> dict[str, str]:
     kept = {key: value for key, value in os.environ.items() if not key.startswith("RAY_")}
+    # Ray starts its workers at nice 15: beside another test they would get a tenth of the processor.
+    kept |= {"RAY_worker_niceness": "0"}
     own = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0", "RAY_AUTH_MODE": "disabled"}
     return kept | own | {"PYTHONPATH": str(ROOT)} | changes
 
