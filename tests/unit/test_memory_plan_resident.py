@@ -91,9 +91,15 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+ADAPTERS = pytest.mark.xfail(
+    reason="issue 6 is open: with adapters the process takes 1,055 MiB where 539 are planned. torch's own tensors are as "
+    "planned (test_token_budget.py); what the rest is has not been found out"
+)
+
+
 @pytest.mark.parametrize(
     "learner",
-    [{}, {"activation_checkpointing": True}, {"lora": {"rank": 16}}],
+    [{}, {"activation_checkpointing": True}, pytest.param({"lora": {"rank": 16}}, marks=ADAPTERS)],
     ids=["plain", "activation checkpointing", "adapters"],
 )
 def test_a_process_takes_what_the_plan_says_and_what_malloc_holds_back(model: Path, learner: dict[str, object]) -> None:
