@@ -92,8 +92,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 ADAPTERS = pytest.mark.xfail(
-    reason="issue 6 is open: with adapters the process takes 1,055 MiB where 539 are planned. torch's own tensors are as "
-    "planned (test_token_budget.py); what the rest is has not been found out"
+    reason="issue 6 is open: with adapters the process takes 1,055 MiB where 539 are planned. torch's own tensors are "
+    "as planned (test_token_budget.py); what the rest is has not been found out"
 )
 
 
