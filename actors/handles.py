@@ -18,7 +18,7 @@ from actors.calls import answer
 from rayapp.errors import EngineDeadError, ProcessDiedError
 from rayapp.rollout.order import GroupRequest
 from rayapp.sandbox.leases import Fate, Lease
-from rayapp.types import Completion, GroupSummary, Int32Array, SamplingParams, SandboxSpec
+from rayapp.types import Completion, FloatArray, GroupSummary, Int32Array, SamplingParams, SandboxSpec
 from rayapp.weights.plan import TransferPlan
 
 ObjectRef = Any  # ray.ObjectRef[T] can't be named where `Group` is only a reference
@@ -155,6 +155,11 @@ class LearnerHandle(Handle):
         ref = method.remote(step, summaries, assignment, *groups)
         metrics: dict[str, float] = await self.call("train_step", ref, self.step_timeout_s)
         return metrics
+
+    async def log_probs_before(self, step: int) -> dict[int, FloatArray]:
+        method = self.actor.log_probs_before.options(name=f"{self.name}.log_probs_before step={step}")
+        found: dict[int, FloatArray] = await self.call("log_probs_before", method.remote(), self.step_timeout_s)
+        return found
 
     def export_weights(self, version: int, bucket_bytes: int) -> Any:
         """Streams references to `WeightBucket`; owned by the caller. Ranks other than 0 yield nothing."""

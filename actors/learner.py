@@ -1,6 +1,6 @@
 """`learner-N`: one rank of the policy's training. A thin shell around `rayapp.learner`.
 
-Every method but `ready` and `log_probs_of` is collective: the driver calls it on all ranks at once.
+Every method but `ready`, `log_probs_before` and `log_probs_of` is collective: the driver calls it on all ranks at once.
 """
 
 from __future__ import annotations
@@ -93,6 +93,10 @@ class Learner:
             metrics = self._learner.train_step(step, summaries, assignment[self._learner.ranks.rank], groups)
             log.info("trained on %d groups: loss %.4g", len(groups), metrics.get("learner/loss", math.nan))
         return metrics
+
+    def log_probs_before(self) -> dict[int, FloatArray]:
+        """What the weights before the last step thought of its sampled tokens; see `PolicyLearner.log_probs_before`."""
+        return self._learner.log_probs_before
 
     def export_weights(self, bucket_bytes: int) -> Iterator[WeightBucket]:
         """Weights in bfloat16 under their Hugging Face names. All ranks gather; only rank 0 yields."""

@@ -12,7 +12,7 @@ from ray.exceptions import RayActorError
 
 from actors.handles import LearnerHandle, VllmServerHandle
 from rayapp.errors import DeadlineError, LearnersLostError, ObjectsLostError, ProcessDiedError
-from rayapp.types import Group, GroupSummary
+from rayapp.types import FloatArray, Group, GroupSummary
 from rayapp.weights.plan import TransferPlan
 
 DEATH_NOTICE_S = 10.0
@@ -49,6 +49,15 @@ class LearnerGroup:
         import ray
 
         return await self.train_step(step, summaries, [ray.put(group) for group in groups])
+
+    async def log_probs_before(self, step: int) -> dict[int, FloatArray]:
+        """Log-probs of the step's response tokens before its update, by the trajectory's position in the step.
+
+        Raises:
+            LearnersLostError: a learner is gone.
+        """
+        [found] = await self._all([self.handles[0].log_probs_before(step)])
+        return dict(found)
 
     async def export_weights(self, version: int, bucket_bytes: int) -> AsyncIterator[Any]:
         """References to rank 0's `WeightBucket`s, each as soon as it is in the object store.

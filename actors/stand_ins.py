@@ -24,7 +24,7 @@ from rayapp.config import Config
 from rayapp.errors import EngineDeadError, StaleVersionError, WeightSyncError
 from rayapp.rollout.order import ANY_VERSION
 from rayapp.stalls import InHand
-from rayapp.types import Completion, Group, GroupSummary, SamplingParams, VersionSpan
+from rayapp.types import Completion, FloatArray, Group, GroupSummary, SamplingParams, VersionSpan
 from rayapp.weights.buckets import WeightBucket
 
 
@@ -187,6 +187,9 @@ class InstantLearner:
         time.sleep(self._latency_s)
         self._version = step
         return {"learner/steps_taken": float(step)}
+
+    def log_probs_before(self) -> dict[int, FloatArray]:
+        return {}
 
     def export_weights(self, bucket_bytes: int) -> Iterator[WeightBucket]:
         if self._rank == 0:

@@ -14,7 +14,7 @@ import fcntl
 import json
 import os
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -27,7 +27,7 @@ from rayapp.mirror.mirror import RunMirror, mirroring
 from rayapp.run_compatibility import check_same_training
 from rayapp.run_format import check_format, write_format
 from rayapp.tracking.trajectories import write_trajectories
-from rayapp.types import Group
+from rayapp.types import FloatArray, Group
 
 RAY_COPIES = "working_dir_files"
 """Folder of a Ray node that holds what jobs uploaded."""
@@ -146,11 +146,12 @@ class RunFolder:
         if self._mirror is not None:
             self._mirror.truncate_after(version)
 
-    async def write_trajectories(self, step: int, groups: Sequence[Group]) -> None:
+    async def write_trajectories(
+        self, step: int, groups: Sequence[Group], learner_log_probs: Mapping[int, FloatArray]
+    ) -> None:
         """Write `trajectories/step=NNNNNN.parquet`, off the event loop."""
-        if self._config.tracking.trajectories:
-            path = self.path / "trajectories" / f"step={step:06d}.parquet"
-            await asyncio.to_thread(_write_trajectories, path, step, groups)
+        path = self.path / "trajectories" / f"step={step:06d}.parquet"
+        await asyncio.to_thread(_write_trajectories, path, step, groups, learner_log_probs)
 
     @contextmanager
     def pending_final(self) -> Iterator[Path]:
@@ -165,10 +166,12 @@ class RunFolder:
             pending.rename(final)
 
 
-def _write_trajectories(path: Path, step: int, groups: Sequence[Group]) -> None:
+def _write_trajectories(
+    path: Path, step: int, groups: Sequence[Group], learner_log_probs: Mapping[int, FloatArray]
+) -> None:
     with explain_full_disk(path):
         path.parent.mkdir(exist_ok=True)
-        write_trajectories(path, step, groups)
+        write_trajectories(path, step, groups, learner_log_probs)
 
 
 def _step_of(line: str) -> float:

@@ -41,7 +41,8 @@ async def train_step(run: Run, step: int, groups: Sequence[StoredGroup[object]],
     await run.store.release(step)
     with phases("record"):
         fetched = await run.cluster.fetch_groups(groups)
-        await run.folder.write_trajectories(step, fetched)
+        if run.cluster.config.tracking.trajectories:
+            await run.folder.write_trajectories(step, fetched, await run.cluster.learners.log_probs_before(step))
         run.tracker.trace(step, fetched)
     summaries = tuple(group.summary for group in groups)
     metrics = summarize_step(summaries, version=sampled_by) | learned | run.sampling.step_metrics()

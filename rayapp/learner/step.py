@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -66,6 +66,9 @@ class PolicyLearner:
     optimizer_steps: int = 0
     skipped_steps: int = 0
     """Optimizer steps left out because a loss or gradient was not finite, since the run began."""
+    log_probs_before: dict[int, FloatArray] = field(default_factory=dict)
+    """Of the last step, by the position of the trajectory among all of it: the log-probs of its response tokens under
+    the weights that the step began with. Only of trajectories that were computed; the same on every rank."""
 
     def train_step(
         self,
@@ -329,6 +332,7 @@ class _Step:
         rows: dict[int, RowFacts] = {}
         for part in learner.ranks.gather(self.row_facts):
             rows.update(part)
+        learner.log_probs_before = {row: facts.old_log_probs for row, facts in rows.items()}
         metrics = step_metrics(micro, rows, table, self.algorithm)
         return metrics | {
             "learner/grad_norm": float(np.mean(self.grad_norms)),

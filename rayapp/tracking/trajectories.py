@@ -6,7 +6,7 @@ The schema is in docs/run-folder.md; its version is in the file's metadata under
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from itertools import groupby
 from pathlib import Path
@@ -20,6 +20,7 @@ from rayapp.errors import InputError
 from rayapp.types import (
     CallRecord,
     ExecRecord,
+    FloatArray,
     Group,
     Prompt,
     Reward,
@@ -33,6 +34,7 @@ SCHEMA_VERSION = "1"
 _KEY = b"rayapp.schema_version"
 # One trajectory of a big step can be read without its neighbours' tokens.
 ROWS_PER_ROW_GROUP = 512
+_NOTHING: Mapping[int, FloatArray] = {}
 
 _EXEC = pa.struct(
     [
@@ -86,6 +88,7 @@ SCHEMA = pa.schema(
         ("token_ids", pa.list_(pa.int32())),
         ("response_mask", pa.list_(pa.bool_())),
         ("rollout_log_probs", pa.list_(pa.float32())),
+        ("learner_log_probs", pa.list_(pa.float32())),
         ("reward", pa.float64()),
         ("reward_terms", pa.map_(pa.string(), pa.float64())),
         ("reward_status", pa.string()),
@@ -104,13 +107,31 @@ SCHEMA = pa.schema(
 )
 
 
-def write_trajectories(path: Path, step: int, groups: Sequence[Group]) -> None:
-    """Write the trajectories of one step, aside and then renamed."""
+def write_trajectories(
+    path: Path, step: int, groups: Sequence[Group], learner_log_probs: Mapping[int, FloatArray] = _NOTHING
+) -> None:
+    """Write the trajectories of one step, aside and then renamed.
+
+    Args:
+        learner_log_probs: by position of the trajectory in the step, of its response tokens; those left out are null.
+    """
     rows = [_row(step, group, index) for group in groups for index in range(len(group.trajectories))]
+    trajectories = (trajectory for group in groups for trajectory in group.trajectories)
+    for position, (row, trajectory) in enumerate(zip(rows, trajectories, strict=True)):
+        row["learner_log_probs"] = _over_all_tokens(trajectory, learner_log_probs.get(position))
     pending = path.with_name(f".{path.name}.pending")
     table = pa.Table.from_pylist(rows, schema=SCHEMA)
     pq.write_table(table, pending, compression="zstd", row_group_size=ROWS_PER_ROW_GROUP)
     pending.replace(path)
+
+
+def _over_all_tokens(trajectory: Trajectory, of_response: FloatArray | None) -> FloatArray | None:
+    """(T,) as the engine's are stored: 0 where nothing was sampled."""
+    if of_response is None:
+        return None
+    values = np.zeros(trajectory.token_ids.size, np.float32)
+    values[trajectory.response_mask] = of_response
+    return values
 
 
 def _row(step: int, group: Group, index: int) -> dict[str, Any]:

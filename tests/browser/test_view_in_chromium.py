@@ -46,7 +46,10 @@ def write_step(folder: Path, step: int, reward: float) -> None:
             for i, (value, status) in enumerate(zip(rewards, statuses, strict=True))
         ]
         groups.append(Group(group_id=2 * (step - 1) + number, prompt=prompt, trajectories=tuple(rows)))
-    write_trajectories(folder / "trajectories" / f"step={step:06d}.parquet", step, groups)
+    # The learner gives each sampled token of the first trajectory 0.05 less than the engine.
+    first = groups[0].trajectories[0]
+    learner = {0: first.rollout_log_probs[first.response_mask] - np.float32(0.05)}
+    write_trajectories(folder / "trajectories" / f"step={step:06d}.parquet", step, groups, learner)
     record = {
         "step": step,
         "time": time.time(),
@@ -184,6 +187,16 @@ async def test_a_trajectory_shows_its_turns_and_colours_sampled_tokens(opened: O
     assert "colour=advantage" in opened.page.url
     by_advantage = await tokens.nth(1).evaluate("one => getComputedStyle(one).backgroundColor")
     assert by_log_prob != by_advantage
+    await opened.page.select_option(".colour-bar select", "difference")
+    await opened.page.locator(".scale", has_text="engine higher").wait_for()
+    await tokens.nth(0).hover()
+    assert "learner -1.650" in (await opened.text("#readout"))[0]
+    by_difference = await tokens.nth(1).evaluate("one => getComputedStyle(one).backgroundColor")
+    assert by_difference not in (by_log_prob, by_advantage, "rgba(0, 0, 0, 0)")
+
+    # Of a trajectory that was not trained on nobody knows it: there is no such colour.
+    await opened.go("trajectory?step=3&group=4&index=1")
+    assert await opened.page.locator(".colour-bar option[value=difference]:enabled").count() == 0
     assert opened.errors == []
 
 

@@ -108,6 +108,22 @@ def test_on_policy_the_update_gives_the_old_log_probs_itself(tiny_model: Path) -
     assert 4.0 < metrics["learner/entropy"] < 4.6
 
 
+@pytest.mark.parametrize("num_minibatches", [1, 2])
+def test_a_step_tells_what_its_first_weights_thought_of_every_sampled_token(
+    tiny_model: Path, num_minibatches: int
+) -> None:
+    changes = {"train": {"num_minibatches": num_minibatches}, "learner": {"optimizer": {"lr": 1e-3}}}
+    groups = two_groups()
+    with learner_of(tiny_model, changes) as learner:
+        expected = [log_probs for group in groups for log_probs in learner.log_probs_of(group)]
+        step(learner, 1, groups)
+        found = learner.log_probs_before()
+
+    assert sorted(found) == list(range(len(expected)))
+    for row, log_probs in enumerate(expected):
+        np.testing.assert_allclose(found[row], log_probs, atol=1e-5)
+
+
 def test_the_stretches_of_a_step_add_up_to_it(tiny_model: Path) -> None:
     with learner_of(tiny_model) as learner:
         metrics = step(learner, 1, two_groups())

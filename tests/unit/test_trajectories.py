@@ -82,6 +82,28 @@ def test_groups_come_back_exactly_as_they_were_written(
     assert list(path.parent.iterdir()) == [path]  # nothing half-written beside it
 
 
+def test_what_the_learner_thought_of_sampled_tokens_stands_beside_the_engines(tmp_path: Path) -> None:
+    prompt = Prompt(task="t", text="", token_ids=np.array([1], np.int32))
+    sampled = Trajectory(
+        token_ids=np.array([1, 2, 3, 4], np.int32),
+        response_mask=np.array([False, True, False, True]),
+        rollout_log_probs=np.array([0, -1, 0, -2], np.float32),
+        completion_text="",
+        reward=Reward(value=0.0),
+        status=RolloutStatus.COMPLETED,
+        min_policy_version=0,
+        max_policy_version=0,
+    )
+    path = tmp_path / "step=000001.parquet"
+    groups = [Group(group_id=number, prompt=prompt, trajectories=(sampled, sampled)) for number in range(2)]
+
+    # The third of the step: the first of the second group.
+    write_trajectories(path, 1, groups, {2: np.array([-1.5, -2.5], np.float32)})
+
+    assert pq.read_table(path)["learner_log_probs"].to_pylist() == [None, None, [0.0, -1.5, 0.0, -2.5], None]
+    assert [plain(group) for group in read_groups(path)] == [plain(group) for group in groups]
+
+
 def test_any_parquet_tool_reads_the_documented_columns(tmp_path: Path) -> None:
     path = tmp_path / "step=000003.parquet"
     write_trajectories(path, 3, [])
