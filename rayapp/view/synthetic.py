@@ -51,6 +51,7 @@ def _tokens(random: np.random.Generator, rows: int) -> dict[str, Any]:
         "token_ids": pa.array(list(ids)),
         "response_mask": pa.array(list(mask)),
         "rollout_log_probs": pa.array(list(log_probs.astype(np.float32))),
+        "learner_log_probs": pa.array(list((0.99 * log_probs).astype(np.float32))),
     }
 
 
