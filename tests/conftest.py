@@ -78,9 +78,10 @@ TASK = Letters(name="NAME")
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A Llama of two layers and four heads with random weights, over single characters."""
-    import torch
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+    from transformers import PreTrainedTokenizerFast
+
+    from rayapp.learner.testing import save_llama
 
     folder = tmp_path_factory.mktemp("models") / "tiny"
     letters = ["<pad>", "<eos>", *(chr(code) for code in range(32, 127))]
@@ -88,22 +89,17 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
     tokenizer.decoder = decoders.Fuse()
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>").save_pretrained(folder)
-    torch.manual_seed(0)
-    config = LlamaConfig(
+    return save_llama(
+        folder,
+        dtype="bfloat16",
         vocab_size=len(letters),
         hidden_size=128,
         intermediate_size=256,
         num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=256,
         bos_token_id=None,
         eos_token_id=1,
         pad_token_id=0,
-        tie_word_embeddings=True,
     )
-    LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
-    return folder
 
 
 @pytest.fixture(scope="session")

@@ -292,8 +292,9 @@ def write_groups(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path
 def written_groups(folder: Path, seed: int) -> Path:
     import numpy as np
 
+    from rayapp.learner.testing import sampled
     from rayapp.tracking.trajectories import write_trajectories
-    from rayapp.types import Group, Prompt, Reward, RolloutStatus, Trajectory
+    from rayapp.types import Group, Prompt
 
     rng = np.random.default_rng(seed)
     groups = []
@@ -301,20 +302,8 @@ def written_groups(folder: Path, seed: int) -> Path:
         prompt = rng.integers(2, 90, 5)
         members = []
         for _ in range(4):
-            tokens = np.concatenate([prompt, rng.integers(2, 90, rng.integers(2, 12))]).astype(np.int32)
-            mask = np.arange(tokens.size) >= prompt.size
-            members.append(
-                Trajectory(
-                    token_ids=tokens,
-                    response_mask=mask,
-                    rollout_log_probs=np.where(mask, -4.0, 0.0).astype(np.float32),
-                    completion_text="",
-                    reward=Reward(value=float(rng.normal())),
-                    status=RolloutStatus.COMPLETED,
-                    min_policy_version=0,
-                    max_policy_version=0,
-                )
-            )
+            tokens = np.concatenate([prompt, rng.integers(2, 90, rng.integers(2, 12))])
+            members.append(sampled(tokens, prompt.size, reward=float(rng.normal()), log_prob=-4.0))
         rendered = Prompt(task="t", text="", token_ids=prompt.astype(np.int32))
         groups.append(Group(group_id=group_id, prompt=rendered, trajectories=tuple(members)))
     path = folder / "step=000001.parquet"

@@ -14,7 +14,8 @@ import pytest_asyncio
 from actors.learner import Learner
 from actors.vllm_server import VllmServer
 from rayapp.config import Config
-from rayapp.types import Group, Prompt, Reward, RolloutStatus, SamplingParams, Trajectory
+from rayapp.learner.testing import sampled
+from rayapp.types import Group, Prompt, SamplingParams
 from rayapp.weights.buckets import WeightBucket
 
 References = Callable[[Iterable[WeightBucket]], list[Any]]
@@ -59,18 +60,7 @@ async def server(tiny_model: Path, two_ranks: None) -> AsyncIterator[VllmServer]
 
 def as_group(prompt: list[int], completion: np.ndarray) -> Group:
     """One trajectory, as the learner takes it."""
-    tokens = np.concatenate([prompt, completion]).astype(np.int32)
-    mask = np.arange(tokens.size) >= len(prompt)
-    trajectory = Trajectory(
-        token_ids=tokens,
-        response_mask=mask,
-        rollout_log_probs=np.zeros(tokens.size, np.float32),
-        completion_text="",
-        reward=Reward(value=0.0),
-        status=RolloutStatus.COMPLETED,
-        min_policy_version=1,
-        max_policy_version=1,
-    )
+    trajectory = sampled(np.concatenate([prompt, completion]), len(prompt), policy_version=1)
     rendered = Prompt(task="t", text="", token_ids=np.array(prompt, np.int32))
     return Group(group_id=0, prompt=rendered, trajectories=(trajectory,))
 

@@ -13,8 +13,9 @@ from actors.learner import Learner
 from actors.vllm_server import VllmServer
 from rayapp.config import Config
 from rayapp.errors import WeightSyncError
+from rayapp.learner.testing import sampled
 from rayapp.rollout.group import summarize_group
-from rayapp.types import Group, Prompt, Reward, RolloutStatus, SamplingParams, Trajectory
+from rayapp.types import Group, Prompt, SamplingParams
 from rayapp.weights.buckets import WeightBucket
 
 References = Callable[[Iterable[WeightBucket]], list[Any]]
@@ -46,19 +47,8 @@ def make_config(tiny_model: Path) -> Config:
 def group_of(rewards: tuple[float, float]) -> Group:
     """Two completions of one prompt; the first is TOKENS."""
     sequences = [TOKENS, [*TOKENS[:4], 40, 41, 42, 43]]
-    mask = np.arange(8) >= 4
     trajectories = tuple(
-        Trajectory(
-            token_ids=np.array(ids, np.int32),
-            response_mask=mask,
-            rollout_log_probs=np.where(mask, -4.0, 0.0).astype(np.float32),
-            completion_text="",
-            reward=Reward(value=reward),
-            status=RolloutStatus.COMPLETED,
-            min_policy_version=0,
-            max_policy_version=0,
-        )
-        for ids, reward in zip(sequences, rewards, strict=True)
+        sampled(ids, 4, reward=reward, log_prob=-4.0) for ids, reward in zip(sequences, rewards, strict=True)
     )
     prompt = Prompt(task="t", text="", token_ids=np.array(TOKENS[:4], np.int32))
     return Group(group_id=0, prompt=prompt, trajectories=trajectories)

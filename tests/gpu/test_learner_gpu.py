@@ -18,16 +18,16 @@ import pytest
 import torch
 
 from rayapp.config import Config
-from rayapp.learner.build import build_learner
 from rayapp.learner.checkpoint import begin_save, load_learner
-from rayapp.learner.distributed import Ranks, end_ranks, start_ranks
+from rayapp.learner.distributed import Ranks
 from rayapp.learner.log_probs import HeadOptions, Targets, token_log_probs
 from rayapp.learner.step import PolicyLearner
+from rayapp.learner.testing import learner_alone, sampled, save_llama
 from rayapp.learner.token_budget import find_token_budget, measure_need
 from rayapp.memory_plan import RUNTIME_BYTES, plan_learner
 from rayapp.plan_command import model_shape
 from rayapp.rollout.group import summarize_group
-from rayapp.types import Group, Prompt, Reward, RolloutStatus, Trajectory
+from rayapp.types import Group, Prompt
 
 pytestmark = [
     pytest.mark.gpu,
@@ -43,11 +43,9 @@ GROUP_SIZE, PROMPT, COMPLETION = 8, 128, 384
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """168M parameters: 12 layers of 1024 and 16384 tied embeddings."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    folder = tmp_path_factory.mktemp("model")
-    torch.manual_seed(0)
-    config = LlamaConfig(
+    return save_llama(
+        tmp_path_factory.mktemp("model"),
+        dtype="bfloat16",
         vocab_size=16384,
         hidden_size=1024,
         intermediate_size=2816,
@@ -55,10 +53,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
         num_attention_heads=16,
         num_key_value_heads=4,
         max_position_embeddings=1024,
-        tie_word_embeddings=True,
     )
-    LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
-    return folder
 
 
 def config_of(model: Path, **learner: Any) -> Config:
@@ -78,12 +73,9 @@ def config_of(model: Path, **learner: Any) -> Config:
 
 @contextmanager
 def learner_of(config: Config) -> Iterator[tuple[PolicyLearner, Ranks]]:
-    ranks = start_ranks(config, 0, 1, "", 0)
-    try:
+    with learner_alone(config) as (learner, ranks):
         assert ranks.device.type == "cuda"
-        yield build_learner(config, ranks), ranks
-    finally:
-        end_ranks()
+        yield learner, ranks
 
 
 def groups_of(num_groups: int, *, seed: int = 0, is_full: bool = True) -> list[Group]:
@@ -96,19 +88,7 @@ def groups_of(num_groups: int, *, seed: int = 0, is_full: bool = True) -> list[G
         for _ in range(GROUP_SIZE):
             rest = rng.integers(2, 16384, COMPLETION if is_full else rng.integers(1, COMPLETION)).astype(np.int32)
             tokens = np.concatenate([prompt, rest])
-            mask = np.arange(tokens.size) >= prompt.size
-            trajectories.append(
-                Trajectory(
-                    token_ids=tokens,
-                    response_mask=mask,
-                    rollout_log_probs=np.where(mask, -9.7, 0.0).astype(np.float32),
-                    completion_text="",
-                    reward=Reward(value=float(rng.normal())),
-                    status=RolloutStatus.COMPLETED,
-                    min_policy_version=0,
-                    max_policy_version=0,
-                )
-            )
+            trajectories.append(sampled(tokens, prompt.size, reward=float(rng.normal()), log_prob=-9.7))
         rendered = Prompt(task="t", text="", token_ids=prompt)
         groups.append(Group(group_id=group_id, prompt=rendered, trajectories=tuple(trajectories)))
     return groups

@@ -12,7 +12,7 @@ from rayapp.errors import LearnerError
 from rayapp.learner.attention import packed_attention, plan_attention
 from rayapp.learner.batch import TrainItem, inputs_of, make_micro_batch, split
 from rayapp.learner.packing import Packing, pack
-from rayapp.types import Reward, RolloutStatus, Trajectory
+from rayapp.learner.testing import sampled
 
 token = st.integers(0, 2)
 sequence = st.lists(token, min_size=1, max_size=9)
@@ -33,18 +33,7 @@ def visible(packing: Packing) -> np.ndarray:
 
 
 def item(row: int, group: int, prompt: list[int], response: list[int]) -> TrainItem:
-    tokens = np.array(prompt + response, np.int32)
-    mask = np.arange(tokens.size) >= len(prompt)
-    trajectory = Trajectory(
-        token_ids=tokens,
-        response_mask=mask,
-        rollout_log_probs=np.zeros(tokens.size, np.float32),
-        completion_text="",
-        reward=Reward(value=0.0),
-        status=RolloutStatus.COMPLETED,
-        min_policy_version=0,
-        max_policy_version=0,
-    )
+    trajectory = sampled(prompt + response, len(prompt))
     return TrainItem(row=row, group=group, trajectory=trajectory, advantages=np.ones(len(response), np.float32))
 
 

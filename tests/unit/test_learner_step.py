@@ -21,8 +21,9 @@ from rayapp.config import Config
 from rayapp.config_learner import OptimizerSection
 from rayapp.errors import CheckpointError, InputError, LearnerError
 from rayapp.learner.optimizer import learning_rate
+from rayapp.learner.testing import sampled
 from rayapp.rollout.group import summarize_group
-from rayapp.types import Group, Prompt, Reward, RolloutStatus, Trajectory
+from rayapp.types import Group, Prompt
 from rayapp.weights.buckets import unpack
 
 GROUP_SIZE = 4
@@ -36,20 +37,9 @@ def make_group(group_id: int, *, rewards: list[float] | None = None) -> Group:
     trajectories = []
     for i, value in enumerate(values):
         rest = rng.integers(2, 90, rng.integers(1, 8))
-        tokens = np.concatenate([prompt, begin, rest] if i < 2 else [prompt, rest]).astype(np.int32)
-        mask = np.arange(tokens.size) >= prompt.size
-        trajectories.append(
-            Trajectory(
-                token_ids=tokens,
-                response_mask=mask,
-                rollout_log_probs=np.where(mask, -4.5, 0.0).astype(np.float32),
-                completion_text="",
-                reward=Reward(value=value, terms={"solved": float(value > 0)}),
-                status=RolloutStatus.COMPLETED,
-                min_policy_version=0,
-                max_policy_version=0,
-            )
-        )
+        tokens = np.concatenate([prompt, begin, rest] if i < 2 else [prompt, rest])
+        terms = {"solved": float(value > 0)}
+        trajectories.append(sampled(tokens, prompt.size, reward=value, terms=terms, log_prob=-4.5))
     rendered = Prompt(task="t", text="", token_ids=prompt.astype(np.int32))
     return Group(group_id=group_id, prompt=rendered, trajectories=tuple(trajectories))
 

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from rayapp.config import Config
+from rayapp.learner.testing import save_llama
 from rayapp.memory_plan import RUNTIME_BYTES, gathered_bytes, plan_learner
 from rayapp.plan_command import model_shape
 
@@ -73,22 +74,10 @@ end_ranks()
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Six layers: activations are most of a step, as they are for real models."""
-    import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
-
     folder = tmp_path_factory.mktemp("model")
-    config = LlamaConfig(
-        vocab_size=4096,
-        hidden_size=256,
-        intermediate_size=704,
-        num_hidden_layers=6,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=256,
-        tie_word_embeddings=True,
+    return save_llama(
+        folder, dtype="bfloat16", vocab_size=4096, hidden_size=256, intermediate_size=704, num_hidden_layers=6
     )
-    LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
-    return folder
 
 
 ADAPTERS = pytest.mark.xfail(

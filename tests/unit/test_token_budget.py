@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -15,10 +14,9 @@ import torch
 
 from rayapp.config import Config
 from rayapp.errors import LearnerError
-from rayapp.learner.build import build_learner
-from rayapp.learner.distributed import Ranks, end_ranks, start_ranks
 from rayapp.learner.memory_meter import memory_meter
 from rayapp.learner.step import PolicyLearner
+from rayapp.learner.testing import learner_alone, sampled, save_llama
 from rayapp.learner.token_budget import (
     LARGEST,
     MemoryNeed,
@@ -30,7 +28,7 @@ from rayapp.learner.token_budget import (
 from rayapp.memory_plan import GIB, RUNTIME_BYTES, ModelShape, gathered_bytes, plan_learner, with_token_budget
 from rayapp.plan_command import model_shape
 from rayapp.rollout.group import summarize_group
-from rayapp.types import Group, Prompt, Reward, RolloutStatus, Trajectory
+from rayapp.types import Group, Prompt
 
 MIB = 2**20
 MAX_PLAN_ERROR = 0.10
@@ -54,53 +52,18 @@ def config_of(model: Path, **learner: Any) -> Config:
     )
 
 
-@contextmanager
-def learner_of(config: Config) -> Iterator[tuple[PolicyLearner, Ranks]]:
-    ranks = start_ranks(config, 0, 1, "", 0)
-    try:
-        yield build_learner(config, ranks), ranks
-    finally:
-        end_ranks()
-
-
 @pytest.fixture(scope="module")
 def deep_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Eight layers, and more vocabulary than width, as real models have."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
     folder = tmp_path_factory.mktemp("models") / "deep"
-    config = LlamaConfig(
-        vocab_size=512,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=8,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=256,
-        tie_word_embeddings=True,
-    )
-    LlamaForCausalLM(config).save_pretrained(folder)
-    return folder
+    return save_llama(folder, vocab_size=512, hidden_size=64, intermediate_size=128, num_hidden_layers=8)
 
 
 @pytest.fixture(scope="module")
 def wide_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Six layers of 256: activations are most of a step, as they are for real models."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
     folder = tmp_path_factory.mktemp("models") / "wide"
-    config = LlamaConfig(
-        vocab_size=4096,
-        hidden_size=256,
-        intermediate_size=704,
-        num_hidden_layers=6,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=256,
-        tie_word_embeddings=True,
-    )
-    LlamaForCausalLM(config).save_pretrained(folder)
-    return folder
+    return save_llama(folder, vocab_size=4096, hidden_size=256, intermediate_size=704, num_hidden_layers=6)
 
 
 def groups_of(num_tokens: int, longest: int) -> list[Group]:
@@ -108,19 +71,7 @@ def groups_of(num_tokens: int, longest: int) -> list[Group]:
     count = num_tokens // longest
     tokens = np.random.default_rng(0).integers(2, 90, (count, longest + 1)).astype(np.int32)
     tokens[:, 0] = np.arange(count) % 90
-    trajectories = tuple(
-        Trajectory(
-            token_ids=row,
-            response_mask=np.arange(longest + 1) >= 1,
-            rollout_log_probs=np.full(longest + 1, -4.0, np.float32),
-            completion_text="",
-            reward=Reward(value=float(i % 2)),
-            status=RolloutStatus.COMPLETED,
-            min_policy_version=0,
-            max_policy_version=0,
-        )
-        for i, row in enumerate(tokens)
-    )
+    trajectories = tuple(sampled(row, 1, reward=float(i % 2), log_prob=-4.0) for i, row in enumerate(tokens))
     prompt = Prompt(task="t", text="", token_ids=tokens[0, :1])
     return [Group(group_id=0, prompt=prompt, trajectories=trajectories)]
 
@@ -131,7 +82,7 @@ def peak_of_step(config: Config, num_tokens: int) -> int:
     config = config.model_copy(update={"learner": learner_section})
     groups = groups_of(2 * num_tokens, config.max_model_tokens)
     summaries = tuple(summarize_group(group, time_total_s=0.0) for group in groups)
-    with learner_of(config) as (learner, _):
+    with learner_alone(config) as (learner, _):
         learner.train_step(1, summaries, (0,), groups)
         with torch.autograd.profiler.profile(profile_memory=True) as profiled:
             learner.train_step(2, summaries, (0,), groups)
@@ -151,7 +102,7 @@ def test_what_is_found_fits_and_twice_as_much_does_not(
     tiny_model: Path, deep_model: Path, size: str, changes: dict[str, Any]
 ) -> None:
     config, room = config_of(tiny_model if size == "tiny" else deep_model, **changes), 20 * MIB
-    with learner_of(config) as (learner, ranks):
+    with learner_alone(config) as (learner, ranks):
         need = measure_need(config, ranks, learner.model)
         found = find_token_budget(config, ranks, learner.model, room_bytes=room)
     assert found & (found - 1) == 0
@@ -188,21 +139,21 @@ def test_recomputed_activations_leave_room_for_more_tokens(deep_model: Path) -> 
     budgets = []
     for changes in ({}, {"activation_checkpointing": True}):
         config = config_of(deep_model, **changes)
-        with learner_of(config) as (learner, ranks):
+        with learner_alone(config) as (learner, ranks):
             budgets.append(find_token_budget(config, ranks, learner.model, room_bytes=40 * MIB))
     # Eight layers against one and the inputs of eight (a fortieth of a layer's each, see the plan): over twice as many.
     assert budgets[0] < budgets[1]
 
 
 def test_a_learner_trains_with_what_it_found_and_nothing_else_has_changed(tiny_model: Path) -> None:
-    with learner_of(config_of(tiny_model)) as (learner, ranks):
+    with learner_alone(config_of(tiny_model)) as (learner, ranks):
         # A tiny model on this machine: half of what is free is far more than 65536 of its tokens take.
         assert learner.config.learner.token_budget == LARGEST
         assert all(parameter.grad is None for parameter in learner.model.parameters())
         auto_rng, auto = torch.get_rng_state(), whole_weights(learner)
         assert 0 < free_bytes(ranks, learner.model) < available_bytes()
         after_probe = trained_weights(learner)
-    with learner_of(config_of(tiny_model, max_tokens_per_microbatch=LARGEST)) as (learner, _):
+    with learner_alone(config_of(tiny_model, max_tokens_per_microbatch=LARGEST)) as (learner, _):
         assert torch.equal(auto_rng, torch.get_rng_state())
         plain = whole_weights(learner)
         assert all(torch.equal(a, b) for a, b in zip(auto, plain, strict=True))
@@ -224,7 +175,7 @@ def whole_weights(learner: PolicyLearner) -> list[torch.Tensor]:
 
 def test_probes_take_a_moment_and_leave_nothing_behind(deep_model: Path) -> None:
     config = config_of(deep_model, max_tokens_per_microbatch=4096)
-    with learner_of(config) as (learner, ranks):
+    with learner_alone(config) as (learner, ranks):
         parameters = [p.to_local() for p in learner.model.parameters()]  # type: ignore[attr-defined]
         with memory_meter(ranks.device, parameters) as meter:
             first = measure_need(config, ranks, learner.model)
@@ -268,7 +219,7 @@ def test_the_worst_moment_depends_on_the_number_of_tokens() -> None:
 def test_too_little_room_for_the_longest_trajectory_says_what_to_lower(tiny_model: Path) -> None:
     config = config_of(tiny_model)
     told = r"longest trajectory, 64 tokens .* takes \d+ MiB .*, and 0 MiB are free: 0 tokens fit"
-    with learner_of(config) as (learner, ranks), pytest.raises(LearnerError, match=told):
+    with learner_alone(config) as (learner, ranks), pytest.raises(LearnerError, match=told):
         find_token_budget(config, ranks, learner.model, room_bytes=MIB // 2)
 
 
