@@ -47,6 +47,9 @@ Errors cross Ray, so they must pickle: no subclass takes more than its message, 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 
 class RayappError(Exception):
     """Base of every error raised on purpose."""
@@ -214,6 +217,15 @@ class StorageCredentialsError(StorageConfigError):
 
 class TrainingAbortedError(RayappError):
     """The run stops because going on would train on noise; the message says what failed and how often."""
+
+
+@contextmanager
+def one_error() -> Iterator[None]:
+    """The first error of a group that leaves the block, in the group's place."""
+    try:
+        yield
+    except BaseExceptionGroup as group:
+        raise first_error(group) from group
 
 
 def first_error(error: BaseException) -> BaseException:

@@ -19,7 +19,7 @@ from rayapp.errors import (
     RestartsUsedUpError,
     StaleVersionError,
     WeightSyncError,
-    first_error,
+    one_error,
 )
 from rayapp.logs import about
 from rayapp.rollout.order import GroupRequest
@@ -45,13 +45,11 @@ async def feeding(run: Run) -> AsyncIterator[None]:
     Raises:
         RayappError: the first failure, not a group of them.
     """
-    try:
+    with one_error():
         async with asyncio.TaskGroup() as tasks:
             feeder = tasks.create_task(feed(run), name="feed")
             yield
             feeder.cancel()
-    except BaseExceptionGroup as group:
-        raise first_error(group) from group
 
 
 async def feed(run: Run) -> None:

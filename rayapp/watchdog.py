@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 
-from rayapp.errors import StalledError, first_error
+from rayapp.errors import StalledError, one_error
 
 MAX_SHOWN = 20
 """Waits that a report lists; the longest ones."""
@@ -121,8 +121,6 @@ async def unstalled(watchdog: Watchdog) -> AsyncIterator[None]:
     Raises:
         StalledError: with who waits for what.
     """
-    try:
+    with one_error():
         async with watchdog.watching():
             yield
-    except BaseExceptionGroup as group:
-        raise first_error(group) from group

@@ -61,7 +61,7 @@ class Cohorts:
             if request in self._waiting:
                 cohort, self._waiting = sorted(self._waiting, key=Request.order), []
                 # Shielded: if this request is cancelled, the others must start all the same.
-                await asyncio.shield(asyncio.ensure_future(self._start_all(cohort)))
+                await asyncio.shield(self._start_all(cohort))
             return await request.queue
         except asyncio.CancelledError:
             request.queue.cancel()

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rayapp.errors import StorageCorruptError, StorageExistsError, StorageUnreachableError, first_error
+from rayapp.errors import StorageCorruptError, StorageExistsError, StorageUnreachableError, one_error
 from rayapp.interrupts import to_the_end
 from rayapp.storage.base import ObjectInfo
 from rayapp.storage.files import aside, storage_errors
@@ -76,14 +76,12 @@ async def _fetch_ranges(
     storage: S3Storage, location: Location, target: _Target, ranges: Sequence[tuple[int, int]], etag: str
 ) -> str:
     hashing = FollowingHash(target.descriptor)
-    try:
+    with one_error():
         async with asyncio.TaskGroup() as group:
             written = [group.create_task(_fetch_range(storage, location, target, *ends, etag)) for ends in ranges]
             for ends, task in zip(ranges, written, strict=True):
                 await task
                 await to_the_end(asyncio.to_thread(hashing.read, *ends))
-    except BaseExceptionGroup as failed:
-        raise first_error(failed) from failed
     return hashing.hexdigest()
 
 

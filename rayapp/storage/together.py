@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Iterable
 from typing import TypeVar
 
-from rayapp.errors import first_error
+from rayapp.errors import one_error
 
 T = TypeVar("T")
 
@@ -25,9 +25,7 @@ async def together(work: Callable[[T], Awaitable[None]], items: Iterable[T], *, 
         async with slots:
             return await work(item)
 
-    try:
+    with one_error():
         async with asyncio.TaskGroup() as group:
             for item in items:
                 group.create_task(one(item))
-    except BaseExceptionGroup as failed:
-        raise first_error(failed) from failed

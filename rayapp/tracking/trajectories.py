@@ -115,10 +115,10 @@ def write_trajectories(
     Args:
         learner_log_probs: by position of the trajectory in the step, of its response tokens; those left out are null.
     """
-    rows = [_row(step, group, index) for group in groups for index in range(len(group.trajectories))]
-    trajectories = (trajectory for group in groups for trajectory in group.trajectories)
-    for position, (row, trajectory) in enumerate(zip(rows, trajectories, strict=True)):
-        row["learner_log_probs"] = _over_all_tokens(trajectory, learner_log_probs.get(position))
+    members = ((group, index) for group in groups for index in range(len(group.trajectories)))
+    rows = [
+        _row(step, group, index, learner_log_probs.get(position)) for position, (group, index) in enumerate(members)
+    ]
     pending = path.with_name(f".{path.name}.pending")
     table = pa.Table.from_pylist(rows, schema=SCHEMA)
     pq.write_table(table, pending, compression="zstd", row_group_size=ROWS_PER_ROW_GROUP)
@@ -134,7 +134,7 @@ def _over_all_tokens(trajectory: Trajectory, of_response: FloatArray | None) -> 
     return values
 
 
-def _row(step: int, group: Group, index: int) -> dict[str, Any]:
+def _row(step: int, group: Group, index: int, of_response: FloatArray | None) -> dict[str, Any]:
     prompt, trajectory = group.prompt, group.trajectories[index]
     reward = trajectory.reward
     return {
@@ -151,6 +151,7 @@ def _row(step: int, group: Group, index: int) -> dict[str, Any]:
         "token_ids": trajectory.token_ids,
         "response_mask": trajectory.response_mask,
         "rollout_log_probs": trajectory.rollout_log_probs,
+        "learner_log_probs": _over_all_tokens(trajectory, of_response),
         "reward": reward.value,
         "reward_terms": list(reward.terms.items()),
         "reward_status": reward.status,
