@@ -16,7 +16,7 @@ from ray.exceptions import RayActorError
 
 from actors.calls import answer
 from rayapp.errors import EngineDeadError, ProcessDiedError
-from rayapp.rollout.order import GroupRequest
+from rayapp.rollout.order import Cohort, GroupRequest
 from rayapp.sandbox.leases import Fate, Lease
 from rayapp.types import Completion, FloatArray, GroupSummary, Int32Array, SamplingParams, SandboxSpec
 from rayapp.weights.plan import TransferPlan
@@ -286,7 +286,7 @@ class RolloutWorkerHandle(Handle):
         num_prompts: int = await self.call("num_train_prompts", self.actor.num_train_prompts.remote(), timeout_s)
         return num_prompts
 
-    async def evaluate(self, index: int, cohort: tuple[int, ...], step: int) -> GroupSummary:
+    async def evaluate(self, index: int, cohort: Cohort | None, step: int) -> GroupSummary:
         """Samples of one prompt after `step`, for their numbers only."""
         method = self.actor.evaluate.options(num_returns=2, name=f"{self.name}.evaluate step={step} prompt={index}")
         _, summary_ref = method.remote(index, cohort)

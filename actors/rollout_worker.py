@@ -17,7 +17,7 @@ from actors.metrics import Reporter
 from rayapp.config import Config
 from rayapp.errors import RayappError
 from rayapp.logs import about, label_logs
-from rayapp.rollout.order import ANY_VERSION, GroupRequest, evaluation_seed, is_first_turn
+from rayapp.rollout.order import ANY_VERSION, Cohort, GroupRequest, evaluation_seed, is_first_turn
 from rayapp.rollout.shaping import shape_group
 from rayapp.rollout.sources import Groups, open_groups
 from rayapp.routing import neighbours, server_in_cohort
@@ -116,11 +116,11 @@ class RolloutWorker:
             )  # fmt: skip
             return shape_group(group, summary, config)
 
-    async def evaluate(self, index: int, cohort: tuple[int, ...]) -> tuple[Group, GroupSummary]:
+    async def evaluate(self, index: int, cohort: Cohort | None) -> tuple[Group, GroupSummary]:
         """Samples of the `index`-th prompt for evaluation: seeds apart from training's, whatever the weights are.
 
         Args:
-            cohort: the prompts that start together with this one; empty where others are on the servers too.
+            cohort: the prompts that start together; None where others are on the servers too.
         """
         config = self._config
         return await self._sample(
@@ -159,8 +159,9 @@ class RolloutWorker:
         num_servers = len(self._servers)
         position = request.server
         if position is None:
-            position = server_in_cohort(request, num_servers) if request.cohort else request.group_id % num_servers
-        return ServerEngine(self._servers[position], request, neighbours(request, num_servers) * num_samples)
+            cohort = request.cohort
+            position = request.group_id % num_servers if cohort is None else server_in_cohort(cohort, num_servers)
+        return ServerEngine(self._servers[position], request, neighbours(request.cohort, num_servers) * num_samples)
 
     def _observe_exec(self, provider: str, seconds: float) -> None:
         self._reporter.observe("rl_sandbox_exec_seconds", seconds, provider=provider)

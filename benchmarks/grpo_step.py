@@ -29,7 +29,7 @@ from rayapp.config import Config
 from rayapp.config_loading import load_config
 from rayapp.phases import Phases
 from rayapp.protocols import SandboxSource, Task
-from rayapp.rollout.order import GroupRequest, scoring_seed
+from rayapp.rollout.order import Cohort, GroupRequest, scoring_seed
 from rayapp.rollout.prompts import render_prompts
 from rayapp.sandbox.client import PoolClient
 from rayapp.sandbox.providers import local_provider
@@ -49,10 +49,16 @@ PARTS = ("generate", "score", "old_log_probs", "forward_backward", "optimizer", 
 async def our_step(cluster: Cluster, step: int) -> dict[str, Any]:
     """What the driver's loop does in a step, without recording."""
     groups = cluster.config.train.groups_per_step
-    cohort = tuple(range((step - 1) * groups, step * groups))
     phases = Phases()
     with phases("rollout"):
-        requests = [GroupRequest(group_id=i, policy_version=step - 1, cohort=cohort) for i in cohort]
+        requests = [
+            GroupRequest(
+                group_id=(step - 1) * groups + place,
+                policy_version=step - 1,
+                cohort=Cohort(place=place, size=groups),
+            )
+            for place in range(groups)
+        ]
         results = await asyncio.gather(*(cluster.rollout_worker(r.group_id).run_group(r) for r in requests))
     summaries = tuple(summary for summary, _ in results)
     with phases("train"):

@@ -6,6 +6,7 @@ Called by the CLI and by the driver's step.
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 
 from rayapp.cluster import Cluster, open_cluster
 from rayapp.config import Config
@@ -15,7 +16,7 @@ from rayapp.interrupts import run_until_done
 from rayapp.logs import start_logs
 from rayapp.phases import Phases
 from rayapp.rollout.check import check_inputs
-from rayapp.rollout.order import evaluation_waves
+from rayapp.rollout.order import Cohort, evaluation_waves
 from rayapp.saving import is_due
 from rayapp.tracking.metrics import summarize_step
 from rayapp.tracking.passes import summarize_passes
@@ -47,12 +48,13 @@ async def evaluate(cluster: Cluster, version: int = 0) -> dict[str, float]:
     summaries: list[GroupSummary] = []
     for wave in evaluation_waves(cluster.config, num_prompts):
         # All of a wave starts together where nothing else runs, so that the same weights give the same numbers.
-        cohort = wave if cluster.is_synchronous else ()
-        summaries += await asyncio.gather(*(_evaluate_prompt(cluster, index, cohort, version) for index in wave))
+        together = cluster.is_synchronous
+        cohorts = [Cohort(place=place, size=len(wave)) if together else None for place in range(len(wave))]
+        summaries += await asyncio.gather(*map(partial(_evaluate_prompt, cluster, version), wave, cohorts))
     return summarize_step(summaries, version=version) | summarize_passes(summaries)
 
 
-async def _evaluate_prompt(cluster: Cluster, index: int, cohort: tuple[int, ...], step: int) -> GroupSummary:
+async def _evaluate_prompt(cluster: Cluster, step: int, index: int, cohort: Cohort | None) -> GroupSummary:
     """One prompt; again, once what it was lost with is replaced."""
     for _ in range(MAX_ISSUES):
         try:
@@ -60,7 +62,7 @@ async def _evaluate_prompt(cluster: Cluster, index: int, cohort: tuple[int, ...]
         except LOST_GROUP:
             await cluster.supervisor.settled()
             cluster.check_weights()
-            cohort = ()
+            cohort = None
     raise RestartsUsedUpError(f"the evaluation of prompt {index} was lost {MAX_ISSUES} times")
 
 

@@ -8,7 +8,7 @@ One task of the driver's, beside its steps.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager
 
 from rayapp.errors import (
@@ -22,7 +22,7 @@ from rayapp.errors import (
     one_error,
 )
 from rayapp.logs import about
-from rayapp.rollout.order import GroupRequest
+from rayapp.rollout.order import Cohort, GroupRequest, max_groups_at_once
 from rayapp.run import Run
 
 MAX_ISSUES = 10
@@ -54,16 +54,31 @@ async def feeding(run: Run) -> AsyncIterator[None]:
 
 async def feed(run: Run) -> None:
     """Start groups as the store admits them. Consumes: slots. Produces: finished groups."""
+    at_once = max_groups_at_once(run.cluster.config)
+    seats = asyncio.Semaphore(at_once)
     async with asyncio.TaskGroup() as tasks:
         while True:
             ids, version = await run.store.reserve()
-            # Only a synchronous run starts whole batches together; what trickles in must not wait for company.
-            cohort = tuple(ids) if run.cluster.is_synchronous else ()
-            for group_id in ids:
-                prompt = run.curriculum.draw(group_id) if run.curriculum is not None else None
-                request = GroupRequest(group_id=group_id, policy_version=version, cohort=cohort, prompt=prompt)
-                with about(step=version + 1, group=group_id):
-                    tasks.create_task(generate(run, request), name=f"group={group_id}")
+            # Only a synchronous run starts groups together; what trickles in must not wait for company.
+            size = min(at_once, len(ids)) if run.cluster.is_synchronous else 1
+            for first in range(0, len(ids), size):
+                together = ids[first : first + size]
+                for _ in together:
+                    await seats.acquire()
+                for request in _requests(run, together, version):
+                    with about(step=version + 1, group=request.group_id):
+                        task = tasks.create_task(generate(run, request), name=f"group={request.group_id}")
+                    task.add_done_callback(lambda _: seats.release())
+
+
+def _requests(run: Run, together: Sequence[int], version: int) -> Iterator[GroupRequest]:
+    for place, group_id in enumerate(together):
+        yield GroupRequest(
+            group_id=group_id,
+            policy_version=version,
+            cohort=Cohort(place=place, size=len(together)) if len(together) > 1 else None,
+            prompt=run.curriculum.draw(group_id) if run.curriculum is not None else None,
+        )
 
 
 async def generate(run: Run, request: GroupRequest) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
-from rayapp.rollout.order import GroupRequest
+from rayapp.rollout.order import Cohort, GroupRequest
 
 
 class Router:
@@ -38,8 +38,8 @@ class Router:
             self._in_flight[server] -= 1
 
     def _seat(self, request: GroupRequest) -> int:
-        if request.cohort:
-            return server_in_cohort(request, len(self._in_flight))
+        if request.cohort is not None:
+            return server_in_cohort(request.cohort, len(self._in_flight))
         servers = range(len(self._in_flight))
         up = [server for server in servers if self._is_up(server)] or servers
         return min(up, key=lambda server: (self._in_flight[server], server))
@@ -52,14 +52,13 @@ class Router:
         }
 
 
-def server_in_cohort(request: GroupRequest, num_servers: int) -> int:
-    """By the place in the cohort and not by the id: dynamic sampling leaves gaps in the ids."""
-    return request.cohort.index(request.group_id) % num_servers
+def server_in_cohort(cohort: Cohort, num_servers: int) -> int:
+    """Index of the server that samples the group at this place."""
+    return cohort.place % num_servers
 
 
-def neighbours(request: GroupRequest, num_servers: int) -> int:
+def neighbours(cohort: Cohort | None, num_servers: int) -> int:
     """Groups of the cohort that this one's server admits together, itself included; 1 without a cohort."""
-    if not request.cohort:
+    if cohort is None:
         return 1
-    place = server_in_cohort(request, num_servers)
-    return len(range(place, len(request.cohort), num_servers))
+    return len(range(server_in_cohort(cohort, num_servers), cohort.size, num_servers))

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
@@ -204,7 +205,7 @@ class TrajectoryStore(Generic[RefT]):
             ids = self._next_in_order(num_groups)
             assert ids is not None
             for running in self._admitted:
-                self._overtaken[running] += sum(group_id > running for group_id in ids)
+                self._overtaken[running] += _num_above(running, ids)
             groups = [self._ready.pop(group_id) for group_id in ids]
             for group_id in ids:
                 del self._admitted_for[group_id]
@@ -214,17 +215,19 @@ class TrajectoryStore(Generic[RefT]):
         return groups
 
     def _next_in_order(self, num_groups: int) -> list[int] | None:
-        """Ids of the next step, or None while it has to wait."""
+        """Ids of the next step, or None while it has to wait. Asked after each group that finishes."""
+        if len(self._ready) < num_groups:
+            return None
         ids = sorted(self._ready)[:num_groups]
-        if len(ids) < num_groups or self._overtakes_too_many(ids) or not self._leaves_time_for_the_rest(ids):
+        if self._overtakes_too_many(ids) or not self._leaves_time_for_the_rest(ids):
             return None
         return ids
 
     def _overtakes_too_many(self, ids: Sequence[int]) -> bool:
         return any(
-            self._overtaken[running] + sum(group_id > running for group_id in ids) > self._straggler_window
+            self._overtaken[running] + _num_above(running, ids) > self._straggler_window
             for running in self._admitted
-            if running < max(ids)
+            if running < ids[-1]
         )
 
     def _leaves_time_for_the_rest(self, ids: Sequence[int]) -> bool:
@@ -293,6 +296,11 @@ class TrajectoryStore(Generic[RefT]):
             dropped=self.dropped_for.total(),
             issued=self._num_issued,
         )
+
+
+def _num_above(group_id: int, ids: Sequence[int]) -> int:
+    """How many of these sorted ids are higher."""
+    return len(ids) - bisect_right(ids, group_id)
 
 
 def _oldest_versions(waiting: Sequence[StoredGroup[RefT]]) -> dict[int, int]:

@@ -6,6 +6,7 @@ group that is generated again, after a crash or on another worker, is the same g
 
 from __future__ import annotations
 
+import functools
 import random
 from dataclasses import dataclass
 from typing import Literal
@@ -15,24 +16,36 @@ import numpy as np
 from rayapp.config import Config
 
 MAX_SEED = 2**31 - 1
+MAX_TRAJECTORIES_PER_WORKER = 8192
+"""At once in one rollout worker: with more, its event loop takes so long for a round that it looks as if it hung."""
 ANY_VERSION = -1
 """Policy version of a request that any weights may serve, as in evaluation."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cohort:
+    """Groups that start together, as one of them knows them: by number, since with a list of all in each a step of n
+    groups would send n * n ids. A server admits its requests of a cohort in one go, so that the batches it computes,
+    and with them the last bits of its log-probs, don't depend on arrival times."""
+
+    place: int
+    """Of this group. Not its id: dynamic sampling leaves gaps in those."""
+    size: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupRequest:
     """One group to be generated.
 
-    Example: with two tasks and two groups a step, step 3 is `GroupRequest(group_id=4, policy_version=2, cohort=(4, 5))`
-    and `GroupRequest(group_id=5, policy_version=2, cohort=(4, 5))`.
+    Example: with two groups a step, the second of step 3 is
+    `GroupRequest(group_id=5, policy_version=2, cohort=Cohort(place=1, size=2))`.
     """
 
     group_id: int
     policy_version: int
     """The weights that must sample it."""
-    cohort: tuple[int, ...] = ()
-    """Ids of the groups that start together with this one. A server admits a cohort's requests in one go, so that the
-    batches it computes, and with them the last bits of its log-probs, don't depend on arrival times. Empty: at once."""
+    cohort: Cohort | None = None
+    """Those that it starts together with. None: it waits for nobody."""
     prompt: int | None = None
     """Place of its prompt in the first epoch's order, where a curriculum chose it. None: the group's own in turn."""
     server: int | None = None
@@ -49,9 +62,14 @@ class GroupRequest:
 def prompt_index(group_id: int, *, num_prompts: int, seed: int) -> int:
     """Position of the prompt that group `group_id` samples: each epoch is one seeded permutation of all prompts."""
     epoch, position = divmod(group_id, num_prompts)
+    return _order_of_epoch(epoch, num_prompts, seed)[position]
+
+
+@functools.lru_cache(maxsize=4)
+def _order_of_epoch(epoch: int, num_prompts: int, seed: int) -> tuple[int, ...]:
     order = list(range(num_prompts))
     random.Random(f"prompt-order:{seed}:{epoch}").shuffle(order)
-    return order[position]
+    return tuple(order)
 
 
 def sampling_seed(group_id: int, index: int, *, seed: int) -> int:
@@ -78,9 +96,18 @@ def is_first_turn(request_id: str) -> bool:
 def evaluation_waves(config: Config, num_prompts: int) -> list[tuple[int, ...]]:
     """The prompts of an evaluation in parts that run at once: each as many trajectories as a training step at most,
     which is what servers, tools and sandboxes are laid out for."""
-    at_once = config.train.groups_per_step * config.rollout.group_size
+    at_once = min(config.train.groups_per_step * config.rollout.group_size, _max_trajectories(config))
     size = max(1, at_once // config.eval.samples_per_task)
     return [tuple(range(start, min(start + size, num_prompts))) for start in range(0, num_prompts, size)]
+
+
+def max_groups_at_once(config: Config) -> int:
+    """So many of a training's groups may be with the rollout workers; others wait in the driver."""
+    return max(1, _max_trajectories(config) // config.rollout.group_size)
+
+
+def _max_trajectories(config: Config) -> int:
+    return config.rollout.num_workers * MAX_TRAJECTORIES_PER_WORKER
 
 
 def _mix(*words: int) -> int:

@@ -7,7 +7,7 @@ from contextlib import ExitStack
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rayapp.rollout.order import GroupRequest
+from rayapp.rollout.order import Cohort, GroupRequest
 from rayapp.routing import Router, neighbours
 
 
@@ -51,12 +51,14 @@ def test_a_server_that_is_being_replaced_gets_nothing_while_another_is_up() -> N
 
 def test_a_cohort_is_dealt_out_by_place_although_its_ids_have_gaps() -> None:
     # Ids 4, 6, 8 all have remainder 0: by id they would share one server.
-    cohort = (4, 6, 8)
     router = Router(2)
-    requests = [GroupRequest(group_id=g, policy_version=0, cohort=cohort) for g in cohort]
+    requests = [
+        GroupRequest(group_id=group_id, policy_version=0, cohort=Cohort(place=place, size=3))
+        for place, group_id in enumerate((4, 6, 8))
+    ]
     with ExitStack() as stack:
         assert [stack.enter_context(router.placed(r)).server for r in requests] == [0, 1, 0]
-    assert [neighbours(r, 2) for r in requests] == [2, 1, 2]
+    assert [neighbours(r.cohort, 2) for r in requests] == [2, 1, 2]
 
 
 @settings(deadline=None)
