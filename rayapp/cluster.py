@@ -188,7 +188,8 @@ async def open_cluster(
     """
     report("connecting to Ray")
     with ray_session(config) as session:
-        report(await asyncio.to_thread(session.dashboard_line))
+        for line in await asyncio.to_thread(session.first_lines):
+            report(line)
         started = Started(stand_ins)
         try:
             cluster = await _start(config, started, session, with_learners=with_learners, report=report)

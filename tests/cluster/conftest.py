@@ -101,6 +101,8 @@ def started_head(
     environment |= {"HOME": str(home), "RAY_AUTH_MODE": auth, "RAY_USAGE_STATS_ENABLED": "0", "PYTHONPATH": str(ROOT)}
     # On a machine with other work Ray gives itself up for dead: its agent has 30 s to start, and a few to answer.
     environment |= {"RAY_agent_register_timeout_ms": "600000", "RAY_health_check_timeout_ms": "120000"}
+    # Ray starts its workers at nice 15: on a machine with other work an engine would need minutes to start.
+    environment |= {"RAY_worker_niceness": "0"}
     # `python` of the entrypoint is the one of this environment.
     environment["PATH"] = f"{RAY.parent}{os.pathsep}{os.environ['PATH']}"
     environment |= variables or {}
