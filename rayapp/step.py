@@ -8,10 +8,12 @@ Called by the driver, step after step.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from functools import partial
 
 from rayapp.evaluation import validate
+from rayapp.heap import trim_heap
 from rayapp.kept_groups import KeptGroups
 from rayapp.phases import Phases
 from rayapp.run import Run, Store
@@ -44,6 +46,8 @@ async def train_step(run: Run, step: int, groups: Sequence[StoredGroup[object]],
         if run.cluster.config.tracking.trajectories:
             await run.folder.write_trajectories(step, fetched, await run.cluster.learners.log_probs_before(step))
         run.tracker.trace(step, fetched)
+        del fetched
+        await asyncio.to_thread(trim_heap)
     summaries = tuple(group.summary for group in groups)
     metrics = summarize_step(summaries, version=sampled_by) | learned | run.sampling.step_metrics()
     score = run.best.score(metrics | evaluated)

@@ -1,6 +1,7 @@
 """A run that trains as a job of a real Ray head with a token: what an operator sees, and a stop that loses nothing.
 
-One run for all tests of this file; the last of them stops it.
+One run for all tests of this file but the first two; the last of them stops it. On a slow machine in two times:
+`-k "plain or rendered"`, `-k "not plain and not rendered"`.
 """
 
 from __future__ import annotations
@@ -84,6 +85,33 @@ def test_plain_ray_job_submit_trains_on_a_ray_without_tokens(
     assert done.returncode == 0, done.stdout + done.stderr
     assert re.search(r"^step 1/1  reward ", done.stdout, re.MULTILINE)
     assert list((tmp_path / "plain" / "final").glob("*.safetensors"))
+
+
+def test_rendered_rayjob_trains_when_it_is_run_as_its_sidecar_would_run_it(
+    tiny_model: Path, letter_tasks: list[str], start_head: Any, tmp_path: Path
+) -> None:
+    # The chart's manifest of a small run: its entrypoint and runtimeEnvYAML, with the config where the pod has it.
+    pytest.importorskip("helm_python", reason="needs Helm: pip install helm-python-sdk")
+    config = Config.model_validate(tiny_run("rendered", tmp_path, tiny_model, letter_tasks))
+    values = {
+        "run": {"overrides": ["train.num_steps=1", "cluster.device=cpu"]},
+        "storage": {"models": {"kind": "none"}, "outputs": {"mountPath": str(tmp_path)}},
+    }
+    files = render(config, Release(name="rendered", namespace="rl"), values)
+    spec = yaml.safe_load(files["rayjob.yaml"])["spec"]
+    file = tmp_path / "run.yaml"
+    file.write_text(yaml.safe_load(files["configmap.yaml"])["data"]["run.yaml"])
+    env = json.dumps(yaml.safe_load(spec["runtimeEnvYAML"]))
+    entrypoint = spec["entrypoint"].replace("/var/configs/run.yaml", str(file))
+
+    with start_head("token") as head:
+        # KubeRay pastes the entrypoint into a shell command as it is.
+        submit = f"{RAY} job submit --address {head.address} --runtime-env-json '{env}' -- {entrypoint}"
+        done = head.run("bash", "-c", submit)
+
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert steps(tmp_path / "rendered") == 1
+    assert list((tmp_path / "rendered" / "final").glob("*.safetensors"))
 
 
 @contextlib.contextmanager
@@ -233,32 +261,6 @@ def test_dashboard_names_what_runs_and_in_which_step(training: Training) -> None
         "learner-0.export_weights step=N",
         "vllm-server-0.load_weights step=N",
     }
-
-
-def test_rendered_rayjob_trains_when_it_is_run_as_its_sidecar_would_run_it(
-    training: Training, tmp_path: Path, tiny_model: Path, letter_tasks: list[str]
-) -> None:
-    # The chart's manifest of a small run: its entrypoint and runtimeEnvYAML, with the config where the pod has it.
-    pytest.importorskip("helm_python", reason="needs Helm: pip install helm-python-sdk")
-    config = Config.model_validate(tiny_run("rendered", tmp_path, tiny_model, letter_tasks))
-    values = {
-        "run": {"overrides": ["train.num_steps=1", "cluster.device=cpu"]},
-        "storage": {"models": {"kind": "none"}, "outputs": {"mountPath": str(tmp_path)}},
-    }
-    files = render(config, Release(name="rendered", namespace="rl"), values)
-    spec = yaml.safe_load(files["rayjob.yaml"])["spec"]
-    file = tmp_path / "run.yaml"
-    file.write_text(yaml.safe_load(files["configmap.yaml"])["data"]["run.yaml"])
-    env = json.dumps(yaml.safe_load(spec["runtimeEnvYAML"]))
-    entrypoint = spec["entrypoint"].replace("/var/configs/run.yaml", str(file))
-
-    # KubeRay pastes the entrypoint into a shell command as it is.
-    submit = f"{RAY} job submit --address {training.head.address} --runtime-env-json '{env}' -- {entrypoint}"
-    done = training.head.run("bash", "-c", submit)
-
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert steps(tmp_path / "rendered") == 1
-    assert list((tmp_path / "rendered" / "final").glob("*.safetensors"))
 
 
 OF_FAILURES = re.compile(r"rl_sandbox_(failures|strays)|rl_failed_share{|rl_failed_share\b(?!_10)")
