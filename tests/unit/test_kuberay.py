@@ -228,6 +228,33 @@ def test_command_writes_the_manifests(tmp_path: Path, capsys: pytest.CaptureFixt
     assert str(tmp_path / "rayjob.yaml") in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--values", "missing.yaml"], "values file missing.yaml can't be read: "),
+        (["--values", "list.yaml"], "values file list.yaml must hold sections such as `run:`, not a list"),
+        (["--set", "head.gpus"], "--set 'head.gpus' is not key.sub=value: "),
+        (["--set", "head.gpus=99"], "head.gpus: maximum: got 99, want 16"),
+        (["--out", "list.yaml"], "list.yaml can't be written: "),
+        (["--chart", "nowhere"], "there is no Helm chart in nowhere"),
+    ],
+)
+def test_command_refuses_with_the_reason(
+    options: list[str],
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("list.yaml").write_text("[a, b]")
+
+    assert run(["render-k8s", str(FOLDER.parent / "coding_8gpu.yaml"), "--out", "made", *options]) == 2
+
+    assert message in capsys.readouterr().err
+    assert not Path("made").exists()
+
+
 def test_chart_that_is_not_there_is_named(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="there is no Helm chart in"):
         render(config(), RELEASE, {}, chart=tmp_path)
