@@ -65,12 +65,15 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     """One run of so many groups in flight."""
     cpu_s: list[Counter[str]] = []
     rss_mib: list[Counter[str]] = []
+    units_s: list[float] = []
     process = psutil.Process(os.getpid())
 
     def remember(cluster: Cluster) -> None:
         spent, resident = measure_roles(process)
         cpu_s.append(spent)
         rss_mib.append(resident)
+        # At every step: the same core can be twice as fast a minute later.
+        units_s.append(python_unit_s(rounds=4))
 
     records = run(
         {
@@ -98,6 +101,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         "phases_s": {k: v for k, v in records[-1].items() if k.startswith("timing_s/")},
         "driver_rss_mib": [resident["driver"] for resident in rss_mib],
         "rss_mib_at_the_end": dict(rss_mib[-1].most_common()),
+        "python_unit_ms": 1000 * statistics.median(units_s),
         "memory_early_over_late": early_over_late([resident["driver"] for resident in rss_mib]),
     }
 
@@ -144,7 +148,7 @@ def compare_sizes(sizes: list[int], args: argparse.Namespace) -> dict[str, Any]:
 def report_one(args: argparse.Namespace) -> None:
     found = measure(args)
     ratios = {
-        "trajectories_per_unit_of_python": 1000 * python_unit_s() / found["cpu_ms_per_trajectory_in_all"],
+        "trajectories_per_unit_of_python": found["python_unit_ms"] / found["cpu_ms_per_trajectory_in_all"],
         "memory_early_over_late": found["memory_early_over_late"],
     }
     one_core = extrapolation(found["cpu_ms_per_trajectory"]["driver"])

@@ -35,14 +35,14 @@ def describe() -> dict[str, object]:
     }
 
 
-def python_unit_s() -> float:
+def python_unit_s(rounds: int = 20) -> float:
     """CPU seconds of a fixed piece of plain Python on one core: what costs of our own Python are told in.
 
-    Best of 20. A cost divided by it is nearly the same on a machine that is slower or busy.
+    Best of some rounds. A cost divided by it is nearly the same on a machine that is slower or busy.
     """
     document = {"turns": [{"text": f"turn {n} of a conversation", "tokens": list(range(64))} for n in range(8)]}
     seconds = []
-    for _ in range(20):
+    for _ in range(rounds):
         started = time.thread_time()
         for _ in range(10):
             copied = json.loads(json.dumps(document))

@@ -181,6 +181,22 @@ def is_ready(head: Head) -> bool:
     return True
 
 
+@pytest.fixture(scope="session")
+def tiny_run(tiny_model: Path, letter_tasks: list[str]) -> Callable[[str, Path], dict[str, Any]]:
+    """Call it with a run's name and where its folder goes: small steps on CPU, until somebody stops it."""
+    return lambda name, outputs: {
+        "run": {"name": name, "output_dir": str(outputs)},
+        "model": {"path": str(tiny_model)},
+        "tasks": letter_tasks,
+        "cluster": {"device": "cpu"},
+        "rollout": {"group_size": 4, "max_prompt_tokens": 32, "max_completion_tokens": 16},
+        "train": {"num_steps": 5000, "groups_per_step": 2},
+        "learner": {"max_tokens_per_microbatch": 256, "compute_dtype": "float32"},
+        "server": {"kv_cache_gib": 1},
+        "checkpoint": {"every_steps": 0},
+    }
+
+
 @pytest.fixture
 def start_ray() -> Iterator[Callable[..., None]]:
     """Call it with options of `ray.init` to connect this process to a new Ray."""

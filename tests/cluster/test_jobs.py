@@ -64,8 +64,8 @@ from rayapp.errors import ConfigError
 from rayapp.ray_session import ray_session
 
 try:
-    with ray_session(Config.model_validate({"cluster": {"address": sys.argv[1]}})):
-        print("attached")
+    with ray_session(Config.model_validate({"cluster": {"address": sys.argv[1]}})) as session:
+        print("attached", *session.first_lines(), sep="\\n")
 except ConfigError as error:
     print(error)
 """
@@ -123,7 +123,10 @@ def test_ray_on_a_metrics_port_that_is_taken_starts_without_metrics_and_the_othe
     head: Any, start_head: Any
 ) -> None:
     # The port of the other Ray's metrics: what happens when two people follow docs/operate.md on one machine. Ray says
-    # it in its agent's log only; `rayapp doctor` names the port.
+    # it in its agent's log only; `rayapp doctor` names the port, and so does a run.
     with start_head("disabled", metrics_port=head.metrics_port) as second:
         assert '"SUCCEEDED"' in head.get("/api/jobs/")
         assert second.get("/api/jobs/") == "[]"
+        attached = second.run(sys.executable, "-c", ATTACH, second.gcs)
+        assert attached.stdout.startswith("attached\n"), attached.stderr
+        assert f"Ray's metrics port {head.metrics_port} is another Ray's" in attached.stdout

@@ -1,7 +1,6 @@
 """A run that trains as a job of a real Ray head with a token: what an operator sees, and a stop that loses nothing.
 
-One run for all tests of this file but the first two; the last of them stops it. On a slow machine in two times:
-`-k "plain or rendered"`, `-k "not plain and not rendered"`.
+One run for all tests of this file; the last of them stops it. Runs that train to their end: `test_trained_jobs.py`.
 """
 
 from __future__ import annotations
@@ -12,10 +11,13 @@ import json
 import os
 import re
 import shutil
+import signal
+import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator
+import urllib.parse
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,8 +27,6 @@ import pyarrow.parquet as pq
 import pytest
 import yaml
 
-from rayapp.config import Config
-from rayapp.k8s.render import Release, render
 from rayapp.sandbox.testing.e2b_stub import API_KEY, E2BStub
 from rayapp.tracking.dashboard import ROWS, queries
 
@@ -46,6 +46,10 @@ class Training:
     job: str
     run: Path
     sandboxes: E2BStub
+    follower: subprocess.Popen[str]
+    """`rayapp submit --follow`, until a test interrupts it."""
+    followed: Path
+    """What it writes to standard output."""
 
     def details(self) -> dict[str, Any]:
         answer: dict[str, Any] = json.loads(self.head.get(f"/api/jobs/{self.job}"))
@@ -53,65 +57,6 @@ class Training:
 
     def ray_job(self, command: str) -> str:
         return self.head.run(str(RAY), "job", command, "--address", self.head.address, self.job).stdout
-
-
-def tiny_run(name: str, outputs: Path, model: Path, tasks: list[str]) -> dict[str, Any]:
-    """A config of small steps on CPU that trains until somebody stops it."""
-    return {
-        "run": {"name": name, "output_dir": str(outputs)},
-        "model": {"path": str(model)},
-        "tasks": tasks,
-        "cluster": {"device": "cpu"},
-        "rollout": {"group_size": 4, "max_prompt_tokens": 32, "max_completion_tokens": 16},
-        "train": {"num_steps": 5000, "groups_per_step": 2},
-        "learner": {"max_tokens_per_microbatch": 256, "compute_dtype": "float32"},
-        "server": {"kv_cache_gib": 1},
-        "checkpoint": {"every_steps": 0},
-    }
-
-
-def test_plain_ray_job_submit_trains_on_a_ray_without_tokens(
-    tiny_model: Path, letter_tasks: list[str], start_head: Any, tmp_path: Path
-) -> None:
-    file = tmp_path / "run.yaml"
-    file.write_text(yaml.safe_dump(tiny_run("plain", tmp_path, tiny_model, letter_tasks)))
-
-    with start_head("disabled") as head:
-        done = head.run(
-            str(RAY), "job", "submit", "--address", head.address, "--working-dir", ".", "--runtime-env",
-            "runtime_env/job.yaml", "--", "python", "-m", "rayapp", "train", str(file), "train.num_steps=1",
-        )  # fmt: skip
-
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert re.search(r"^step 1/1  reward ", done.stdout, re.MULTILINE)
-    assert list((tmp_path / "plain" / "final").glob("*.safetensors"))
-
-
-def test_rendered_rayjob_trains_when_it_is_run_as_its_sidecar_would_run_it(
-    tiny_model: Path, letter_tasks: list[str], start_head: Any, tmp_path: Path
-) -> None:
-    # The chart's manifest of a small run: its entrypoint and runtimeEnvYAML, with the config where the pod has it.
-    pytest.importorskip("helm_python", reason="needs Helm: pip install helm-python-sdk")
-    config = Config.model_validate(tiny_run("rendered", tmp_path, tiny_model, letter_tasks))
-    values = {
-        "run": {"overrides": ["train.num_steps=1", "cluster.device=cpu"]},
-        "storage": {"models": {"kind": "none"}, "outputs": {"mountPath": str(tmp_path)}},
-    }
-    files = render(config, Release(name="rendered", namespace="rl"), values)
-    spec = yaml.safe_load(files["rayjob.yaml"])["spec"]
-    file = tmp_path / "run.yaml"
-    file.write_text(yaml.safe_load(files["configmap.yaml"])["data"]["run.yaml"])
-    env = json.dumps(yaml.safe_load(spec["runtimeEnvYAML"]))
-    entrypoint = spec["entrypoint"].replace("/var/configs/run.yaml", str(file))
-
-    with start_head("token") as head:
-        # KubeRay pastes the entrypoint into a shell command as it is.
-        submit = f"{RAY} job submit --address {head.address} --runtime-env-json '{env}' -- {entrypoint}"
-        done = head.run("bash", "-c", submit)
-
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert steps(tmp_path / "rendered") == 1
-    assert list((tmp_path / "rendered" / "final").glob("*.safetensors"))
 
 
 @contextlib.contextmanager
@@ -130,6 +75,22 @@ def running(stub: E2BStub) -> Iterator[str]:
         loop.close()
 
 
+@contextlib.contextmanager
+def following(head: Any, config: Path, log: Path) -> Iterator[Any]:
+    """The program that submits a run and follows it."""
+    command = [sys.executable, "-m", "rayapp", "submit", str(config), "--address", head.address, "--follow"]
+    with (
+        log.open("w") as file,
+        subprocess.Popen(
+            command, cwd=ROOT, env=head.environment, stdout=file, stderr=subprocess.PIPE, text=True
+        ) as follower,
+    ):
+        try:
+            yield follower
+        finally:
+            follower.kill()
+
+
 def remote_sandboxes(url: str) -> dict[str, Any]:
     """Some are always there, also between two steps. Nobody but the run itself ends them within a test."""
     provider = {"type": "e2b", "api_url": url, "sandbox_url": url, "max_sandboxes": 6, "creations_per_s": 50}
@@ -146,21 +107,27 @@ def sandboxes() -> Iterator[E2BStub]:
 
 @pytest.fixture(scope="module")
 def training(
-    tiny_model: Path, letter_tasks: list[str], start_head: Any, sandboxes: E2BStub,
+    tiny_run: Callable[..., dict[str, Any]], start_head: Any, sandboxes: E2BStub,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[Training]:  # fmt: skip
     outputs = tmp_path_factory.mktemp("outputs")
-    config = tiny_run("jobs", outputs, tiny_model, letter_tasks) | {"tracking": {"log_format": "json"}}
+    config = tiny_run("jobs", outputs) | {"tracking": {"log_format": "json"}}
     config["sandbox"] = remote_sandboxes(sandboxes.url)
     # Below the folder that is uploaded.
     folder = Path(tempfile.mkdtemp(prefix="job-test-", dir=ROOT / "configs"))
     try:
         file = folder / "run.yaml"
         file.write_text(yaml.safe_dump(config))
-        with start_head("token", variables={"E2B_API_KEY": API_KEY}) as head:
-            submitted = head.rayapp("submit", str(file))
-            assert submitted.returncode == 0, submitted.stderr
-            training = Training(head, file, submitted.stdout.strip(), outputs / "jobs", sandboxes)
+        with (
+            start_head("token", variables={"E2B_API_KEY": API_KEY}) as head,
+            following(head, file, outputs / "followed.log") as follower,
+        ):
+            first = follower.stderr.readline()
+            submitted = re.match(r"job (\S+) runs; dashboard ", first)
+            assert submitted is not None, first + follower.communicate(timeout=60)[1]
+            training = Training(
+                head, file, submitted[1], outputs / "jobs", sandboxes, follower, outputs / "followed.log"
+            )
             # Three, so that what belongs to the first two is in the logs.
             head.until(lambda: steps(training.run) >= 3 or training.details()["status"] == "FAILED", lambda: "no step")
             assert steps(training.run) >= 3, training.ray_job("logs")
@@ -175,6 +142,18 @@ def test_second_job_of_the_same_run_is_refused(training: Training) -> None:
 
     assert again.returncode == 2
     assert f"run 'jobs' is running on this cluster already, as job {training.job}" in again.stderr
+
+
+def test_ctrl_c_ends_the_following_and_not_the_job(training: Training) -> None:
+    training.head.until(lambda: "step 2/5000" in training.followed.read_text(), lambda: "the log is not passed on")
+    before = steps(training.run)
+
+    training.follower.send_signal(signal.SIGINT)
+    _, errors = training.follower.communicate(timeout=600)
+
+    assert training.follower.returncode == 130
+    assert errors.splitlines()[-1] == f"job {training.job} goes on"
+    training.head.until(lambda: steps(training.run) >= before + 2, lambda: "the run stands still")
 
 
 def test_metadata_of_the_job_has_the_runs_name_and_config(training: Training) -> None:
@@ -197,7 +176,11 @@ def test_run_of_the_same_name_elsewhere_is_refused_and_the_first_goes_on(trainin
 
 
 def test_run_without_prometheus_says_so_and_trains(training: Training) -> None:
-    assert "(no Prometheus answers it: its Metrics page stays empty, the run needs none" in training.ray_job("logs")
+    log = training.ray_job("logs")
+
+    assert "(no Prometheus answers it: its Metrics page stays empty, the run needs none" in log
+    # Nor is a port of its own taken for another's.
+    assert "Ray's metrics port" not in log
 
 
 def test_lines_of_the_log_are_json_that_names_run_step_and_group(training: Training) -> None:
@@ -284,34 +267,82 @@ def test_every_panel_draws_what_prometheus_scrapes(training: Training, start_pro
 
 PICTURES = os.environ.get("RAYAPP_PICTURES", "")
 """Folder for the screenshots of docs/operate.md; without it they go where the test's files go."""
+MAX_PICTURE_BYTES = 200_000
+GRAPHS = ("ray_rl_reward_mean", 'ray_rl_phase_seconds{phase=~"generate|train|weight_sync"}')
 
 
-def test_dashboards_pages_show_the_run_in_a_browser(training: Training, tmp_path: Path) -> None:
+@pytest.fixture
+def page() -> Iterator[Any]:
+    """Of a headless browser."""
     api = pytest.importorskip("playwright.sync_api", reason="needs playwright: pip install playwright")
     chromium = shutil.which(os.environ.get("RAYAPP_CHROMIUM", "chromium"))
     if chromium is None:
         pytest.skip("needs a Chromium: apt-get install chromium, or RAYAPP_CHROMIUM=/path/to/one")
-    head, folder = training.head, Path(PICTURES or tmp_path)
     with api.sync_playwright() as started:
         # Chromium's own sandbox refuses to run as root.
         browser = started.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
-        page = browser.new_page(viewport={"width": 1500, "height": 800})
+        page = browser.new_page(viewport={"width": 1700, "height": 1000})
         page.set_default_timeout(PAGE_TIMEOUT_S * 1000)
-        page.goto(head.address)
-        page.get_by_placeholder("Enter your authentication token").fill(head.environment["RAY_AUTH_TOKEN"])
-        page.get_by_role("button", name="Submit").click()
-
-        page.goto(f"{head.address}/#/jobs")
-        page.get_by_text(training.job).first.wait_for()
-        page.screenshot(path=folder / "ray-jobs.png")
-        page.goto(f"{head.address}/#/actors")
-        for name in ACTORS:
-            page.get_by_text(name).first.wait_for()
-        page.screenshot(path=folder / "ray-actors.png")
-        page.goto(f"{head.address}/#/metrics")
-        page.get_by_text("either Prometheus or Grafana server is not detected").first.wait_for()
-        page.screenshot(path=folder / "ray-metrics.png")
+        yield page
         browser.close()
+
+
+@pytest.fixture
+def shoot(page: Any, tmp_path: Path) -> Callable[..., None]:
+    """Call it with a name and texts: a picture of the page once it shows them all, small enough for the docs."""
+
+    def shoot(name: str, texts: Iterable[str | re.Pattern[str]]) -> None:
+        for text in texts:
+            page.get_by_text(text).locator("visible=true").first.wait_for()
+        page.mouse.move(0, 0)  # what the pointer is over has a tooltip
+        picture = page.screenshot(path=Path(PICTURES or tmp_path, f"{name}.png"))
+        assert len(picture) < MAX_PICTURE_BYTES
+
+    return shoot
+
+
+def test_dashboards_pages_show_the_run_in_a_browser(training: Training, page: Any, shoot: Callable[..., None]) -> None:
+    head, jobs = training.head, f"{training.head.address}/#/jobs"
+    page.goto(head.address)
+    page.get_by_placeholder("Enter your authentication token").fill(head.environment["RAY_AUTH_TOKEN"])
+    page.get_by_role("button", name="Submit").click()
+
+    page.goto(jobs)
+    shoot("ray-jobs", [training.job, "RUNNING", f"rayapp train configs/{training.file.parent.name}/run.yaml"])
+    page.goto(f"{jobs}/{training.details()['job_id']}")
+    shoot("ray-job", [training.job, '"run_name": "jobs"', "Finished:", "ready: vllm-server-0", "step 1/5000"])
+    page.get_by_text("Task Table").click()
+    page.get_by_label("Function or Class Name").fill("RolloutWorker.run_group")
+    page.get_by_label("Function or Class Name").press("Escape")
+    page.get_by_text("Task Table").evaluate("title => title.scrollIntoView()")
+    shoot("ray-tasks", [re.compile(r"^rollout-worker-0\.run_group step=\d+ group=\d+$")])
+    page.goto(f"{head.address}/#/actors")
+    shoot("ray-actors", ACTORS)
+    page.goto(f"{head.address}/#/metrics")
+    shoot("ray-metrics", ["either Prometheus or Grafana server is not detected"])
+
+
+def test_prometheus_pages_show_the_runs_graphs_and_alerts_in_a_browser(
+    training: Training, page: Any, shoot: Callable[..., None], start_prometheus: Any
+) -> None:
+    rules = yaml.safe_load((ROOT / "configs" / "monitoring" / "alerts.yaml").read_text())
+    prometheus = start_prometheus(training.head.metrics_port, rules)
+    several = 'changes(ray_rl_last_step_timestamp_seconds{run="jobs"}[5m]) >= 4'
+    prometheus.wait_until(lambda: bool(prometheus.query(several)), lambda: "no steps to draw")
+    graphs = {f"g{i}.{key}": value for i, expr in enumerate(GRAPHS) for key, value in graph(expr).items()}
+
+    page.goto(f"http://127.0.0.1:{prometheus.port}/graph?{urllib.parse.urlencode(graphs)}")
+    shoot("prometheus-graphs", [re.compile("ray_rl_reward_mean{"), re.compile('phase="weight_sync"')])
+    page.goto(f"http://127.0.0.1:{prometheus.port}/alerts")
+    shoot("prometheus-alerts", [re.compile(rule["alert"]) for rule in rules["groups"][0]["rules"]])
+
+
+def graph(expr: str) -> dict[str, str]:
+    return {"expr": expr, "tab": "0", "range_input": "1m", "step_input": "2"}
+
+
+OF_RAY = {"JobSupervisor", "_StatsActor"}
+"""Actors of Ray's own dashboard; the second comes when somebody looks at a job."""
 
 
 def test_stopped_job_saves_its_steps_ends_its_remote_sandboxes_and_leaves_no_actor(training: Training) -> None:
@@ -330,7 +361,7 @@ def test_stopped_job_saves_its_steps_ends_its_remote_sandboxes_and_leaves_no_act
     assert manifest["files"]
     assert not list((run / "checkpoints").glob(".pending-*"))
     alive = head.listed("actors", "--filter", "state=ALIVE")
-    assert [actor["name"] for actor in alive if not actor["class_name"].startswith("Job")] == []
+    assert [actor["name"] for actor in alive if actor["class_name"] not in OF_RAY] == []
 
 
 def steps(run: Path) -> int:
