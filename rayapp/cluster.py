@@ -188,8 +188,7 @@ async def open_cluster(
     """
     report("connecting to Ray")
     with ray_session(config) as session:
-        for line in await asyncio.to_thread(session.first_lines):
-            report(line)
+        report(await asyncio.to_thread(session.dashboard_line))
         started = Started(stand_ins)
         try:
             cluster = await _start(config, started, session, with_learners=with_learners, report=report)

@@ -97,7 +97,7 @@ def fitness(config: Config) -> Iterator[Finding]:
 
 
 def metrics_port(port: int) -> Finding:
-    """Whether a Ray started as in docs/operate.md can show its metrics. A run's own Ray takes any free port."""
+    """Whether a Ray can be started as in docs/operate.md. A run's own Ray takes any free port."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -107,7 +107,7 @@ def metrics_port(port: int) -> Finding:
                 level="note",
                 what="metrics port",
                 detail=f"{port} is taken, by a Ray that runs or by another program",
-                cure=f"ray start --head --metrics-export-port={port + 1}: with one that is taken Ray shows no metrics",
+                cure=f"ray start --head --metrics-export-port={port + 1}: with one that is taken Ray does not start",
             )
     return Finding(level="ok", what="metrics port", detail=f"{port} is free")
 

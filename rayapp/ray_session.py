@@ -7,25 +7,23 @@ import os
 import signal
 import socket
 import threading
+import urllib.error
+import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
+from http import HTTPStatus
 from typing import Any
 
 from rayapp.config import Config
 from rayapp.errors import ConfigError
 from rayapp.logs import hand_over, label_logs
-from rayapp.ray_watched import metrics_port_is_anothers, prometheus_answers
 
 log = logging.getLogger(__name__)
 MIB = 1 << 20
 CONNECT_TIMEOUT_S = 5.0
+DASHBOARD_TIMEOUT_S = 10.0
 NO_PROMETHEUS = "no Prometheus answers it: its Metrics page stays empty, the run needs none; see docs/operate.md"
-METRICS_PORT_TAKEN = (
-    "Ray's metrics port {port} is another Ray's or another program's: Prometheus gets nothing of this run, which needs "
-    "none. For metrics: ray start --head --metrics-export-port=PORT"
-)
 WRONG_TOKEN = (
     "Set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN to the cluster's: on a workstation it is in ~/.ray/auth_token, with "
     "KubeRay in the Secret named as the RayCluster, key auth_token."
@@ -40,27 +38,13 @@ class RaySession:
     """Empty where there is none."""
     is_own: bool
     """True if this process started Ray, which then ends with it."""
-    node: str = ""
-    """Address of the driver's node."""
-    metrics_port: int = 0
-    """Of the driver's node; 0 if it has none."""
-    name: str = ""
-    """Ray's own for what it started, `session_...`."""
 
-    def first_lines(self) -> list[str]:
-        """Where a person looks, and what will be missing there. Takes up to 15 s; never raises."""
-        return [self._dashboard_line(), *self._metrics_line()]
-
-    def _dashboard_line(self) -> str:
+    def dashboard_line(self) -> str:
+        """Where a person looks, and whether its Metrics page will have graphs. Takes up to 10 s; never raises."""
         if not self.dashboard_url:
             return "Ray has no dashboard"
         line = f"Ray dashboard: http://{self.dashboard_url}"
-        return line if prometheus_answers(self.dashboard_url, _token_header()) else f"{line} ({NO_PROMETHEUS})"
-
-    def _metrics_line(self) -> list[str]:
-        if self.metrics_port <= 0 or not metrics_port_is_anothers(self.node, self.metrics_port, self.name):
-            return []
-        return [METRICS_PORT_TAKEN.format(port=self.metrics_port)]
+        return line if _prometheus_answers(self.dashboard_url) else f"{line} ({NO_PROMETHEUS})"
 
 
 @contextmanager
@@ -85,13 +69,7 @@ def ray_session(config: Config) -> Iterator[RaySession]:
     hand_over()
     label_logs(config.run.name)
     try:
-        yield RaySession(
-            dashboard_url=context.dashboard_url or "",
-            is_own=is_own,
-            node=context.address_info["node_ip_address"],
-            metrics_port=context.address_info["metrics_export_port"] or 0,
-            name=Path(context.address_info["session_dir"]).name,
-        )
+        yield RaySession(dashboard_url=context.dashboard_url or "", is_own=is_own)
     finally:
         ray.shutdown()
 
@@ -117,7 +95,8 @@ def _connect(config: Config) -> tuple[Any, bool]:
             raise ConfigError(
                 f"no Ray answers at {address!r} ({_first_line(error)}). Start one there with `ray start --head`, "
                 "correct cluster.address or RAY_ADDRESS, or leave both empty to start a local one. If something "
-                f"listens there, it may refuse the token. {WRONG_TOKEN}"
+                "listens there, its `ray start` may have failed (rayapp doctor: is the metrics port taken?), or "
+                f"it may refuse the token. {WRONG_TOKEN}"
             ) from None
     if not address and (started_here := _address_of_ray_start()):
         return ray.init(address=started_here, **common), False
@@ -169,13 +148,22 @@ def _check_reachable(address: str) -> None:
         socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_TIMEOUT_S).close()
 
 
-def _token_header() -> dict[str, str]:
-    """What the dashboard asks for, where it asks."""
+def _prometheus_answers(dashboard_url: str) -> bool:
+    """Whether the dashboard reaches its Prometheus (RAY_PROMETHEUS_HOST). True when that can't be told."""
     from ray._private.authentication.http_token_authentication import (  # Ray has no public way to its own token
         get_auth_headers_if_auth_enabled,
     )
 
-    return dict(get_auth_headers_if_auth_enabled({}))
+    request = urllib.request.Request(
+        f"http://{dashboard_url}/api/prometheus_health", headers=get_auth_headers_if_auth_enabled({})
+    )
+    try:
+        with urllib.request.urlopen(request, timeout=DASHBOARD_TIMEOUT_S) as answer:
+            return bool(answer.status == HTTPStatus.OK)
+    except urllib.error.HTTPError as error:
+        return error.code != HTTPStatus.INTERNAL_SERVER_ERROR
+    except OSError:
+        return True
 
 
 def _first_line(error: BaseException) -> str:

@@ -76,7 +76,7 @@ def running(stub: E2BStub) -> Iterator[str]:
 
 
 @contextlib.contextmanager
-def following(head: Any, config: Path, log: Path) -> Iterator[Any]:
+def following(head: Any, config: Path, log: Path) -> Iterator[subprocess.Popen[str]]:
     """The program that submits a run and follows it."""
     command = [sys.executable, "-m", "rayapp", "submit", str(config), "--address", head.address, "--follow"]
     with (
@@ -89,6 +89,16 @@ def following(head: Any, config: Path, log: Path) -> Iterator[Any]:
             yield follower
         finally:
             follower.kill()
+
+
+def job_of(follower: subprocess.Popen[str]) -> str:
+    """The job that it has submitted, when it has."""
+    lines = []
+    for line in follower.stderr or ():
+        if found := re.match(r"job (\S+) runs; dashboard ", line):
+            return found[1]
+        lines.append(line)  # Ray's own, about what it uploads
+    raise AssertionError("".join(lines))
 
 
 def remote_sandboxes(url: str) -> dict[str, Any]:
@@ -122,12 +132,8 @@ def training(
             start_head("token", variables={"E2B_API_KEY": API_KEY}) as head,
             following(head, file, outputs / "followed.log") as follower,
         ):
-            first = follower.stderr.readline()
-            submitted = re.match(r"job (\S+) runs; dashboard ", first)
-            assert submitted is not None, first + follower.communicate(timeout=60)[1]
-            training = Training(
-                head, file, submitted[1], outputs / "jobs", sandboxes, follower, outputs / "followed.log"
-            )
+            job = job_of(follower)
+            training = Training(head, file, job, outputs / "jobs", sandboxes, follower, outputs / "followed.log")
             # Three, so that what belongs to the first two is in the logs.
             head.until(lambda: steps(training.run) >= 3 or training.details()["status"] == "FAILED", lambda: "no step")
             assert steps(training.run) >= 3, training.ray_job("logs")
@@ -176,11 +182,7 @@ def test_run_of_the_same_name_elsewhere_is_refused_and_the_first_goes_on(trainin
 
 
 def test_run_without_prometheus_says_so_and_trains(training: Training) -> None:
-    log = training.ray_job("logs")
-
-    assert "(no Prometheus answers it: its Metrics page stays empty, the run needs none" in log
-    # Nor is a port of its own taken for another's.
-    assert "Ray's metrics port" not in log
+    assert "(no Prometheus answers it: its Metrics page stays empty, the run needs none" in training.ray_job("logs")
 
 
 def test_lines_of_the_log_are_json_that_names_run_step_and_group(training: Training) -> None:
