@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import re
+import socket
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -124,10 +125,13 @@ def test_stopped_job_has_the_time_to_save(head: Any, tmp_path: Path) -> None:
 def test_ray_does_not_start_on_a_metrics_port_that_is_taken_and_the_other_ray_goes_on(start_head: Any) -> None:
     # Two people follow docs/operate.md on one machine: `rayapp doctor` names the port, Ray itself says no more than
     # this, half a minute later.
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        free = probe.getsockname()[1]
     with start_head("disabled") as first, tempfile.TemporaryDirectory(prefix="rj", dir="/tmp") as folder:
         second = first.run(
             str(RAY), "start", "--head", "--block", "--port=0", "--dashboard-port=0", "--dashboard-agent-listen-port=0",
-            "--ray-client-server-port=0", f"--metrics-export-port={first.metrics_port}", f"--temp-dir={folder}",
+            f"--ray-client-server-port={free}", f"--metrics-export-port={first.metrics_port}", f"--temp-dir={folder}",
             "--num-cpus=1", "--object-store-memory=100000000", "--node-ip-address=127.0.0.1",
         )  # fmt: skip
 
