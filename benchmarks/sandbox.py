@@ -33,6 +33,8 @@ from rayapp.sandbox.local.sandbox import LocalSandbox
 from rayapp.types import SandboxSpec
 
 ROUNDS = 8
+PAUSE_S = 0.02
+"""Between the tool calls of one trajectory is a whole turn of generation, so its next child has long been made."""
 TRIVIAL = "def f(x):\n    return x"
 SORTING = """
 def f(items):
@@ -66,12 +68,15 @@ PYTHON = os.path.realpath(sys.executable)
 Samples = dict[str, list[float]]
 
 
-async def sample(provider: LocalProvider, code: str, argument: object, executions: int) -> list[float]:
-    """Seconds per execution in one sandbox."""
+async def sample(
+    provider: LocalProvider, code: str, argument: object, executions: int, *, pause_s: float = 0.0
+) -> list[float]:
+    """Seconds per execution in one sandbox; each comes so long after the one before."""
     sandbox = await provider.create(SandboxSpec(), labels={}, ttl_s=600, timeout_s=60)
     try:
         times = []
         for _ in range(executions):
+            await asyncio.sleep(pause_s)
             started = time.perf_counter()
             report = await sandbox.call_function(code, "f", [[argument]], timeout_s=30)
             times.append(time.perf_counter() - started)
@@ -117,6 +122,8 @@ async def latencies(providers: dict[str, LocalProvider], executions: int) -> Sam
     for level, provider in providers.items():
         kinds[level] = lambda count, provider=provider: sample(provider, TRIVIAL, 1, count)  # type: ignore[misc]
     kinds["ns, numpy preloaded"] = lambda count: sample(with_numpy, TRIVIAL, 1, count)
+    kinds["ns, after a pause"] = lambda count: sample(providers["ns"], TRIVIAL, 1, count, pause_s=PAUSE_S)
+    kinds["ns, numpy, after a pause"] = lambda count: sample(with_numpy, TRIVIAL, 1, count, pause_s=PAUSE_S)
     kinds["ns, numpy used"] = lambda count: sample(with_numpy, NUMPY, 10, count)
     kinds["cold python"] = lambda count: cold(count // 4, PYTHON, "-I", "-S", "-c", "pass")
     if shutil.which("bwrap"):
@@ -232,11 +239,11 @@ def show(result: dict[str, object]) -> None:
     assert isinstance(medians, dict)
     assert isinstance(tails, dict)
     fork = medians["bare fork"]
-    print(f"{'':22} {'median ms':>10} {'p99 ms':>10} {'x bare fork':>12}")
+    print(f"{'':24} {'median ms':>10} {'p99 ms':>10} {'x bare fork':>12}")
     for kind, median in medians.items():
-        print(f"{kind:22} {median:10.2f} {tails[kind]:10.2f} {median / fork:12.2f}")
+        print(f"{kind:24} {median:10.2f} {tails[kind]:10.2f} {median / fork:12.2f}")
     for key in ("executions_per_s_by_cores", "score_500x5_s", "slot_memory", "cores", "kernel", "python"):
-        print(f"{key:22} {result[key]}")
+        print(f"{key:24} {result[key]}")
 
 
 def main() -> None:
