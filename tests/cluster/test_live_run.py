@@ -330,10 +330,12 @@ def test_dashboards_pages_show_the_run_in_a_browser(training: Training, page: An
     kind = page.get_by_role("combobox", name="Function or Class Name")
     kind.fill("RolloutWorker.run_group")
     kind.press("Escape")
+    row = re.compile(r"^rollout-worker-0\.run_group step=\d+ group=\d+$")
+    page.get_by_text(row).first.wait_for()  # before that the page is too short to be scrolled to the table
     page.get_by_text("Task Table", exact=True).evaluate(
         "title => window.scrollTo(0, title.getBoundingClientRect().top + window.scrollY - 120)"
     )
-    shoot("ray-tasks", 1000, [re.compile(r"^rollout-worker-0\.run_group step=\d+ group=\d+$")])
+    shoot("ray-tasks", 1000, [row])
     page.goto(f"{head.address}/#/actors")
     shoot("ray-actors", 900, ACTORS)
     page.goto(f"{head.address}/#/metrics")
