@@ -33,8 +33,9 @@ from rayapp.sandbox.local.sandbox import LocalSandbox
 from rayapp.types import SandboxSpec
 
 ROUNDS = 8
-PAUSE_S = 0.02
-"""Between the tool calls of one trajectory is a whole turn of generation, so its next child has long been made."""
+PAUSE_S = 0.01
+"""Between the tool calls of one trajectory is a whole turn of generation: its next child has long been made, and cores
+have gone to sleep. So a bare fork is measured after a pause, too."""
 TRIVIAL = "def f(x):\n    return x"
 SORTING = """
 def f(items):
@@ -46,11 +47,12 @@ def f(items):
 NUMPY = "import numpy\ndef f(x):\n    return int(numpy.arange(x).sum())"
 BARE_FORK = """
 import gc, os, sys, time
-for name in sys.argv[2:]:
+for name in sys.argv[3:]:
     __import__(name)
 gc.collect()
 gc.freeze()
 for _ in range(int(sys.argv[1])):
+    time.sleep(float(sys.argv[2]))
     started = time.perf_counter()
     pid = os.fork()
     if pid == 0:
@@ -86,8 +88,8 @@ async def sample(
         await sandbox.kill()
 
 
-def bare_fork(executions: int) -> list[float]:
-    argv = [PYTHON, "-I", "-S", "-c", BARE_FORK, str(executions), *WARM_MODULES]
+def bare_fork(executions: int, *, pause_s: float = 0.0) -> list[float]:
+    argv = [PYTHON, "-I", "-S", "-c", BARE_FORK, str(executions), str(pause_s), *WARM_MODULES]
     done = subprocess.run(argv, env={}, capture_output=True, text=True, check=True)
     return [float(line) for line in done.stdout.split()]
 
@@ -122,6 +124,7 @@ async def latencies(providers: dict[str, LocalProvider], executions: int) -> Sam
     for level, provider in providers.items():
         kinds[level] = lambda count, provider=provider: sample(provider, TRIVIAL, 1, count)  # type: ignore[misc]
     kinds["ns, numpy preloaded"] = lambda count: sample(with_numpy, TRIVIAL, 1, count)
+    kinds["bare fork, after a pause"] = lambda count: bare_fork(count, pause_s=PAUSE_S)
     kinds["ns, after a pause"] = lambda count: sample(providers["ns"], TRIVIAL, 1, count, pause_s=PAUSE_S)
     kinds["ns, numpy, after a pause"] = lambda count: sample(with_numpy, TRIVIAL, 1, count, pause_s=PAUSE_S)
     kinds["ns, numpy used"] = lambda count: sample(with_numpy, NUMPY, 10, count)
@@ -224,7 +227,10 @@ async def measure(executions: int) -> dict[str, object]:
 
 def ratios(median_s: dict[str, float], rates: dict[str, dict[int, int]]) -> dict[str, float]:
     """Of each level: a bare fork's time to an execution's, how much faster than a cold start, and what cores add."""
-    found = {}
+    found = {
+        "ns/bare_fork_over_execution_after_a_pause": median_s["bare fork, after a pause"]
+        / median_s["ns, after a pause"]
+    }
     for level, by_cores in rates.items():
         found[f"{level}/bare_fork_over_execution"] = median_s["bare fork"] / median_s[level]
         for other in ("cold python", "cold bwrap"):
