@@ -64,7 +64,8 @@ class LearnerSection(FrozenModel):
     log_prob_chunk_tokens: int = Field(1024, ge=16)
     """Tokens whose logits exist at once: vocabulary x this x 4 bytes."""
     cpu_threads: int = Field(0, ge=0)
-    """Threads of a learner on CPU; 0 divides the cores among the learners."""
+    """Threads of a learner on CPU; 0 divides the cores among the learners, or half of them where servers compute beside
+    them (train.max_staleness above 0)."""
     step_timeout_s: float = Field(1800.0, gt=0)
     cpu_offload: bool = False
     """Keep parameters, gradients and optimizer state in host memory (FSDP2), for models that don't fit: slower."""

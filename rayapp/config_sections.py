@@ -112,7 +112,8 @@ class ServerSection(FrozenModel):
     enforce_eager: bool = True
     """Skip compilation: on CPU it adds 45 s to the start for 10% of speed."""
     cpu_threads: int = Field(0, ge=0)
-    """Threads of a server on CPU; 0 divides the cores among the servers."""
+    """Threads of a server on CPU; 0 divides the cores among the servers, or half of them where learners compute beside
+    them (train.max_staleness above 0)."""
     start_timeout_s: float = Field(600.0, gt=0)
     request_timeout_s: float = Field(300.0, gt=0)
     sync_timeout_s: float = Field(120.0, gt=0)

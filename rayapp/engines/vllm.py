@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 
 from rayapp.config import Config
+from rayapp.cores import share_of_cores
 from rayapp.engines.cohorts import Cohorts, Request
 from rayapp.engines.concurrency import ConcurrencyLimit, Gate
 from rayapp.engines.token_versions import TokenVersions
@@ -365,7 +366,7 @@ class VllmEngine:
 
 def _set_process_environment(config: Config) -> None:
     """What vLLM reads from the environment when it is imported; child processes inherit it."""
-    threads = config.server.cpu_threads or max(1, len(os.sched_getaffinity(0)) // config.server.num_servers)
+    threads = config.server.cpu_threads or share_of_cores(config, config.server.num_servers)
     os.environ["VLLM_CPU_KVCACHE_SPACE"] = str(config.server.kv_cache_gib)
     # Ray sets this to the actor's num_cpus, which is a share for scheduling, not the number of cores to compute on.
     os.environ["OMP_NUM_THREADS"] = str(threads)

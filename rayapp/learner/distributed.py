@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -14,6 +13,7 @@ from torch._C._distributed_c10d import HashStore, Store, TCPStore
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from rayapp.config import Config
+from rayapp.cores import share_of_cores
 from rayapp.heap import keep_freed_memory
 
 T = TypeVar("T")
@@ -86,9 +86,7 @@ def learner_device(config: Config) -> torch.device:
 
 def use_threads(config: Config, world_size: int) -> None:
     """Give this learner its share of the cores. Results on CPU depend on the number, so it is fixed from here on."""
-    cores = len(os.sched_getaffinity(0))
-    threads = config.learner.cpu_threads or max(1, cores // world_size)
-    torch.set_num_threads(threads)
+    torch.set_num_threads(config.learner.cpu_threads or share_of_cores(config, world_size))
 
 
 def flatten(parts: Sequence[Sequence[T]]) -> list[T]:
