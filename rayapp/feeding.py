@@ -55,9 +55,8 @@ async def feeding(run: Run) -> AsyncIterator[None]:
 async def feed(run: Run) -> None:
     """Start groups as the store admits them. Consumes: slots. Produces: finished groups."""
     at_once = max_groups_at_once(run.cluster.config)
-    seats = asyncio.Semaphore(
-        at_once
-    )  # nobody else takes any, so groups that start together may wait for all of theirs
+    # Nobody else takes seats, so groups that start together can wait until all of theirs are free.
+    seats = asyncio.Semaphore(at_once)
     async with asyncio.TaskGroup() as tasks:
         while True:
             ids, version = await run.store.reserve()
