@@ -18,6 +18,7 @@ MAX_NODES = 200_000
 """Values in one frame. A byte of JSON can cost 30 of memory, so bytes alone are no bound."""
 _MAX_COLLISIONS = 100
 _LEAVES = (type(None), bool, int, float, str)
+_write = json.JSONEncoder(separators=(",", ":")).encode
 
 
 @dataclass(slots=True)
@@ -40,7 +41,7 @@ def encode_inputs(inputs: Iterable[Sequence[object]]) -> list[str]:
         TypeError: an argument is not plain data.
         ValueError: nested too deep.
     """
-    return [json.dumps(pack(list(args)), separators=(",", ":")) for args in inputs]
+    return [_write(pack(list(args))) for args in inputs]
 
 
 def decode_frames(frames: Iterable[bytes], num_calls: int) -> Frames:
@@ -66,7 +67,7 @@ def _load(raw: bytes) -> list[object]:
         raise ValueError("frame too large")
     if raw.count(b",") + raw.count(b"[") + raw.count(b"{") > MAX_NODES:
         raise ValueError("frame has too many values")
-    parsed = json.loads(raw.decode(), parse_constant=_refuse, object_pairs_hook=_one_pair)
+    parsed = _read(raw.decode())
     if type(parsed) is not list:
         raise ValueError("a frame is an array")
     return parsed
@@ -180,6 +181,9 @@ def _one_pair(pairs: list[tuple[str, object]]) -> tuple[str, object]:
 
 def _refuse(constant: str) -> object:
     raise ValueError(f"{constant} is no JSON")
+
+
+_read = json.JSONDecoder(parse_constant=_refuse, object_pairs_hook=_one_pair).decode
 
 
 def _clean(text: str) -> str:

@@ -27,7 +27,13 @@ _INFINITIES = (float("inf"), float("-inf"))
 
 # Bound here, before candidate code runs: a candidate that patches json does not break its own answers.
 _read = json.JSONDecoder().scan_once  # type: ignore[attr-defined]  # typeshed lacks it
-_write = json.JSONEncoder(separators=(",", ":")).encode
+_escape = json.encoder.encode_basestring_ascii
+_encoder_type = json.encoder.c_make_encoder  # type: ignore[attr-defined]  # typeshed lacks it
+if _encoder_type is None:  # an interpreter without the C part of json
+    _encode = json.JSONEncoder(separators=(",", ":")).iterencode
+else:
+    # Made once: `JSONEncoder.encode` makes a new one for each call, and in a fork all of that is pages to copy.
+    _encode = _encoder_type(None, None, _escape, None, ":", ",", False, False, True)
 
 Emit = Callable[[bytes], None]
 
@@ -98,7 +104,7 @@ def describe(error: BaseException) -> str:
 
 
 def frame(*parts: object) -> bytes:
-    return _write(parts).encode()
+    return "".join(_encode(parts, 0)).encode()  # type: ignore[arg-type]
 
 
 def define(code: str, name: str) -> dict[str, object]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import sys
+from collections import Counter
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -100,31 +101,75 @@ def children_of(pid: int) -> list[int]:
         return []
 
 
-async def test_the_child_for_the_next_execution_never_lives_beside_the_one_before(sandbox: LocalSandbox) -> None:
-    # given: the template, which is the zygote's only child; in namespaces another process waits for the zygote
-    await sandbox.call_function("def f(): return 1", "f", [[]], timeout_s=5)  # by then they have all started
-    (template,) = children_of(sandbox.slot.pid)
-    if sandbox.isolation.startswith("ns"):
-        (template,) = children_of(template)
+def descendants_of(pid: int) -> set[int]:
+    children = children_of(pid)
+    return {*children, *(each for child in children for each in descendants_of(child))}
 
-    # when: executions follow each other closely
-    async def execute() -> None:
-        for _ in range(30):
-            await sandbox.call_function("def f(): return sum(range(20000))", "f", [[]], timeout_s=5)
 
-    executing = asyncio.create_task(execute())
-    seen: set[int] = set()
-    most = 0
-    while not executing.done():
-        await asyncio.sleep(0)
-        living = children_of(template)
-        most = max(most, len(living))
-        seen.update(living)
-    await executing
+def template_of(sandbox: LocalSandbox) -> int:
+    """The zygote's only child; in namespaces another process waits for the zygote."""
+    (child,) = children_of(sandbox.slot.pid)
+    return children_of(child)[0] if sandbox.isolation.startswith("ns") else child
 
-    # then: there were many, and never two
-    assert len(seen) > 10
-    assert most == 1
+
+async def test_beside_an_execution_lives_nothing_but_the_child_that_waits_for_the_next_job(
+    sandbox: LocalSandbox,
+) -> None:
+    # given: a level where code can leave processes behind, or threads only
+    in_namespaces = sandbox.isolation.startswith("ns")
+    daemon = "subprocess.Popen(['/bin/sleep', '60'], start_new_session=True)" if in_namespaces else ""
+    thread = "threading.Thread(target=time.sleep, args=(60,)).start()"
+    code = f"import subprocess, threading, time\ndef f():\n    {daemon}\n    {thread}"
+    await sandbox.call_function("def f(): return 1", "f", [[]], timeout_s=5)
+    template = template_of(sandbox)
+
+    for _ in range(5):
+        # when: one execution follows another that left something
+        left = await sandbox.call_function(code, "f", [[]], timeout_s=5)
+        running = asyncio.create_task(
+            sandbox.call_function("import time\ndef f(): time.sleep(0.2)", "f", [[]], timeout_s=5)
+        )
+        await asyncio.sleep(0.1)
+
+        # then
+        assert left.exec.ok, left
+        assert len(descendants_of(template)) == (2 if in_namespaces else 1)
+        await running
+
+
+async def test_a_child_that_was_forked_before_meets_nothing_of_what_ran_since(provider: LocalProvider) -> None:
+    # given: as many children as there ever are were forked when /tmp was empty
+    sandbox = await new(provider)
+    look = "import os\ndef f(): return os.listdir('.') if os.getcwd() == '/tmp' else []"
+    write = "import os\ndef f():\n    os.chmod('/tmp', 0o755)\n    open('/tmp/left', 'w').write('x')"
+    await sandbox.call_function(look, "f", [[]], timeout_s=5)
+
+    # when
+    written = await sandbox.call_function(write, "f", [[]], timeout_s=5)
+    seen = [await sandbox.call_function(look, "f", [[]], timeout_s=5) for _ in range(4)]
+
+    # then
+    assert written.calls[0].ok == sandbox.isolation.startswith("ns")
+    assert [report.calls[0].value for report in seen] == [[], [], [], []]
+
+
+async def test_a_child_that_waits_beside_an_execution_does_not_count_against_its_limits(
+    provider: LocalProvider,
+) -> None:
+    sandbox = await new(provider, SandboxSpec(max_processes=1))
+
+    report = await sandbox.call_function("import time\ndef f(): time.sleep(0.3)", "f", [[]], timeout_s=5)
+
+    assert report.exec.ok, report
+
+
+async def test_code_is_in_a_process_group_of_its_own(sandbox: LocalSandbox) -> None:
+    """A signal to group 0 reaches every process of the group, on this side of a pid namespace and on the other."""
+    code = "import os\ndef f(): return os.getpgrp() == os.getsid(0) == os.getpid()"
+
+    report = await sandbox.call_function(code, "f", [[]], timeout_s=5)
+
+    assert report.calls[0].value is True
 
 
 async def test_a_definition_that_raises_is_told_apart_from_a_call_that_raises(sandbox: LocalSandbox) -> None:
@@ -271,6 +316,25 @@ async def test_a_cancelled_call_ends_the_code_and_the_sandbox_works_on(sandbox: 
 
     async with asyncio.timeout(10):
         assert (await sandbox.run_code("print(1)", timeout_s=5)).stdout == "1\n"
+
+
+async def test_a_call_can_be_cancelled_at_any_moment_and_nothing_stays_open(sandbox: LocalSandbox) -> None:
+    """Before it began, while it runs, as its answer arrives, and after."""
+    for _ in range(3):  # by then all that stays open anyway is
+        await sandbox.run_code("print(1)", timeout_s=5)
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    ends: Counter[str] = Counter()
+
+    for moment in range(60):
+        running = asyncio.create_task(sandbox.run_code("print(1)", timeout_s=5))
+        await asyncio.sleep(moment * 0.0002)
+        running.cancel()
+        (outcome,) = await asyncio.gather(running, return_exceptions=True)
+        ends[type(outcome).__name__] += 1
+
+    assert ends.keys() == {"CancelledError", "ExecResult"}
+    assert (await sandbox.run_code("print(1)", timeout_s=5)).stdout == "1\n"
+    assert len(list(Path("/proc/self/fd").iterdir())) == before
 
 
 async def test_killing_a_sandbox_ends_what_runs_in_it_and_is_idempotent(provider: LocalProvider) -> None:

@@ -134,8 +134,8 @@ def _state_of(who: str, pid: int) -> dict[str, object]:
 def _survivors(uid: int, zygote: int, *, is_nested: bool) -> int:
     """Processes of the sandbox's user beside the zygote's own; only where it has a user id of its own.
 
-    Its own are the one that was started, inside namespaces a second one, the template, and a child of that which waits
-    for the next job.
+    Its own are the one that was started, inside namespaces a second one, the template, and children of that which wait
+    for the next jobs: one, inside namespaces two.
     """
     if uid == os.getuid():
         return 0  # this user has other processes, which come and go
@@ -149,7 +149,7 @@ def _survivors(uid: int, zygote: int, *, is_nested: bool) -> int:
     for _ in range(2 if is_nested else 1):
         chain += sorted(child for child, parent in parents.items() if parent == chain[-1])[:1]
     waiting = [child for child, parent in parents.items() if parent == chain[-1]]
-    return len(set(parents) - set(chain)) - min(1, len(waiting))
+    return len(set(parents) - set(chain)) - min(2 if is_nested else 1, len(waiting))
 
 
 def _make_sockets(stack: contextlib.ExitStack, folder: Path) -> dict[str, object]:

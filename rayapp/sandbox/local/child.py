@@ -17,7 +17,6 @@ import os
 import random
 import resource
 import socket
-import struct
 import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -42,6 +41,8 @@ _TWO_FDS = 2 * 4
 """Bytes of two descriptors in a control message."""
 _MAX_FD = 1 << 16
 _SPACE = socket.CMSG_SPACE(_TWO_FDS)
+_MAX_ORDER_BYTES = 400
+"""Python makes room for as much before it reads: little enough here not to disturb the heap."""
 
 Job = tuple[str, Mapping[str, str], tuple[object, ...]]
 """Kind, environment, and what the kind needs: see `_run`."""
@@ -147,7 +148,7 @@ def _serve(job: Job, control: _socket.socket, token: bytes) -> NoReturn:
 
 def _next_job(control: _socket.socket) -> tuple[Job, Order]:
     """The packet has the order; the job is in the first memory file, standard input in the second, if there is one."""
-    packet, ancillary, _, _ = control.recvmsg(MAX_CONTROL_BYTES, _SPACE)
+    packet, ancillary, _, _ = control.recvmsg(_MAX_ORDER_BYTES, _SPACE)
     if not ancillary:
         os._exit(0)  # the zygote has closed its end: there will be no job
     data = ancillary[0][2]
@@ -174,7 +175,7 @@ def _set_environment(job: Job) -> None:
 
 def send(payload: bytes) -> None:
     """Write one frame, whole: 4 bytes of length, then the payload."""
-    view = memoryview(struct.pack("<I", len(payload)) + payload)
+    view = memoryview(len(payload).to_bytes(4, "little") + payload)
     while view:
         view = view[os.write(_RESULT_FD, view) :]
 

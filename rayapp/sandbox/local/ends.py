@@ -51,8 +51,7 @@ class Child:
     pid: int = 0
     """0 while it is being forked, and again when it is reaped."""
     max_processes: int = 0
-    seen_as: frozenset[str] = frozenset()
-    """Its id in the /proc that `Usage` reads; of a session only."""
+    """Of a session only."""
 
     def forget_what_it_said(self) -> None:
         """Between two jobs of a session only candidate code speaks."""

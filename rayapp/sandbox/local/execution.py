@@ -11,7 +11,7 @@ import os
 import select
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
 from rayapp.sandbox.local import wire
@@ -107,6 +107,8 @@ class Execution:
     """By the monotonic clock."""
     limits: Limits
     usage: Usage
+    others: Callable[[], Collection[int]]
+    """Process ids of children beside it, which are not its doing."""
     stopped: str | None = None
     exit_code: int = 0
     """What it says itself, if it said that it is done; negative is the signal that ended it."""
@@ -186,7 +188,7 @@ class Execution:
 
     def _has_excess(self) -> bool:
         self._look_at = time.monotonic() + _LOOK_EVERY_S
-        self.stopped = self.usage.excess(self.limits)
+        self.stopped = self.usage.excess(self.limits, self.others())
         return self.stopped is not None
 
     def _hear_ready(self) -> None:

@@ -13,6 +13,9 @@ from collections.abc import Callable, Iterable
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _plain_fork = ctypes.PyDLL(None, use_errno=True).fork
+_AT_FDCWD = -100
+_STATX_BASIC_STATS = 0x7FF
+STATX_BYTES = 256
 
 CLONE_NEWNS = 0x00020000
 CLONE_NEWCGROUP = 0x02000000
@@ -22,7 +25,7 @@ CLONE_NEWUSER = 0x10000000
 CLONE_NEWPID = 0x20000000
 CLONE_NEWNET = 0x40000000
 
-MS_RDONLY, MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_REMOUNT = 1, 2, 4, 8, 32
+MS_RDONLY, MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_REMOUNT, MS_NOATIME = 1, 2, 4, 8, 32, 1024
 MS_BIND, MS_REC, MS_PRIVATE = 4096, 16384, 1 << 18
 MNT_DETACH = 2
 
@@ -53,7 +56,8 @@ def syscall(number: int, *args: int | ctypes._SimpleCData[int] | object, name: s
 def fork() -> int:
     """As os.fork, without what Python modules hang on it, which takes as long again: new locks for threads that a
     process with one thread can't have, and a new seed for `random`, which the child has to see to."""
-    return _check(_plain_fork(), "fork")
+    pid: int = _plain_fork()
+    return pid if pid >= 0 else _check(pid, "fork")
 
 
 Step = tuple[Callable[..., int], tuple[object, ...], str]
@@ -81,12 +85,22 @@ def prctl_step(option: int, *arguments: object) -> Step:
     return _libc.prctl, (ctypes.c_int(option), *padded), f"prctl {option}"
 
 
+def statx_step(path: str, target: ctypes.Array[ctypes.c_char]) -> Step:
+    """All there is to know of a file or folder, into STATX_BYTES."""
+    mask = ctypes.c_uint(_STATX_BASIC_STATS)
+    return _libc.statx, (ctypes.c_int(_AT_FDCWD), path.encode(), ctypes.c_int(0), mask, target), "statx"
+
+
+def unshare_step(flags: int) -> Step:
+    return _libc.unshare, (ctypes.c_int(flags),), "unshare"
+
+
 def unshare(flags: int) -> None:
-    _check(_libc.unshare(flags), "unshare")
+    take([unshare_step(flags)])
 
 
-def setns(descriptor: int, kind: int) -> None:
-    _check(_libc.setns(descriptor, kind), "setns")
+def setns_step(descriptor: int, kind: int) -> Step:
+    return _libc.setns, (ctypes.c_int(descriptor), ctypes.c_int(kind)), "setns"
 
 
 def mount(source: str, target: str, kind: str, flags: int, options: str = "") -> None:

@@ -21,6 +21,7 @@ class Landlocked:
     """See `level.Level`."""
 
     name = "ll"
+    keeps_apart = False
 
     def __init__(self, view: View) -> None:
         self.usage = Usage(-1)
@@ -74,8 +75,9 @@ class Landlocked:
                 os.close(self._rulesets.pop(key))
                 del self._steps[key]
 
-    def sweep(self, session: int) -> None:
+    def sweep(self, session: int) -> bool:
         kill_descendants(session)
+        return True  # there are none
 
     def _new_ruleset(self, place: Place) -> int:
         ruleset = landlock.create_ruleset()

@@ -38,6 +38,8 @@ class Level(Protocol):
     """How candidate code is kept in."""
 
     name: str
+    keeps_apart: bool
+    """Whether an execution can't reach a child that waits for its job beside it."""
     usage: Usage
     """Set by `enter`: how much the executions use. Whose children they are is for the zygote to say."""
 
@@ -67,14 +69,19 @@ class Level(Protocol):
     def reset(self) -> None:
         """The sandbox was given back: its own folder is gone."""
 
-    def sweep(self, session: int) -> None:
-        """After an execution: nothing of it is left, nor of anything but the session with this process id, if any."""
+    def sweep(self, session: int) -> bool:
+        """After an execution: nothing of it is left, nor of anything but the session with this process id, if any.
+
+        Returns:
+            whether children forked before may be given a job, as their place is what it was then.
+        """
 
 
 class Unisolated:
     """No isolation: resource limits only. Runs only where the user spelled out `allow_unisolated: true`."""
 
     name = "unisolated"
+    keeps_apart = False
 
     def __init__(self) -> None:
         self.usage = Usage(-1)
@@ -102,8 +109,9 @@ class Unisolated:
             remove_folder(self._home)
             self._home = ""
 
-    def sweep(self, session: int) -> None:
+    def sweep(self, session: int) -> bool:
         kill_descendants(session)
+        return True  # there are none
 
 
 def adopt_orphans() -> None:

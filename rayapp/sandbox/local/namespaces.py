@@ -9,7 +9,7 @@ killing the zygote ends the whole tree. Used by the zygote only.
 """
 
 # Paths here are texts for mount(), hence os and not pathlib.
-# ruff: noqa: PTH102, PTH106, PTH112, PTH114, PTH115, PTH116, PTH211
+# ruff: noqa: PTH102, PTH106, PTH112, PTH114, PTH115, PTH211
 from __future__ import annotations
 
 import ctypes
@@ -31,6 +31,8 @@ _ALL = (
 _TMP = "/tmp"
 _MAX_FILES = 1024
 _PLAIN = kernel.MS_NOSUID | kernel.MS_NODEV
+_seen = ctypes.create_string_buffer(kernel.STATX_BYTES)
+_LOOK = [kernel.statx_step(_TMP, _seen)]
 _AT_RECURSIVE, _AT_FDCWD = 0x8000, -100
 _ATTR_RDONLY, _ATTR_NOSUID, _ATTR_NODEV = 1, 2, 4
 
@@ -38,18 +40,24 @@ _ATTR_RDONLY, _ATTR_NOSUID, _ATTR_NODEV = 1, 2, 4
 class Namespaces:
     """See `level.Level`."""
 
+    keeps_apart = True
+
     def __init__(self, view: View, *, with_proc: bool) -> None:
         self.name = "ns+proc" if with_proc else "ns"
         self._view = view
         self._with_proc = with_proc
-        self._tmp_state: object = None
-        """What an untouched /tmp looks like; None while there is none."""
+        self._disk_mib = 0
+        """Of /tmp; 0 while there is none."""
+        self._tmp_is_new = False
         self._tmp_is_home = False
-        self._pid_namespace = -1
+        self._untouched = b""
+        """What the kernel says of a /tmp that nobody has touched."""
         self._ruleset = -1
         self._filter = bytearray(rules.closing())
         self._steps: list[kernel.Step] = []
         """What a child takes to confine itself."""
+        self._enter_pid_namespace: list[kernel.Step] = []
+        self._leave_pid_namespace: list[kernel.Step] = []
         self.usage = Usage(-1)
 
     def enter(self) -> None:
@@ -60,7 +68,9 @@ class Namespaces:
         Path("/proc/self/uid_map").write_text(f"{uid} {uid} 1")
         Path("/proc/self/gid_map").write_text(f"{gid} {gid} 1")
         _become_init()
-        self._pid_namespace = os.open("/proc/self/ns/pid", os.O_RDONLY)
+        outer = os.open("/proc/self/ns/pid", os.O_RDONLY)
+        self._enter_pid_namespace = [kernel.unshare_step(kernel.CLONE_NEWPID)]
+        self._leave_pid_namespace = [kernel.setns_step(outer, kernel.CLONE_NEWPID)]
         self.usage = Usage.of_this_process()
         kernel.sethostname("sandbox")
         self._build_root()
@@ -70,19 +80,21 @@ class Namespaces:
         seccomp.install(rules.standing())
 
     def fork(self) -> int:
-        kernel.unshare(kernel.CLONE_NEWPID)
+        kernel.take(self._enter_pid_namespace)
         pid = kernel.fork()
         if pid:
             # Or the next child would be born into this execution.
-            kernel.setns(self._pid_namespace, kernel.CLONE_NEWPID)
+            kernel.take(self._leave_pid_namespace)
         return pid
 
     def prepare(self, place: Place) -> None:
-        if not self._tmp_is_home and self._tmp_state != _state_of_tmp(place.disk_mib):
+        if not self._tmp_is_home and not (self._tmp_is_new and self._disk_mib == place.disk_mib):
             self._renew_tmp(place.disk_mib)
         self._tmp_is_home |= place.home
 
     def confine(self, place: Place) -> None:
+        # Else it would be in the zygote's process group, and a signal to group 0 passes the border of a pid namespace.
+        os.setsid()
         own = self._mounts_of_its_own(place)
         if own:
             kernel.unshare(kernel.CLONE_NEWNS)
@@ -105,19 +117,24 @@ class Namespaces:
         return "tmp" if self._tmp_is_home else ""
 
     def reset(self) -> None:
-        self._tmp_is_home = False
+        self._tmp_is_home = self._tmp_is_new = False
 
-    def sweep(self, session: int) -> None:
-        """Nothing to do: the execution's pid namespace died with its first process."""
+    def sweep(self, session: int) -> bool:
+        """The execution's pid namespace died with its first process. Whether it has touched /tmp is looked at now, when
+        nobody works there, as the one after the next is forked while the next one runs."""
+        if not self._tmp_is_home:
+            self._tmp_is_new = self._untouched == _look_at_tmp()
+        return self._tmp_is_home or self._tmp_is_new
 
     def _renew_tmp(self, disk_mib: int) -> None:
         """An empty /tmp. One that nobody has touched is as good as new, and most code touches nothing."""
-        if self._tmp_state is not None:
+        if self._disk_mib:
             kernel.umount(_TMP, kernel.MNT_DETACH)
             os.close(self._ruleset)
-        kernel.mount("tmpfs", _TMP, "tmpfs", _PLAIN, _tmpfs_options(disk_mib))
+        # That it was read does not count.
+        kernel.mount("tmpfs", _TMP, "tmpfs", _PLAIN | kernel.MS_NOATIME, _tmpfs_options(disk_mib))
         os.chdir(_TMP)
-        self._tmp_state = _state_of_tmp(disk_mib)
+        self._disk_mib, self._tmp_is_new, self._untouched = disk_mib, True, _look_at_tmp()
         self._ruleset = landlock.create_ruleset()
         landlock.allow(self._ruleset, "/", landlock.READ_ONLY)
         landlock.allow(self._ruleset, _TMP, landlock.read_write())
@@ -165,11 +182,10 @@ def _become_init() -> None:
     os._exit(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) & 0xFF)
 
 
-def _state_of_tmp(disk_mib: int) -> object:
-    """Changes whenever anything in /tmp does; when it was last read does not count."""
-    now = os.stat(_TMP)
-    # A tmpfs folder grows with each name in it.
-    return disk_mib, now.st_size, now.st_dev, now.st_mode, now.st_uid, now.st_mtime_ns, now.st_ctime_ns
+def _look_at_tmp() -> bytes:
+    """Changes whenever anything in /tmp does."""
+    kernel.take(_LOOK)
+    return _seen.raw
 
 
 def _tmpfs_options(disk_mib: int) -> str:

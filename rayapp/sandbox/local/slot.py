@@ -25,6 +25,8 @@ GRACE_S = 5.0
 """The zygote enforces the deadline of a job; past this much more it is not answering and is killed."""
 BOOT_TIMEOUT_S = 60.0
 _CODE_PATH = str(Path(__file__).resolve().parents[3])
+_ENVIRONMENT = {"LD_BIND_NOW": "1"}
+"""Else each child would look up the functions of libc that it is the first to call. Not passed on to any."""
 _PROGRAM = "import sys; sys.path.insert(0, {path!r}); from rayapp.sandbox.local.boot import main; main({descriptor})"
 
 
@@ -168,17 +170,25 @@ class Slot:
                 os.close(file)
 
     async def _reply(self, timeout_s: float) -> Packet:
-        loop = asyncio.get_running_loop()
-        self._pending = loop.create_future()
-        too_late = loop.call_later(timeout_s, self._give_up, timeout_s)
+        pending: asyncio.Future[Packet] = self._loop.create_future()
+        self._pending = pending
+        too_late = self._loop.call_later(timeout_s, self._give_up, timeout_s)
         try:
-            return await asyncio.shield(self._pending)
+            return await pending
         except asyncio.CancelledError:
-            self.cancel()
-            self._pending.add_done_callback(_discard)
+            self._abandon(pending)
             raise
         finally:
             too_late.cancel()
+
+    def _abandon(self, pending: asyncio.Future[Packet]) -> None:
+        """Its caller was cancelled: kill the execution, unless its answer is there already."""
+        if self._pending is pending:
+            self.cancel()
+            self._pending = self._loop.create_future()
+            self._pending.add_done_callback(_discard)
+        elif not pending.cancelled():
+            _discard(pending)
 
     def _on_readable(self) -> None:
         try:
@@ -242,7 +252,7 @@ def _spawn() -> tuple[subprocess.Popen[bytes], socket.socket, int]:
         try:
             process = subprocess.Popen(
                 argv,
-                env={},
+                env=_ENVIRONMENT,
                 cwd="/",
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import resource
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
 from rayapp.sandbox.local.limits import MIB, Limits
@@ -24,8 +24,8 @@ class Usage:
     """Descriptor of a /proc; -1 where there is none, and then nothing is ever in excess."""
     own_pid: str = ""
     """Id in that /proc, which may be of an outer pid namespace, of the process whose children are looked at."""
-    apart: frozenset[str] = frozenset()
-    """Children whose trees are counted elsewhere: a session beside the execution."""
+    _depth: int = 0
+    """Pid namespaces between that /proc and that process."""
     _warm_pages: int = 0
 
     @classmethod
@@ -41,22 +41,24 @@ class Usage:
     def look_at_children_of(self, pid: str) -> None:
         """From now on: of this process, which they are forked from."""
         self.own_pid = pid
-        self._warm_pages = self._resident_pages(pid) if self.proc >= 0 else 0
+        if self.proc >= 0:
+            self._warm_pages = self._resident_pages(pid)
+            self._depth = len(self._ids(pid)) - 1
 
     def id_of_this_process(self) -> str:
         """Its id in that /proc; empty where there is none."""
         return os.readlink("self", dir_fd=self.proc) if self.proc >= 0 else ""
 
-    def children(self) -> set[str]:
-        """Ids in that /proc of that process's children."""
-        return set(self._read(f"{self.own_pid}/task/{self.own_pid}/children").split()) if self.proc >= 0 else set()
+    def excess(self, limits: Limits, apart: Collection[int]) -> str | None:
+        """`memory` or `processes` when the tree has more than it may.
 
-    def excess(self, limits: Limits) -> str | None:
-        """`memory` or `processes` when the tree has more than it may."""
+        Args:
+            apart: process ids, as that process knows them, of children that are not the execution's.
+        """
         if self.proc < 0:
             return None
         pages = threads = 0
-        for pid in self._tree():
+        for pid in self._tree(apart):
             # Each is a fork of the warm interpreter: what they share with it is no memory of theirs.
             pages += max(0, self._resident_pages(pid) - self._warm_pages)
             threads += self._num_threads(pid)
@@ -64,12 +66,25 @@ class Usage:
                 return "processes"
         return "memory" if pages * _PAGE > limits.memory_mib * MIB else None
 
-    def _tree(self) -> Iterator[str]:
-        pending = [pid for pid in self.children() if pid not in self.apart]
+    def _tree(self, apart: Collection[int]) -> Iterator[str]:
+        pending = [pid for pid in self._children(self.own_pid) if not apart or self._known_as(pid) not in apart]
         while pending:
             pid = pending.pop()
             yield pid
-            pending += self._read(f"{pid}/task/{pid}/children").split()
+            pending += self._children(pid)
+
+    def _children(self, pid: str) -> list[str]:
+        return self._read(f"{pid}/task/{pid}/children").split()
+
+    def _known_as(self, pid: str) -> int:
+        """Its id in the pid namespace of the process whose children are looked at; 0 when it has just ended."""
+        ids = self._ids(pid)
+        return int(ids[self._depth]) if ids else 0
+
+    def _ids(self, pid: str) -> list[str]:
+        """In that /proc's pid namespace first, in its own last."""
+        _, _, after = self._read(f"{pid}/status").partition("\nNSpid:")
+        return after.partition("\n")[0].split()
 
     def _resident_pages(self, pid: str) -> int:
         fields = self._read(f"{pid}/statm").split()

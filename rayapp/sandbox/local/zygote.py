@@ -5,7 +5,8 @@
                                                   `-> template: forks the child for the next job
 
 Started by `slot.py` as `python -I -S` with an empty environment. The next job is most likely like the last one, so its
-child is forked and confined, once nothing of the last one is alive, while nobody waits.
+child is forked and confined before it comes; where children can't reach each other two are kept, as making one takes
+longer than a short job does. No job is given out before all that ran the last one is dead.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import marshal
 import os
 import socket
 import time
+from collections import deque
 from dataclasses import replace
 from functools import partial
 
@@ -45,12 +47,13 @@ class Zygote:
         self._usage = level.usage
         self._usage.look_at_children_of(self._template.seen_as)
         self._session: Child | None = None
-        self._spare: Child | None = None
+        self._spares: deque[Child] = deque()
+        self._num_spares = 2 if level.keeps_apart else 1
         self._home_is_used = False
         self._next_ends: Ends | None = None
 
     def serve(self) -> None:
-        self._spare = self._fork(_USUAL_PLACE)
+        self._fork_spares(_USUAL_PLACE)
         while True:
             try:
                 header, descriptors = wire.receive(self._channel)
@@ -74,7 +77,8 @@ class Zygote:
         is_resumed = bool(header["session"]) and self._session is not None
         ran = self._session_child(place, limits) if header["session"] else self._fresh_child(place)
         self._order(ran, limits, descriptors, is_session=bool(header["session"]))
-        ran.pid = ran.pid or self._template.forked()
+        if not ran.pid:
+            self._template.settle()
         deadline = started + float(header["timeout_s"])  # type: ignore[arg-type]
         execution = self._execution(ran, limits, _integer(header, "max_output_bytes"), deadline)
         execution.is_ready = is_resumed
@@ -107,49 +111,52 @@ class Zygote:
         wire.send(self._channel, answer, execution.target)
 
     def _clean_up(self, ran: Child, execution: Execution) -> None:
-        """After the answer, so that nobody waits for it; before the next fork, so that nothing meets it."""
+        """After the answer, so that nobody waits for it; before the next job, so that nothing meets it."""
         ran.pid = execution.pid
         if ran is not self._session:
-            self._spare = self._fork(ran.place, ended=ran.pid)
+            _, is_as_new = self._template.end(ran.pid, session=self._session_pid())
             ran.ends.close()
+            if not is_as_new:
+                self._end_spares()
+            self._fork_spares(ran.place)
         elif execution.goes_on:
             self._template.end(session=ran.pid)
         else:
             self._end_session()
 
     def _fresh_child(self, place: Place) -> Child:
-        self._usage.apart = self._session.seen_as if self._session else frozenset()
-        if self._spare is not None and self._spare.place != place:
-            self._end_spare()
-        spare, self._spare = self._spare or self._fork(place), None
-        return spare
+        if self._spares and self._spares[0].place != place:
+            self._end_spares()
+        return self._spares.popleft() if self._spares else self._fork(place)
 
     def _session_child(self, place: Place, limits: Limits) -> Child:
-        self._end_spare()
-        self._usage.apart = frozenset()
+        self._end_spares()
         if self._session is None:
-            before = self._usage.children()
             self._session = self._fork(place)
-            self._session.pid = self._template.forked()
+            self._template.settle()
             self._session.max_processes = limits.max_processes
-            self._session.seen_as = frozenset(self._usage.children() - before)
         else:
             self._session.forget_what_it_said()
         return self._session
 
-    def _fork(self, place: Place, *, ended: int = 0) -> Child:
-        """A child that is on its way; `ended` is one whose end it must not see."""
+    def _fork_spares(self, place: Place) -> None:
+        while len(self._spares) < self._num_spares:
+            self._spares.append(self._fork(place))
+
+    def _fork(self, place: Place) -> Child:
+        """A child that is on its way."""
         ends, self._next_ends = self._next_ends or Ends(), None
-        self._template.fork(place, ends.given, ended=ended, session=self._session.pid if self._session else 0)
+        child = Child(ends=ends, place=place)
+        self._template.fork(child)
         ends.close_given()
-        return Child(ends=ends, place=place)
+        return child
 
     def _execution(self, ran: Child, limits: Limits, max_output: int, deadline: float) -> Execution:
         caps = (max_output, max_output, MAX_RESULT_BYTES)
         starts = (0, max_output, 2 * max_output)
         return Execution(
             pid=ran.pid,
-            end=partial(self._template.end, session=self._session.pid if self._session else 0),
+            end=lambda pid: self._template.end(pid, session=self._session_pid())[0],
             control=ran.ends.control,
             done=ran.ends.done,
             streams=[
@@ -159,17 +166,27 @@ class Zygote:
             deadline=deadline,
             limits=limits,
             usage=self._usage,
+            others=partial(self._others, ran),
         )
 
     def _num_running(self) -> int:
         """Processes beside the execution that count against the limit of this user."""
-        return _OWN_PROCESSES + (self._session.max_processes if self._session else 0)
+        return _OWN_PROCESSES + len(self._spares) + (self._session.max_processes if self._session else 0)
 
-    def _end_spare(self) -> None:
-        if self._spare is not None:
-            spare, self._spare = self._spare, None
+    def _others(self, running: Child) -> set[int]:
+        """Process ids of all children but this one."""
+        self._template.settle()
+        return {child.pid for child in (*self._spares, self._session) if child is not None and child is not running}
+
+    def _session_pid(self) -> int:
+        return self._session.pid if self._session else 0
+
+    def _end_spares(self) -> None:
+        self._template.settle()
+        while self._spares:
+            spare = self._spares.popleft()
             spare.ends.close()
-            self._template.end(spare.pid or self._template.forked(), session=self._session.pid if self._session else 0)
+            self._template.end(spare.pid, session=self._session_pid())
 
     def _end_session(self) -> None:
         if self._session is not None:
@@ -181,11 +198,11 @@ class Zygote:
         """The sandbox was given back."""
         if self._home_is_used:
             self.forget()
-            self._spare = self._fork(_USUAL_PLACE)
+            self._fork_spares(_USUAL_PLACE)
 
     def forget(self) -> None:
         """End the sandbox's session and all that was confined to its files, and the files."""
-        self._end_spare()
+        self._end_spares()
         self._end_session()
         self._template.reset()
         self._home_is_used = False
