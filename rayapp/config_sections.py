@@ -90,7 +90,8 @@ class TrainSection(FrozenModel):
     num_minibatches: int = Field(1, ge=1)
     """Optimizer steps made from one batch. 1 is on-policy: old log-probs are those of the update itself."""
     max_staleness: int = Field(0, ge=0)
-    """Optimizer steps between the weights that sampled a group and those that train on it. 0 is synchronous."""
+    """Optimizer steps between the weights that sampled a group and those that train on it. 0 is synchronous. On one
+    CPU more than 0 is slower: sampling and training share its cores."""
     straggler_window: int | None = Field(None, ge=0)
     """Groups that may be trained before one that is still being generated, as long as that one does not grow staler
     than max_staleness. None: as many as a step has. 0: strictly in order. Synchronous runs are in order anyway."""

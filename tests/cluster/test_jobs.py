@@ -11,6 +11,7 @@ import socket
 import sys
 import tempfile
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -119,6 +120,29 @@ def test_stopped_job_has_the_time_to_save(head: Any, tmp_path: Path) -> None:
 
     assert stopped.stdout == "slow: STOPPED\n", stopped.stdout + stopped.stderr
     assert (tmp_path / "slow" / "checkpoints" / "step=000003" / "manifest.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("then", "status", "code"), [("exit 0", "SUCCEEDED", 0), ("exit 3", "FAILED", 1), ("sleep 600", "STOPPED", 130)]
+)
+def test_following_a_job_ends_as_the_job_does(head: Any, tmp_path: Path, then: str, status: str, code: int) -> None:
+    # given: as the cluster's python a program that says that it is there
+    began, program = tmp_path / "began", tmp_path / "python"
+    program.write_text(f"#!/bin/sh\ntouch {began}\n{then}\n")
+    program.chmod(0o755)
+    command = ["submit", "configs/coding_cpu.yaml", f"run.output_dir={tmp_path}", "model.path=hub/model", "--follow"]
+
+    # when
+    with ThreadPoolExecutor() as pool:
+        following = pool.submit(head.rayapp, *command, "--python", str(program))
+        head.until(began.exists, lambda: f"the job does not start: {following}")
+        if status == "STOPPED":
+            head.rayapp("stop", "--all")
+        done = following.result(timeout=300)
+
+    # then
+    assert done.returncode == code, done.stdout + done.stderr
+    assert done.stderr.splitlines()[-1].endswith(f": {status}")
 
 
 @pytest.mark.long
