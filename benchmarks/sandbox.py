@@ -18,6 +18,7 @@ import shutil
 import statistics
 import subprocess
 import sys
+import sysconfig
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
@@ -48,7 +49,7 @@ def f(items):
 NUMPY = "import numpy\ndef f(x):\n    return int(numpy.arange(x).sum())"
 BARE_FORK = """
 import gc, os, sys, time
-sys.path.append(sys.argv[3])
+sys.path += sys.argv[3].split(os.pathsep)
 for name in sys.argv[4:]:
     __import__(name)
 gc.collect()
@@ -66,7 +67,8 @@ BWRAP = (
     "bwrap", "--unshare-all", "--die-with-parent", "--ro-bind", "/", "/", "--tmpfs", "/tmp", "--proc", "/proc",
     "--dev", "/dev",
 )  # fmt: skip
-PROJECT = str(Path(__file__).resolve().parents[1])
+FOLDERS = os.pathsep.join((str(Path(__file__).resolve().parents[1]), sysconfig.get_path("purelib")))
+"""Of this project, and of numpy."""
 WARM_INTERPRETER = (*WARM_MODULES, boot.__name__)
 """All that the interpreter which executions are forked from has loaded: the modules for candidates, and our own."""
 HARNESS_IMPORTS = "import " + ", ".join(WARM_MODULES)
@@ -95,8 +97,8 @@ async def sample(
 
 def bare_fork(executions: int, *, pause_s: float = 0.0, modules: Sequence[str] = WARM_INTERPRETER) -> list[float]:
     """Seconds per `os.fork` of an interpreter with these modules, whose child ends at once."""
-    argv = [PYTHON, "-I", "-S", "-c", BARE_FORK, str(executions), str(pause_s), PROJECT, *modules]
-    done = subprocess.run(argv, env={}, capture_output=True, text=True, check=True)
+    argv = [PYTHON, "-I", "-S", "-c", BARE_FORK, str(executions), str(pause_s), FOLDERS, *modules]
+    done = subprocess.run(argv, env={"OPENBLAS_NUM_THREADS": "1"}, capture_output=True, text=True, check=True)
     return [float(line) for line in done.stdout.split()]
 
 
@@ -131,6 +133,7 @@ async def latencies(providers: dict[str, LocalProvider], executions: int) -> Sam
         kinds[level] = lambda count, provider=provider: sample(provider, TRIVIAL, 1, count)  # type: ignore[misc]
     kinds["ns, numpy preloaded"] = lambda count: sample(with_numpy, TRIVIAL, 1, count)
     kinds["bare fork, warm modules only"] = lambda count: bare_fork(count, modules=WARM_MODULES)
+    kinds["bare fork, numpy"] = lambda count: bare_fork(count, modules=(*WARM_INTERPRETER, "numpy"))
     kinds["bare fork, after a pause"] = lambda count: bare_fork(count, pause_s=PAUSE_S)
     kinds["ns, after a pause"] = lambda count: sample(providers["ns"], TRIVIAL, 1, count, pause_s=PAUSE_S)
     kinds["ns, numpy, after a pause"] = lambda count: sample(with_numpy, TRIVIAL, 1, count, pause_s=PAUSE_S)

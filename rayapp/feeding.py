@@ -66,10 +66,16 @@ async def feed(run: Run) -> None:
                 together = ids[first : first + size]
                 for _ in together:
                     await seats.acquire()
-                for request in _requests(run, together, version):
-                    with about(step=version + 1, group=request.group_id):
-                        task = tasks.create_task(generate(run, request), name=f"group={request.group_id}")
-                    task.add_done_callback(lambda _: seats.release())
+                for started in _start(run, together, version, tasks):
+                    started.add_done_callback(lambda _: seats.release())
+
+
+def _start(run: Run, together: Sequence[int], version: int, tasks: asyncio.TaskGroup) -> list[asyncio.Task[None]]:
+    started = []
+    for request in _requests(run, together, version):
+        with about(step=version + 1, group=request.group_id):
+            started.append(tasks.create_task(generate(run, request), name=f"group={request.group_id}"))
+    return started
 
 
 def _requests(run: Run, together: Sequence[int], version: int) -> Iterator[GroupRequest]:
