@@ -20,6 +20,7 @@ import pytest
 from actors.metrics import Reporter
 from rayapp.engines.vllm_stats import EngineLoad
 from rayapp.failures import FailureBudget
+from rayapp.rollout.testing import summary_of
 from rayapp.sandbox.pool_stats import PoolStats
 from rayapp.tracking.alerts import ALERTS, rule_file
 from rayapp.tracking.metrics import summarize_step
@@ -39,23 +40,12 @@ Scalars = dict[str, float]
 def group(rewards: list[float], *, num_failed: int = 0) -> GroupSummary:
     count = len(rewards)
     valid = np.arange(count) >= num_failed
-    return GroupSummary(
-        group_id=0,
-        task="sums",
-        rewards=np.array(rewards, np.float32),
+    return summary_of(
+        rewards,
         valid=valid,
-        num_tokens=np.full(count, 20, np.int32),
-        num_response_tokens=np.full(count, 10, np.int32),
-        num_prompt_tokens=10,
         statuses=tuple("completed" if ok else "error_sandbox" for ok in valid),
         reward_statuses=tuple("scored" if ok else "invalid" for ok in valid),
         failure_kinds=tuple("" if ok else "sandbox_gone" for ok in valid),
-        reward_terms={},
-        min_policy_version=0,
-        max_policy_version=0,
-        time_generate_s=1.0,
-        time_score_s=1.0,
-        time_total_s=2.0,
     )
 
 

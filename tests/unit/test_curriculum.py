@@ -14,9 +14,10 @@ from rayapp.config import Config
 from rayapp.errors import CheckpointError
 from rayapp.rollout.curriculum import FILE, Curriculum
 from rayapp.rollout.order import GroupRequest, prompt_index
+from rayapp.rollout.testing import summary_of
 from rayapp.run_folder import RunFolder
 from rayapp.saving import CheckpointSaver
-from rayapp.types import GroupSummary, RolloutStatus
+from rayapp.types import GroupSummary
 
 NUM_PROMPTS = 6
 SOLVED_BY = (0.0, 0.1, 0.5, 0.5, 0.9, 1.0)
@@ -28,25 +29,10 @@ def curriculum(counts: dict[str, tuple[float, float]] | None = None, seed: int =
 
 
 def summary(solved: list[float], *, valid: list[bool] | None = None, has_term: bool = True) -> GroupSummary:
-    values = np.array(solved, np.float32)
-    return GroupSummary(
-        group_id=0,
-        task="t",
-        rewards=values if not has_term else np.zeros_like(values),
-        valid=np.array(valid if valid is not None else [True] * values.size),
-        num_response_tokens=np.ones(values.size, np.int32),
-        num_tokens=np.ones(values.size, np.int32),
-        num_prompt_tokens=1,
-        statuses=(RolloutStatus.COMPLETED,) * values.size,
-        reward_statuses=("scored",) * values.size,
-        failure_kinds=("",) * values.size,
-        reward_terms={"solved": values} if has_term else {},
-        min_policy_version=0,
-        max_policy_version=0,
-        time_generate_s=0.0,
-        time_score_s=0.0,
-        time_total_s=0.0,
-    )
+    given = np.array(valid if valid is not None else [True] * len(solved))
+    if not has_term:
+        return summary_of(solved, valid=given)
+    return summary_of([0.0] * len(solved), valid=given, reward_terms={"solved": np.array(solved, np.float32)})
 
 
 def play(history: Curriculum, steps: range, *, groups_per_step: int = 2, backwards: bool = False) -> list[int]:

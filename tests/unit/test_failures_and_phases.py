@@ -6,32 +6,15 @@ import re
 import time
 from dataclasses import replace
 
-import numpy as np
 import pytest
 
 from rayapp.errors import TrainingAbortedError
 from rayapp.failures import FailureBudget
 from rayapp.phases import Phases
+from rayapp.rollout.testing import summary_of
 from rayapp.types import GroupSummary
 
-FOUR = GroupSummary(
-    group_id=0,
-    task="t",
-    rewards=np.zeros(4, np.float32),
-    valid=np.ones(4, np.bool_),
-    num_tokens=np.full(4, 30, np.int32),
-    num_response_tokens=np.full(4, 20, np.int32),
-    num_prompt_tokens=10,
-    statuses=("completed",) * 4,
-    reward_statuses=("scored",) * 4,
-    failure_kinds=("",) * 4,
-    reward_terms={},
-    min_policy_version=0,
-    max_policy_version=0,
-    time_generate_s=0.0,
-    time_score_s=0.0,
-    time_total_s=0.0,
-)
+FOUR = summary_of([0.0] * 4)
 
 
 def failing(*kinds: str) -> GroupSummary:

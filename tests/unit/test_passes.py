@@ -7,6 +7,7 @@ from itertools import combinations
 import numpy as np
 import pytest
 
+from rayapp.rollout.testing import summary_of
 from rayapp.tracking.passes import ladder, pass_at_k, summarize_passes
 from rayapp.types import GroupSummary
 
@@ -20,25 +21,8 @@ def test_the_estimate_is_the_share_of_draws_that_hold_a_right_sample(num_right: 
 
 
 def summary(name: str, solved: list[float], valid: list[bool] | None = None) -> GroupSummary:
-    size = len(solved)
-    return GroupSummary(
-        group_id=0,
-        task=name,
-        rewards=np.array(solved, np.float32),
-        valid=np.array(valid if valid is not None else [True] * size, np.bool_),
-        num_tokens=np.full(size, 3, np.int32),
-        num_response_tokens=np.full(size, 2, np.int32),
-        num_prompt_tokens=1,
-        statuses=("completed",) * size,
-        reward_statuses=("scored",) * size,
-        failure_kinds=("",) * size,
-        reward_terms={"solved": np.array(solved, np.float32)},
-        min_policy_version=0,
-        max_policy_version=0,
-        time_generate_s=0.0,
-        time_score_s=0.0,
-        time_total_s=0.0,
-    )
+    given = np.array(valid if valid is not None else [True] * len(solved))
+    return summary_of(solved, task=name, valid=given, reward_terms={"solved": np.array(solved, np.float32)})
 
 
 def test_each_data_source_has_its_own_numbers() -> None:

@@ -6,10 +6,10 @@ import asyncio
 import random
 from collections import Counter
 
-import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rayapp.rollout.testing import summary_of
 from rayapp.store import TrajectoryStore
 from rayapp.types import GroupSummary
 
@@ -17,24 +17,7 @@ NUM_STEPS = 6
 
 
 def summary(group_id: int, version: int) -> GroupSummary:
-    return GroupSummary(
-        group_id=group_id,
-        task="t",
-        rewards=np.zeros(2, np.float32),
-        valid=np.ones(2, np.bool_),
-        num_tokens=np.ones(2, np.int32),
-        num_response_tokens=np.ones(2, np.int32),
-        num_prompt_tokens=1,
-        statuses=("completed", "completed"),
-        reward_statuses=("scored", "scored"),
-        failure_kinds=("", ""),
-        reward_terms={},
-        min_policy_version=version,
-        max_policy_version=version,
-        time_generate_s=0.0,
-        time_score_s=0.0,
-        time_total_s=0.0,
-    )
+    return summary_of([0.0, 0.0], group_id=group_id, min_policy_version=version, max_policy_version=version)
 
 
 class Run:

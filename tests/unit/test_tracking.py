@@ -12,19 +12,20 @@ import pty
 import re
 import subprocess
 import sys
-from dataclasses import replace
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
 from rich.console import Console
 
+from rayapp.rollout.testing import summary_of
 from rayapp.tracking.console import LineConsole, LiveConsole, duration, sparkline, step_line
 from rayapp.tracking.jsonl import JsonlTracker, read_metrics
 from rayapp.tracking.metrics import summarize_step
 from rayapp.tracking.plots import write_reward_plot
 from rayapp.tracking.trackers import RunTracker
-from rayapp.types import GroupSummary
+from rayapp.types import FloatArray, GroupSummary
 
 ROOT = Path(__file__).parents[2]
 METRICS = {
@@ -39,27 +40,20 @@ METRICS = {
 }
 
 
-def summary(**changes: object) -> GroupSummary:
+def summary(rewards: Sequence[float] | FloatArray = (1, 0), **changes: object) -> GroupSummary:
     """Two trajectories of task `sort`, rewards 1 and 0, both valid, sampled by version 3."""
-    base = GroupSummary(
-        group_id=0,
-        task="sort",
-        rewards=np.array([1, 0], np.float32),
-        valid=np.array([True, True]),
-        num_tokens=np.array([15, 25], np.int32),
-        num_response_tokens=np.array([5, 15], np.int32),
-        num_prompt_tokens=10,
-        statuses=("completed", "truncated"),
-        reward_statuses=("scored", "timeout"),
-        failure_kinds=("", ""),
-        reward_terms={"pass_rate": np.array([1, 0], np.float32)},
-        min_policy_version=3,
-        max_policy_version=3,
-        time_generate_s=0.0,
-        time_score_s=0.0,
-        time_total_s=0.0,
-    )
-    return replace(base, **changes)
+    usual: dict[str, object] = {
+        "task": "sort",
+        "num_tokens": np.array([15, 25], np.int32),
+        "num_response_tokens": np.array([5, 15], np.int32),
+        "num_prompt_tokens": 10,
+        "statuses": ("completed", "truncated"),
+        "reward_statuses": ("scored", "timeout"),
+        "reward_terms": {"pass_rate": np.array([1, 0], np.float32)},
+        "min_policy_version": 3,
+        "max_policy_version": 3,
+    }
+    return summary_of(rewards, **usual | changes)
 
 
 def test_rewards_are_those_of_valid_trajectories_of_all_groups_and_of_each_task() -> None:
@@ -199,6 +193,7 @@ def test_the_live_display_shows_step_phase_reward_and_time_left() -> None:
 
 PROGRAM = """
 import logging, sys
+from collections.abc import Sequence
 from pathlib import Path
 from rayapp.config import Config
 from rayapp.run_folder import RunFolder
