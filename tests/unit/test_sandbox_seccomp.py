@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 import re
 import struct
 from pathlib import Path
@@ -133,6 +134,19 @@ def test_without_a_pid_namespace_code_signals_itself_only_and_starts_threads_onl
     assert [here(code, "clone", flags) for flags in (threads, fork)] == [ALLOW, ERRNO | errno.EAGAIN]
     assert here(code, "clone", namespace) == ERRNO | errno.EPERM
     assert here(rules.closing(), "clone", fork) == ALLOW
+
+
+@pytest.mark.parametrize("machine", MACHINES)
+def test_without_a_file_system_of_its_own_code_changes_no_files_owner_mode_times_or_length(machine: str) -> None:
+    alone, apart = rules.closing(own_pid=1234, machine=machine), rules.closing(machine=machine)
+    for name in ("fchmodat", "fchmod", "fchownat", "utimensat", "fsetxattr", "file_setattr", "truncate"):
+        assert on(machine, alone, name) == ERRNO | errno.EPERM
+        assert on(machine, apart, name) == ALLOW
+    read, read_and_truncate, write_and_truncate = os.O_RDONLY, os.O_RDONLY | os.O_TRUNC, os.O_WRONLY | os.O_TRUNC
+    answers = [on(machine, alone, "openat", 0, 0, how) for how in (read, read_and_truncate, write_and_truncate)]
+    # what opens for writing Landlock looks at
+    assert answers == [ALLOW, ERRNO | errno.EPERM, ALLOW]
+    assert on(machine, alone, "openat2") == ERRNO | errno.ENOSYS
 
 
 @pytest.mark.parametrize("machine", MACHINES)

@@ -53,6 +53,7 @@ class Canary:
                 "folder": str(folder),
                 "file": str(folder / "secret"),
                 "writable": str(folder / "writable"),
+                "own": str(folder / "own"),
                 "pid": os.getpid(),
                 "group": os.getpgrp(),
                 "neighbour": self._neighbour.pid,
@@ -91,6 +92,7 @@ class Canary:
         folder = Path(str(self.facts["folder"]))
         return {
             "files": sorted(path.name for path in folder.iterdir()),
+            "a file of the sandbox's user": _owned(folder / "own"),
             "a file's content": (folder / "writable").read_text() if (folder / "writable").exists() else "gone",
             "host name": socket.gethostname(),
             **_state_of("this process", os.getpid()),
@@ -106,6 +108,9 @@ class Canary:
         for name, text, mode in (("secret", secret, 0o644), ("writable", _WRITABLE, 0o666)):
             (folder / name).write_text(text)
             (folder / name).chmod(mode)
+        (folder / "own").write_text(_WRITABLE)
+        if os.geteuid() == 0:
+            os.chown(folder / "own", self._uid, self._uid)
         return folder
 
     def _start_neighbour(self, stack: contextlib.ExitStack, secret: str) -> subprocess.Popen[bytes]:
@@ -118,6 +123,11 @@ class Canary:
         stack.callback(neighbour.wait)
         stack.callback(neighbour.kill)
         return neighbour
+
+
+def _owned(path: Path) -> object:
+    status = path.stat()
+    return path.read_text(), oct(status.st_mode), status.st_gid, status.st_mtime_ns, os.listxattr(path)
 
 
 def _state_of(who: str, pid: int) -> dict[str, object]:

@@ -7,6 +7,7 @@ than this list are refused, so that a new kernel opens no new door.
 from __future__ import annotations
 
 import errno
+import os
 import signal
 
 from rayapp.sandbox.local import kernel
@@ -15,6 +16,7 @@ from rayapp.sandbox.local.seccomp import (
     Block,
     both,
     dies_with,
+    not_masked,
     not_with,
     null_pointer,
     only_with,
@@ -30,6 +32,7 @@ _CLONE_NEWTIME = 0x80
 _NAMESPACES = 0x7E020000 | _CLONE_NEWTIME
 _AF_UNIX, _SOCK_STREAM, _SOCK_TYPE_MASK = 1, 1, 0xB
 _TIOCSTI, _TIOCLINUX, _FIOSETOWN, _SIOCSPGRP = 0x5412, 0x541C, 0x8901, 0x8902
+_FS_IOC_SETFLAGS, _FS_IOC_FSSETXATTR = 0x40086602, 0x401C5820
 _F_SETOWN, _F_SETSIG, _F_SETOWN_EX = 8, 10, 15
 
 _NEVER = (
@@ -57,6 +60,14 @@ _ZYGOTE_ONLY = (
 """What the zygote calls to start an execution, and nothing in it may call. Memory files are memory that no
 limit of the candidate counts."""
 
+_OWNERS_ONLY = (
+    "chmod", "fchmod", "fchmodat", "fchmodat2", "chown", "lchown", "fchown", "fchownat", "utime", "utimes",
+    "futimesat", "utimensat", "setxattr", "lsetxattr", "fsetxattr", "setxattrat", "removexattr", "lremovexattr",
+    "fremovexattr", "removexattrat", "file_setattr", "truncate",
+)  # fmt: skip
+"""What only a file's owner may do; in a pod that is the user of the whole run. Landlock has no rule for mode, owner,
+times and attributes, and none for truncation below ABI 3 (kernel 6.2)."""
+
 
 def standing(machine: str | None = None) -> bytes:
     """The filter of the zygote, which every execution inherits. `machine` is this one unless a test names another."""
@@ -64,7 +75,7 @@ def standing(machine: str | None = None) -> bytes:
     rules["socketpair"] = both((0, _AF_UNIX), (1, _SOCK_STREAM), _SOCK_TYPE_MASK)
     # Streams (1) and sequenced packets (5), equal under the mask: a datagram pair could send to any socket by name.
     rules["sendto"] = null_pointer(4)
-    rules["ioctl"] = not_with(1, _TIOCSTI, _TIOCLINUX, _FIOSETOWN, _SIOCSPGRP)
+    rules["ioctl"] = not_with(1, _TIOCSTI, _TIOCLINUX, _FIOSETOWN, _SIOCSPGRP, _FS_IOC_SETFLAGS, _FS_IOC_FSSETXATTR)
     # Signal-driven I/O sends any signal to any process of this uid, past every rule about kill.
     rules["fcntl"] = not_with(1, _F_SETOWN, _F_SETSIG, _F_SETOWN_EX)
     for name in ("sched_setparam", "sched_setscheduler", "sched_setattr", "sched_setaffinity", "prlimit64"):
@@ -113,7 +124,13 @@ class ClosingAlone:
 
 def _alone(own_pid: int) -> dict[str, Block]:
     no_more = refuse(errno.EAGAIN)
+    # To open for reading and truncate takes no right to write from Landlock below ABI 3.
+    truncating = os.O_ACCMODE | os.O_TRUNC, os.O_TRUNC
     return {
+        **{name: refuse() for name in _OWNERS_ONLY},
+        "open": not_masked(1, *truncating),
+        "openat": not_masked(2, *truncating),
+        "openat2": refuse(errno.ENOSYS),  # its flags lie in memory, where a filter can't look
         "kill": only_with(0, own_pid),
         "tgkill": only_with(0, own_pid),
         "rt_sigqueueinfo": only_with(0, own_pid),

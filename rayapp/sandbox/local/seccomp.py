@@ -54,6 +54,11 @@ def without_bits(index: int, bits: int) -> Block:
     return (_argument(index), (_JUMP_ANY_BIT, 0, 1, bits), *refuse(), *PERMIT)
 
 
+def not_masked(index: int, mask: int, value: int) -> Block:
+    """Refused if this argument (32 bits), masked, is the value."""
+    return (_argument(index), (_AND, 0, 0, mask), (_JUMP_EQUAL, 0, 1, value), *refuse(), *PERMIT)
+
+
 def with_bits(index: int, bits: int, *, forbidden: int, number: int) -> Block:
     """Allowed if one of `bits` is set and none of `forbidden`; without `bits` the error is `number`."""
     return (

@@ -19,13 +19,18 @@ HIGHEST = 470
 _COMMON = {
     "pidfd_send_signal": 424, "io_uring_setup": 425, "io_uring_enter": 426, "io_uring_register": 427,
     "open_tree": 428, "move_mount": 429, "fsopen": 430, "fsconfig": 431, "fsmount": 432, "fspick": 433,
-    "pidfd_open": 434, "clone3": 435, "close_range": 436, "pidfd_getfd": 438, "process_madvise": 440,
+    "pidfd_open": 434, "clone3": 435, "close_range": 436, "openat2": 437, "pidfd_getfd": 438, "process_madvise": 440,
     "mount_setattr": 442, "quotactl_fd": 443, "landlock_create_ruleset": 444, "landlock_add_rule": 445,
     "landlock_restrict_self": 446, "memfd_secret": 447, "process_mrelease": 448, "set_mempolicy_home_node": 450,
-    "statmount": 457, "listmount": 458, "lsm_set_self_attr": 460, "open_tree_attr": 467,
+    "fchmodat2": 452, "statmount": 457, "listmount": 458, "lsm_set_self_attr": 460, "setxattrat": 463,
+    "removexattrat": 466, "open_tree_attr": 467, "file_setattr": 469,
 }  # fmt: skip
 
 _X86_64 = {
+    "open": 2, "truncate": 76, "chmod": 90, "fchmod": 91, "chown": 92, "fchown": 93, "lchown": 94, "utime": 132,
+    "setxattr": 188, "lsetxattr": 189, "fsetxattr": 190, "removexattr": 197, "lremovexattr": 198,
+    "fremovexattr": 199, "utimes": 235, "openat": 257, "fchownat": 260, "futimesat": 261, "fchmodat": 268,
+    "utimensat": 280,
     "ioctl": 16, "shmget": 29, "shmat": 30, "shmctl": 31, "socket": 41, "connect": 42, "accept": 43, "sendto": 44,
     "bind": 49, "listen": 50, "socketpair": 53, "clone": 56, "fork": 57, "vfork": 58, "kill": 62, "semget": 64,
     "semop": 65, "semctl": 66, "shmdt": 67, "msgget": 68, "msgsnd": 69, "msgrcv": 70, "msgctl": 71, "fcntl": 72,
@@ -46,6 +51,8 @@ _X86_64 = {
 }  # fmt: skip
 
 _AARCH64 = {
+    "setxattr": 5, "lsetxattr": 6, "fsetxattr": 7, "removexattr": 14, "lremovexattr": 15, "fremovexattr": 16,
+    "truncate": 45, "fchmod": 52, "fchmodat": 53, "fchownat": 54, "fchown": 55, "openat": 56, "utimensat": 88,
     "lookup_dcookie": 18, "fcntl": 25, "inotify_init1": 26, "ioctl": 29, "ioprio_set": 30, "mknodat": 33,
     "umount2": 39, "mount": 40, "pivot_root": 41, "chroot": 51, "vhangup": 58, "quotactl": 60, "vmsplice": 75,
     "acct": 89, "personality": 92, "unshare": 97, "kexec_load": 104, "init_module": 105, "delete_module": 106,
