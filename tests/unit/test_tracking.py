@@ -193,7 +193,6 @@ def test_the_live_display_shows_step_phase_reward_and_time_left() -> None:
 
 PROGRAM = """
 import logging, sys
-from collections.abc import Sequence
 from pathlib import Path
 from rayapp.config import Config
 from rayapp.run_folder import RunFolder

@@ -21,6 +21,8 @@ from pathlib import Path
 from types import TracebackType
 
 from rayapp.sandbox.local import syscalls
+from rayapp.sandbox.local.landlocked import Landlocked
+from rayapp.sandbox.local.namespaces import Namespaces
 from rayapp.sandbox.local.slot import Slot
 
 _IPC_CREAT, _IPC_RMID = 0o1000, 0
@@ -145,7 +147,7 @@ def _survivors(uid: int, zygote: int, *, is_nested: bool) -> int:
     """Processes of the sandbox's user beside the zygote's own; only where it has a user id of its own.
 
     Its own are the one that was started, inside namespaces a second one, the template, and children of that which wait
-    for the next jobs: one, inside namespaces two.
+    for the next jobs.
     """
     if uid == os.getuid():
         return 0  # this user has other processes, which come and go
@@ -159,7 +161,8 @@ def _survivors(uid: int, zygote: int, *, is_nested: bool) -> int:
     for _ in range(2 if is_nested else 1):
         chain += sorted(child for child, parent in parents.items() if parent == chain[-1])[:1]
     waiting = [child for child, parent in parents.items() if parent == chain[-1]]
-    return len(set(parents) - set(chain)) - min(2 if is_nested else 1, len(waiting))
+    level = Namespaces if is_nested else Landlocked
+    return len(set(parents) - set(chain)) - min(level.num_spares, len(waiting))
 
 
 def _make_sockets(stack: contextlib.ExitStack, folder: Path) -> dict[str, object]:

@@ -11,12 +11,10 @@ import os
 import select
 import socket
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from rayapp.sandbox.local import wire
-from rayapp.sandbox.local.limits import Limits
-from rayapp.sandbox.local.usage import Usage
 
 READY = b"."
 MAX_CONTROL_BYTES = 4096
@@ -105,10 +103,8 @@ class Execution:
     """The answer's memory file."""
     deadline: float
     """By the monotonic clock."""
-    limits: Limits
-    usage: Usage
-    others: Callable[[], Collection[int]]
-    """Process ids of children beside it, which are not its doing."""
+    excess: Callable[[], str | None]
+    """What it has more of than it may, if anything: see `Usage.excess`."""
     stopped: str | None = None
     exit_code: int = 0
     """What it says itself, if it said that it is done; negative is the signal that ended it."""
@@ -188,7 +184,7 @@ class Execution:
 
     def _has_excess(self) -> bool:
         self._look_at = time.monotonic() + _LOOK_EVERY_S
-        self.stopped = self.usage.excess(self.limits, self.others())
+        self.stopped = self.excess()
         return self.stopped is not None
 
     def _hear_ready(self) -> None:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _plain_fork = ctypes.PyDLL(None, use_errno=True).fork
-_AT_FDCWD = -100
+AT_FDCWD = -100
 _STATX_BASIC_STATS = 0x7FF
 STATX_BYTES = 256
 
@@ -88,7 +88,7 @@ def prctl_step(option: int, *arguments: object) -> Step:
 def statx_step(path: str, target: ctypes.Array[ctypes.c_char]) -> Step:
     """All there is to know of a file or folder, into STATX_BYTES."""
     mask = ctypes.c_uint(_STATX_BASIC_STATS)
-    return _libc.statx, (ctypes.c_int(_AT_FDCWD), path.encode(), ctypes.c_int(0), mask, target), "statx"
+    return _libc.statx, (ctypes.c_int(AT_FDCWD), path.encode(), ctypes.c_int(0), mask, target), "statx"
 
 
 def unshare_step(flags: int) -> Step:

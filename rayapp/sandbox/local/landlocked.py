@@ -21,7 +21,7 @@ class Landlocked:
     """See `level.Level`."""
 
     name = "ll"
-    keeps_apart = False
+    num_spares = 1
 
     def __init__(self, view: View) -> None:
         self.usage = Usage(-1)

@@ -38,8 +38,8 @@ class Level(Protocol):
     """How candidate code is kept in."""
 
     name: str
-    keeps_apart: bool
-    """Whether an execution can't reach a child that waits for its job beside it."""
+    num_spares: int
+    """Children that wait for a job: two where an execution can't reach the one that waits beside it, else one."""
     usage: Usage
     """Set by `enter`: how much the executions use. Whose children they are is for the zygote to say."""
 
@@ -81,7 +81,7 @@ class Unisolated:
     """No isolation: resource limits only. Runs only where the user spelled out `allow_unisolated: true`."""
 
     name = "unisolated"
-    keeps_apart = False
+    num_spares = 1
 
     def __init__(self) -> None:
         self.usage = Usage(-1)

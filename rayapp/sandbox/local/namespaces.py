@@ -33,14 +33,14 @@ _MAX_FILES = 1024
 _PLAIN = kernel.MS_NOSUID | kernel.MS_NODEV
 _seen = ctypes.create_string_buffer(kernel.STATX_BYTES)
 _LOOK = [kernel.statx_step(_TMP, _seen)]
-_AT_RECURSIVE, _AT_FDCWD = 0x8000, -100
+_AT_RECURSIVE = 0x8000
 _ATTR_RDONLY, _ATTR_NOSUID, _ATTR_NODEV = 1, 2, 4
 
 
 class Namespaces:
     """See `level.Level`."""
 
-    keeps_apart = True
+    num_spares = 2
 
     def __init__(self, view: View, *, with_proc: bool) -> None:
         self.name = "ns+proc" if with_proc else "ns"
@@ -225,7 +225,7 @@ def _bind_read_only(source: str, root: str) -> None:
     attributes = struct.pack("<QQQQ", _ATTR_RDONLY | _ATTR_NOSUID | _ATTR_NODEV, 0, 0, 0)
     kernel.syscall(
         syscalls.number("mount_setattr"),
-        ctypes.c_int(_AT_FDCWD),
+        ctypes.c_int(kernel.AT_FDCWD),
         str(target).encode(),
         ctypes.c_uint(_AT_RECURSIVE),
         attributes,

@@ -18,7 +18,6 @@ import socket
 import time
 from collections import deque
 from dataclasses import replace
-from functools import partial
 
 from rayapp.sandbox.local import files, wire
 from rayapp.sandbox.local.ends import Child, Ends
@@ -48,7 +47,6 @@ class Zygote:
         self._usage.look_at_children_of(self._template.seen_as)
         self._session: Child | None = None
         self._spares: deque[Child] = deque()
-        self._num_spares = 2 if level.keeps_apart else 1
         self._home_is_used = False
         self._next_ends: Ends | None = None
 
@@ -114,7 +112,7 @@ class Zygote:
         """After the answer, so that nobody waits for it; before the next job, so that nothing meets it."""
         ran.pid = execution.pid
         if ran is not self._session:
-            _, is_as_new = self._template.end(ran.pid, session=self._session_pid())
+            _, is_as_new = self._end(ran.pid)
             ran.ends.close()
             if not is_as_new:
                 self._end_spares()
@@ -140,7 +138,7 @@ class Zygote:
         return self._session
 
     def _fork_spares(self, place: Place) -> None:
-        while len(self._spares) < self._num_spares:
+        while len(self._spares) < self._level.num_spares:
             self._spares.append(self._fork(place))
 
     def _fork(self, place: Place) -> Child:
@@ -156,7 +154,7 @@ class Zygote:
         starts = (0, max_output, 2 * max_output)
         return Execution(
             pid=ran.pid,
-            end=lambda pid: self._template.end(pid, session=self._session_pid())[0],
+            end=lambda pid: self._end(pid)[0],
             control=ran.ends.control,
             done=ran.ends.done,
             streams=[
@@ -164,9 +162,7 @@ class Zygote:
             ],
             target=os.memfd_create("answer", os.MFD_CLOEXEC),
             deadline=deadline,
-            limits=limits,
-            usage=self._usage,
-            others=partial(self._others, ran),
+            excess=lambda: self._usage.excess(limits, self._others(ran)),
         )
 
     def _num_running(self) -> int:
@@ -178,15 +174,16 @@ class Zygote:
         self._template.settle()
         return {child.pid for child in (*self._spares, self._session) if child is not None and child is not running}
 
-    def _session_pid(self) -> int:
-        return self._session.pid if self._session else 0
+    def _end(self, pid: int) -> tuple[int, bool]:
+        """As `Template.end`; a session that is another child goes on."""
+        return self._template.end(pid, session=self._session.pid if self._session else 0)
 
     def _end_spares(self) -> None:
         self._template.settle()
         while self._spares:
             spare = self._spares.popleft()
             spare.ends.close()
-            self._template.end(spare.pid, session=self._session_pid())
+            self._end(spare.pid)
 
     def _end_session(self) -> None:
         if self._session is not None:
