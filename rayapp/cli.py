@@ -20,6 +20,7 @@ from rayapp.job_cli import status, stop, submit
 from rayapp.k8s.cli import render_k8s
 from rayapp.mcp_server.cli import app as mcp_app
 from rayapp.sandbox.cli import app as sandbox_app
+from rayapp.terminal import make_logs_visible, show_traceback, visible
 from rayapp.verl_import.cli import EPILOG as IMPORT_EPILOG
 from rayapp.verl_import.cli import import_verl_command
 
@@ -269,6 +270,8 @@ def main() -> None:
     handler = logging.StreamHandler()
     handler.setFormatter(logging.Formatter("%(levelname)s: %(message)s"))
     logging.getLogger("rayapp").addHandler(handler)
+    make_logs_visible()
+    sys.excepthook = show_traceback
     sys.exit(run(sys.argv[1:]))
 
 
@@ -279,9 +282,9 @@ def run(arguments: list[str]) -> int:
     except SystemExit as done:
         return done.code if isinstance(done.code, int) else EXIT_FAILED
     except UserError as error:
-        typer.echo(f"error: {error}", err=True)
+        typer.echo(visible(f"error: {error}"), err=True)
         return EXIT_USER_ERROR
     except RayappError as error:
-        typer.echo(f"failed: {type(error).__name__}: {error}", err=True)
+        typer.echo(visible(f"failed: {type(error).__name__}: {error}"), err=True)
         return EXIT_FAILED
     return 0
