@@ -7,7 +7,9 @@ can mend are printed as one message without a traceback.
 
 from __future__ import annotations
 
+import locale
 import logging
+import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -266,6 +268,7 @@ def model_fetch(
 
 def main() -> None:
     """Entry point: runs a command and turns what went wrong into an exit code."""
+    _begin_in_utf8()
     # Our own warnings only: the libraries' would drown them.
     handler = logging.StreamHandler()
     handler.setFormatter(logging.Formatter("%(levelname)s: %(message)s"))
@@ -273,6 +276,19 @@ def main() -> None:
     make_logs_visible()
     sys.excepthook = show_traceback
     sys.exit(run(sys.argv[1:]))
+
+
+def _begin_in_utf8() -> None:
+    """Files and pipes are UTF-8 whatever the locale says: where it says another, begin again in Python's UTF-8 mode.
+
+    One place for every file, those that libraries open too; processes that this one starts inherit it. With the locales
+    C and POSIX Python does so by itself.
+    """
+    is_utf8 = bool(sys.flags.utf8_mode) or locale.getencoding().lower() in ("utf-8", "utf8")
+    if is_utf8 or os.environ.get("PYTHONUTF8") == "1":  # the latter: begun again already, against an option of Python's
+        return
+    os.environ["PYTHONUTF8"] = "1"
+    os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
 
 
 def run(arguments: list[str]) -> int:
