@@ -14,6 +14,8 @@ BENCH ?=
 # Files of tests that run side by side: most of their time is waiting, for deadlines and for processes that start.
 JOBS ?= 2
 BIN := .venv/bin
+# Our files are UTF-8 whatever the locale of who calls make.
+export PYTHONUTF8 := 1
 
 # The first interpreter that is new enough and can make environments: a version manager's stub or a Python without
 # ensurepip answers to the name, but can't.

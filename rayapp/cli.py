@@ -7,7 +7,9 @@ can mend are printed as one message without a traceback.
 
 from __future__ import annotations
 
+import locale
 import logging
+import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -20,6 +22,7 @@ from rayapp.job_cli import status, stop, submit
 from rayapp.k8s.cli import render_k8s
 from rayapp.mcp_server.cli import app as mcp_app
 from rayapp.sandbox.cli import app as sandbox_app
+from rayapp.terminal import make_logs_visible, show_traceback, visible
 from rayapp.verl_import.cli import EPILOG as IMPORT_EPILOG
 from rayapp.verl_import.cli import import_verl_command
 
@@ -265,11 +268,27 @@ def model_fetch(
 
 def main() -> None:
     """Entry point: runs a command and turns what went wrong into an exit code."""
+    _begin_in_utf8()
     # Our own warnings only: the libraries' would drown them.
     handler = logging.StreamHandler()
     handler.setFormatter(logging.Formatter("%(levelname)s: %(message)s"))
     logging.getLogger("rayapp").addHandler(handler)
+    make_logs_visible()
+    sys.excepthook = show_traceback
     sys.exit(run(sys.argv[1:]))
+
+
+def _begin_in_utf8() -> None:
+    """Files and pipes are UTF-8 whatever the locale says: where it says another, begin again in Python's UTF-8 mode.
+
+    One place for every file, those that libraries open too; processes that this one starts inherit it. With the locales
+    C and POSIX Python does so by itself.
+    """
+    is_utf8 = bool(sys.flags.utf8_mode) or locale.getencoding().lower() in ("utf-8", "utf8")
+    if is_utf8 or os.environ.get("PYTHONUTF8") == "1":  # the latter: begun again already, against an option of Python's
+        return
+    os.environ["PYTHONUTF8"] = "1"
+    os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
 
 
 def run(arguments: list[str]) -> int:
@@ -279,9 +298,9 @@ def run(arguments: list[str]) -> int:
     except SystemExit as done:
         return done.code if isinstance(done.code, int) else EXIT_FAILED
     except UserError as error:
-        typer.echo(f"error: {error}", err=True)
+        typer.echo(visible(f"error: {error}"), err=True)
         return EXIT_USER_ERROR
     except RayappError as error:
-        typer.echo(f"failed: {type(error).__name__}: {error}", err=True)
+        typer.echo(visible(f"failed: {type(error).__name__}: {error}"), err=True)
         return EXIT_FAILED
     return 0

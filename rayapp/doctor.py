@@ -24,6 +24,7 @@ from rayapp.errors import SandboxError, StorageError, UserError
 from rayapp.model_prefetch import check_remote_model, is_remote_model
 from rayapp.sandbox.config import SandboxConfig
 from rayapp.storage.opening import open_storage
+from rayapp.terminal import visible
 from rayapp.types import SandboxSpec
 
 Level = Literal["ok", "note", "problem"]
@@ -51,16 +52,18 @@ class Finding:
 def doctor_command(config: Config | None) -> bool:
     """Print all findings; True if something would stop the run."""
     from rich.console import Console
+    from rich.markup import escape
 
     console = Console(soft_wrap=True)
     findings = [*machine(), *(fitness(config) if config is not None else ())]
     colour = {"ok": "green", "note": "yellow", "problem": "red"}
     for finding in findings:
         console.print(
-            f"[{colour[finding.level]}]{finding.level:>7}[/]  {finding.what:<14} {finding.detail}", highlight=False
+            f"[{colour[finding.level]}]{finding.level:>7}[/]  {finding.what:<14} {escape(visible(finding.detail))}",
+            highlight=False,
         )
         if finding.cure:
-            console.print(f"{'':>9}{'':<14} [bold]cure:[/] {finding.cure}", highlight=False)
+            console.print(f"{'':>9}{'':<14} [bold]cure:[/] {escape(visible(finding.cure))}", highlight=False)
     return any(finding.level == "problem" for finding in findings)
 
 

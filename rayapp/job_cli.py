@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from rayapp.errors import ConfigError
+from rayapp.terminal import visible
 
 EXIT_FAILED, EXIT_INTERRUPTED = 1, 130
 Address = Annotated[
@@ -70,9 +71,10 @@ def status(
     from rayapp import submit as jobs
 
     for job in jobs.states(submission_ids or (), address, at=jobs.now()):
-        typer.echo(f"{job.submission_id}  {job.status}  {job.seconds:.0f} s  run {job.run_name or '-'}  {job.message}")
+        line = f"{job.submission_id}  {job.status}  {job.seconds:.0f} s  run {job.run_name or '-'}  {job.message}"
+        typer.echo(visible(line))
 
 
 def _write(text: str) -> None:
-    sys.stdout.write(text)
+    sys.stdout.write(visible(text, keeps_colours=True))
     sys.stdout.flush()

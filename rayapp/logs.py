@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 
 from rayapp.config import Config
+from rayapp.terminal import make_logs_visible
 
 FIELDS = ("run", "step", "group")
 """Of each JSON line, where they are known. `step` of a group is the one whose weights it was begun for."""
@@ -89,7 +90,8 @@ def hand_over() -> None:
 
 
 def label_logs(run_name: str) -> None:
-    """In every process of a run: what its root logger writes carries the ids. Idempotent."""
+    """In every process of a run: what its root logger writes carries the ids, and is visible. Idempotent."""
+    make_logs_visible()
     for handler in logging.getLogger().handlers:
         for old in [f for f in handler.filters if isinstance(f, Labels)]:
             handler.removeFilter(old)

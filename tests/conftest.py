@@ -26,6 +26,12 @@ LONGEST_FIRST = ("e2e", "cluster", "browser", "contracts", "adversarial", "unit"
 def pytest_configure() -> None:
     # As Ctrl-C: fixtures end what they started. Else `timeout` leaves whole Rays behind, and the locks that they hold.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
+    # `nohup`, a script's `make test &` and many a CI runner start us with Ctrl-C ignored, which the programs that tests
+    # start would inherit, as they would a blocked signal. A handler is not inherited: they begin as in a terminal.
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, lambda *_: None)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -1,7 +1,7 @@
 """The MCP server over the sandbox pool: its web application, its key, and its life. Called by `cli.py` and by tests.
 
 POST/GET/DELETE /mcp   streamable HTTP, with the key in E2B-API-KEY (or Authorization: Bearer)
-GET /health            the pool's counts, without a key
+GET /health            the pool's counts, without a key; nothing else goes without one
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from rayapp.sandbox.config import SandboxConfig
 from rayapp.sandbox.pool import LeasePool
 from rayapp.sandbox.pool_here import open_pool
 
-PATH = "/mcp"
+PATH, HEALTH_PATH = "/mcp", "/health"
 _STOP_GRACE_S = 5.0
 
 
@@ -55,7 +55,7 @@ async def serving(
         async with open_pool(config, f"mcp-server-{address}") as (client, pool):
             sessions = Sessions(client, lease_timeout_s=lease_timeout_s)
             app = _Guard(_application(sessions, limits, pool, host), api_key, sessions)
-            server = _Server(uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=2))
+            server = _Server(uvicorn.Config(app, ws="none", log_level="warning", timeout_graceful_shutdown=2))
             running = asyncio.create_task(server.serve(sockets=[listener]), name="MCP server")
             try:
                 while not server.started and not running.done():  # noqa: ASYNC110  (uvicorn tells in no other way)
@@ -93,13 +93,17 @@ def _application(sessions: Sessions, limits: ServerLimits, pool: LeasePool, host
     async def health(request: Request) -> JSONResponse:
         return JSONResponse({"status": "ok", "sessions": sessions.num_bound, **pool.stats()})
 
-    server.custom_route("/health", methods=["GET"])(health)
+    server.custom_route(HEALTH_PATH, methods=["GET"])(health)
     # JSON and not an event stream: one answer a call, and clients cap the size of events.
     return server.streamable_http_app(streamable_http_path=PATH, json_response=True, host=host)
 
 
 class _Guard:
-    """Asks for the key, and gives a session's sandbox back when its client ends it."""
+    """Asks for the key, and gives a session's sandbox back when its client ends it.
+
+    It names what goes without a key, not what needs one: the router behind it takes more spellings of a path than one
+    thinks of (its pattern ends in `$`, which also matches before a newline: `/mcp%0A` is `/mcp`).
+    """
 
     def __init__(self, app: ASGIApp, api_key: str, sessions: Sessions) -> None:
         self._app = app
@@ -107,11 +111,12 @@ class _Guard:
         self._sessions = sessions
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["path"] != PATH:
+        if scope["type"] == "lifespan":
             await self._app(scope, receive, send)
             return
-        request = Request(scope)
-        if not self._may_enter(request):
+        request = Request(scope)  # AssertionError for a websocket: we speak none, and uvicorn is told so
+        is_open = (request.method, scope["path"]) == ("GET", HEALTH_PATH)
+        if not is_open and not self._may_enter(request):
             refusal = JSONResponse({"code": 401, "message": "missing or wrong E2B-API-KEY"}, status_code=401)
             await refusal(scope, receive, send)
             return

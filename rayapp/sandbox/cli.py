@@ -23,6 +23,7 @@ from rayapp.errors import InputError
 from rayapp.sandbox.local.attacks import load_attacks
 from rayapp.sandbox.local.doctor import format_report, run_doctor
 from rayapp.sandbox.local.provider import LEVELS, LocalProvider
+from rayapp.terminal import visible
 from rayapp.types import SandboxSpec
 
 app = typer.Typer(no_args_is_help=True, help="Sandboxes: what isolation this node offers, and code in one.")
@@ -43,7 +44,7 @@ def doctor(
     """Attack this node's isolation and print the level and what each check found."""
     families = tuple(sorted({attack.family for attack in load_attacks()})) if everything else None
     report = asyncio.run(run_doctor(levels=_levels(level), families=families))
-    print(json.dumps(dataclasses.asdict(report)) if as_json else format_report(report))
+    print(json.dumps(dataclasses.asdict(report)) if as_json else visible(format_report(report)))
     if report.level == "none":
         raise typer.Exit(2)
     if not report.ok:

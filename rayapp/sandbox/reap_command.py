@@ -17,6 +17,7 @@ from rayapp.sandbox.config import DaytonaConfig, E2BConfig, SandboxConfig
 from rayapp.sandbox.leases import RemoteProvider
 from rayapp.sandbox.providers import listing_providers
 from rayapp.sandbox.reaper import Reaped, labels_to_reap, reap
+from rayapp.terminal import visible
 
 KINDS = ("e2b", "daytona")
 EXIT_LEFT, EXIT_CONFIG = 1, 2
@@ -83,7 +84,9 @@ async def _reap(providers: Mapping[str, RemoteProvider], labels: Mapping[str, st
     found = []
     try:
         async for each in reap(providers, labels, dry_run=dry_run):
-            print(_line(each, dry_run=dry_run), file=sys.stdout if each.error is None else sys.stderr, flush=True)
+            print(
+                visible(_line(each, dry_run=dry_run)), file=sys.stdout if each.error is None else sys.stderr, flush=True
+            )
             found.append(each)
     finally:
         await asyncio.gather(*(provider.close() for provider in providers.values()))

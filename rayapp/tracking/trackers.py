@@ -18,6 +18,7 @@ from rayapp.errors import ConfigError
 from rayapp.protocols import Tracker
 from rayapp.rollout.prompts import load_tokenizer
 from rayapp.run_folder import RunFolder
+from rayapp.terminal import visible
 from rayapp.tracking.background import BackgroundTracer, BackgroundTracker, RolloutTracer
 from rayapp.tracking.console import LineConsole, LiveConsole, LogConsole
 from rayapp.tracking.jsonl import JsonlTracker
@@ -48,7 +49,7 @@ class RunTracker:
         """A line for people: where to look, what has started, what was written."""
         if self._console is not None:
             with self._guarded("console"):
-                self._console.note(text)
+                self._console.note(visible(text))
 
     def phase(self, name: str) -> None:
         """What the driver waits for now."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 import sys
@@ -56,6 +57,56 @@ async def test_requests_without_the_key_are_refused_and_health_is_open(url: str)
     assert bare.status_code == 401
     assert bearer.status_code != 401
     assert (await health(url))["status"] == "ok"
+
+
+INITIALIZE = {
+    "jsonrpc": "2.0",
+    "id": 1,
+    "method": "initialize",
+    "params": {"protocolVersion": "2025-06-18", "capabilities": {}, "clientInfo": {"name": "t", "version": "1"}},
+}
+
+
+SPELLINGS = (
+    "/mcp", "/mcp%0A", "/mcp%0a", "/mcp/", "//mcp", "/mcp%2F", "/%6dcp", "/mcp?x=/health", "/./mcp", "/health/../mcp",
+    "/mcp%00", "/MCP", "/nothing", "/health%0A", "/health/", "//health",
+)  # fmt: skip
+METHODS = ("POST", "GET", "HEAD", "OPTIONS", "DELETE", "PUT", "TRACE")
+
+
+async def test_no_spelling_of_a_path_goes_without_the_key(url: str) -> None:
+    asked = [(method, path) for method in METHODS for path in SPELLINGS]
+    answered = [await status_of(url, method, path, INITIALIZE) for method, path in asked]
+
+    assert {each: status for each, status in zip(asked, answered, strict=True) if status != 401} == {}
+
+
+async def test_only_a_get_of_health_goes_without_the_key(url: str) -> None:
+    answered = {method: await status_of(url, method, "/health") for method in METHODS}
+
+    assert answered == {method: 200 if method == "GET" else 401 for method in METHODS}
+
+
+async def test_a_websocket_is_asked_for_the_key_as_any_request_is(url: str) -> None:
+    upgrade = {"Connection": "Upgrade", "Upgrade": "websocket", "Sec-WebSocket-Version": "13",
+               "Sec-WebSocket-Key": "dGhlIHNhbXBsZSBub25jZQ=="}  # fmt: skip
+
+    assert await status_of(url, "GET", "/mcp", **upgrade) == 401
+
+
+async def status_of(url: str, method: str, target: str, body: object = None, **headers: str) -> int:
+    """One request without a key whose target goes out as it is: clients would put some of them right."""
+    host, port = url.split("/")[2].split(":")
+    content = b"" if body is None else json.dumps(body).encode()
+    fields = {"Host": f"{host}:{port}", "Content-Type": "application/json", "Content-Length": str(len(content)),
+              "Accept": "application/json, text/event-stream", "Connection": "close", **headers}  # fmt: skip
+    head = "".join(f"{name}: {value}\r\n" for name, value in fields.items())
+    reader, writer = await asyncio.open_connection(host, int(port))
+    writer.write(f"{method} {target} HTTP/1.1\r\n{head}\r\n".encode() + content)
+    async with asyncio.timeout(30):
+        first = await reader.readline()
+    writer.close()
+    return int(first.split()[1])
 
 
 async def test_tools_have_openkruises_names_and_arguments(url: str) -> None:

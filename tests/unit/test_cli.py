@@ -114,3 +114,18 @@ def test_interrupted_program_exits_with_130() -> None:
 
     assert process.wait(timeout=30) == 130
     process.stdout.close()
+
+
+def test_a_locale_of_another_encoding_changes_nothing() -> None:
+    ascii_locale = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+
+    done = subprocess.run(
+        [sys.executable, "-m", "rayapp", "score", "--help"],
+        cwd=ROOT,
+        env=os.environ | ascii_locale,
+        capture_output=True,
+        check=False,
+    )
+
+    assert done.returncode == 0, done.stderr
+    assert "…" in done.stdout.decode()
