@@ -121,10 +121,19 @@ class Supervisor:
         """False while it is being replaced."""
         return name not in self._down
 
-    async def condemn(self, name: str, reason: str) -> None:
-        """A member answers, but must not go on as it is: replace it."""
+    def incarnation(self, name: str) -> str:
+        """The start of the member that is up; empty while it is being replaced."""
+        return self._incarnations[name] if self.is_up(name) else ""
+
+    async def condemn(self, name: str, incarnation: str, reason: str) -> None:
+        """A member answers, but must not go on as it is: replace it, unless this start of it is gone already.
+
+        Args:
+            incarnation: what `incarnation` said when it failed. One that was being replaced then is made ready anyway.
+        """
         async with self._locks[name]:
-            await self._replace(self._members[name], reason, must_kill=True)
+            if incarnation and incarnation == self._incarnations[name]:
+                await self._replace(self._members[name], reason, must_kill=True)
 
     async def _check(self, name: str) -> None:
         # One at a time for each member: whoever comes second finds it replaced.
