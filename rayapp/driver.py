@@ -46,7 +46,8 @@ def run_training(config: Config) -> None:
         if folder.is_finished:
             print(
                 f"{folder.path} has its {config.train.num_steps} steps, and the model is in {folder.path / 'final'}. "
-                "For more, raise train.num_steps; for another run, choose another run.name."
+                "For more, raise train.num_steps, if the learning rate is constant; for another run, choose another "
+                "run.name."
             )
             return
         run_until_done(_run(config, folder))
