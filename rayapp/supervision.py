@@ -17,10 +17,10 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from rayapp.errors import DeadlineError, ProcessDiedError, ProcessUnavailableError, RayappError, RestartsUsedUpError
 
@@ -82,6 +82,9 @@ class Supervisor:
         self._limits = limits
         self._report = report
         self._locks = {name: asyncio.Lock() for name in self._members}
+        self._tasks: asyncio.TaskGroup
+        """Of `watching`."""
+        self._running: set[asyncio.Task[None]] = set()
         self._down: set[str] = set()
         self.restarts: Counter[str] = Counter()
         """By name, over the run."""
@@ -97,12 +100,20 @@ class Supervisor:
         for name, member in self._members.items():
             self._incarnations[name] = await member.ping(self._limits.revive_timeout_s)
         async with asyncio.TaskGroup() as tasks:
-            watches = [tasks.create_task(self._watch(name), name=f"watch {name}") for name in self._members]
+            self._tasks = tasks
+            for name in self._members:
+                self._start(self._watch(name), name=f"watch {name}")
             try:
                 yield
             finally:
-                for watch in watches:
-                    watch.cancel()
+                for task in self._running:
+                    task.cancel()
+
+    def _start(self, work: Coroutine[Any, Any, None], *, name: str) -> asyncio.Task[None]:
+        task = self._tasks.create_task(work, name=name)
+        self._running.add(task)
+        task.add_done_callback(self._running.discard)
+        return task
 
     async def _watch(self, name: str) -> None:
         while True:
@@ -115,7 +126,7 @@ class Supervisor:
         Raises:
             RestartsUsedUpError: a member died too often.
         """
-        await asyncio.gather(*(self._check(name) for name in self._members))
+        await asyncio.gather(*(self._owned(self._check(name), name) for name in self._members))
 
     def is_up(self, name: str) -> bool:
         """False while it is being replaced."""
@@ -131,9 +142,17 @@ class Supervisor:
         Args:
             incarnation: what `incarnation` said when it failed. One that was being replaced then is made ready anyway.
         """
+        await self._owned(self._condemn(name, incarnation, reason), name)
+
+    async def _condemn(self, name: str, incarnation: str, reason: str) -> None:
         async with self._locks[name]:
             if incarnation and incarnation == self._incarnations[name]:
                 await self._replace(self._members[name], reason, must_kill=True)
+
+    async def _owned(self, work: Coroutine[Any, Any, None], name: str) -> None:
+        """Wait for work on a member that goes on when the caller is stopped: half replaced, the member would be lost a
+        second time, or be taken for up."""
+        await asyncio.shield(self._start(work, name=f"replace {name}"))
 
     async def _check(self, name: str) -> None:
         # One at a time for each member: whoever comes second finds it replaced.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any, cast
@@ -145,6 +146,35 @@ async def test_one_that_is_condemned_is_replaced_although_it_answers() -> None:
     async with supervisor.watching():
         await supervisor.condemn(process.name, supervisor.incarnation(process.name), "half of the weights")
     assert process.log == ["killed", "revived 2"]
+
+
+class SlowProcess(Process):
+    """Takes until it may to be made ready."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.may_revive = asyncio.Event()
+
+    async def revive(self) -> None:
+        await self.may_revive.wait()
+        await super().revive()
+
+
+async def test_a_replacement_goes_on_when_whoever_waits_for_it_is_stopped_and_counts_once() -> None:
+    # The learners are lost with the same node: the groups that wait for the server are given up, and the run goes on.
+    process = SlowProcess()
+    supervisor = Supervisor([process], replace(LIMITS, ping_every_s=60.0, revive_timeout_s=60.0))
+    async with supervisor.watching():
+        process.die()
+        waiting = asyncio.create_task(supervisor.settled())
+        await eventually(lambda: not supervisor.is_up(process.name))
+        waiting.cancel()
+        await asyncio.wait([waiting])
+        process.may_revive.set()
+        await supervisor.settled()
+        assert supervisor.is_up(process.name)
+    assert process.log == ["revived 2"]
+    assert dict(supervisor.restarts) == {"vllm-server-0": 1}
 
 
 class Weights:
