@@ -82,9 +82,7 @@ class Supervisor:
         self._limits = limits
         self._report = report
         self._locks = {name: asyncio.Lock() for name in self._members}
-        self._tasks: asyncio.TaskGroup
-        """Of `watching`."""
-        self._running: set[asyncio.Task[None]] = set()
+        self._replacing: set[asyncio.Task[None]] = set()
         self._down: set[str] = set()
         self.restarts: Counter[str] = Counter()
         """By name, over the run."""
@@ -100,20 +98,12 @@ class Supervisor:
         for name, member in self._members.items():
             self._incarnations[name] = await member.ping(self._limits.revive_timeout_s)
         async with asyncio.TaskGroup() as tasks:
-            self._tasks = tasks
-            for name in self._members:
-                self._start(self._watch(name), name=f"watch {name}")
+            watches = [tasks.create_task(self._watch(name), name=f"watch {name}") for name in self._members]
             try:
                 yield
             finally:
-                for task in self._running:
+                for task in (*watches, *self._replacing):
                     task.cancel()
-
-    def _start(self, work: Coroutine[Any, Any, None], *, name: str) -> asyncio.Task[None]:
-        task = self._tasks.create_task(work, name=name)
-        self._running.add(task)
-        task.add_done_callback(self._running.discard)
-        return task
 
     async def _watch(self, name: str) -> None:
         while True:
@@ -152,7 +142,10 @@ class Supervisor:
     async def _owned(self, work: Coroutine[Any, Any, None], name: str) -> None:
         """Wait for work on a member that goes on when the caller is stopped: half replaced, the member would be lost a
         second time, or be taken for up."""
-        await asyncio.shield(self._start(work, name=f"replace {name}"))
+        task = asyncio.create_task(work, name=f"replace {name}")
+        self._replacing.add(task)
+        task.add_done_callback(self._replacing.discard)
+        await asyncio.shield(task)
 
     async def _check(self, name: str) -> None:
         # One at a time for each member: whoever comes second finds it replaced.
