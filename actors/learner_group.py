@@ -11,7 +11,7 @@ from typing import Any
 from ray.exceptions import RayActorError
 
 from actors.handles import LearnerHandle, VllmServerHandle
-from rayapp.errors import DeadlineError, LearnersLostError, ObjectsLostError, ProcessDiedError
+from rayapp.errors import CheckpointError, DeadlineError, LearnersLostError, ObjectsLostError, ProcessDiedError
 from rayapp.types import FloatArray, Group, GroupSummary
 from rayapp.weights.plan import TransferPlan
 
@@ -19,15 +19,21 @@ DEATH_NOTICE_S = 10.0
 """From a rank's death to the others' and Ray's word of it."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class LearnerGroup:
     """Handles by rank. Empty when a run only evaluates."""
 
     handles: tuple[LearnerHandle, ...]
     plan: TransferPlan | None = None
     """Of a transport that goes straight to the engines."""
-    _written: set[str] = field(default_factory=set, init=False, repr=False, compare=False)
+    _written: set[str] = field(default_factory=set, init=False, repr=False)
     """Ranks that are done with the checkpoint that is being written."""
+    _version: int | None = field(default=0, init=False, repr=False)
+    """Steps that what every rank holds has been trained for; None while one is taken, and after one that broke off."""
+
+    def holds(self, version: int) -> bool:
+        """Whether every rank holds exactly the weights and the optimizer of this version."""
+        return self._version == version
 
     async def train_step(self, step: int, summaries: tuple[GroupSummary, ...], refs: Sequence[Any]) -> dict[str, float]:
         """One optimizer step on these groups, dealt out so that every rank has about as many tokens.
@@ -35,11 +41,13 @@ class LearnerGroup:
         Args:
             refs: references to the groups, in the order of `summaries`; only the rank that trains on one fetches it.
         """
+        self._version = None
         assignment = assign_by_tokens([int(summary.num_tokens.sum()) for summary in summaries], len(self.handles))
         results = await self._all(
             handle.train_step(step, summaries, assignment, [refs[position] for position in assignment[rank]])
             for rank, handle in enumerate(self.handles)
         )
+        self._version = step
         return dict(results[0])
 
     async def train_on(
@@ -98,7 +106,14 @@ class LearnerGroup:
         return dict(results[0])
 
     async def begin_checkpoint(self, folder: Path, version: int) -> None:
-        """Every rank copies its state aside and starts to write it."""
+        """Every rank copies its state aside and starts to write it.
+
+        Raises:
+            CheckpointError: it is not this version's.
+        """
+        if not self.holds(version):
+            held = "what a step left half done" if self._version is None else f"version {self._version}"
+            raise CheckpointError(f"{folder} was to be of version {version}, but the learners hold {held}.")
         self._written.clear()
         await self._all(handle.begin_checkpoint(str(folder), version) for handle in self.handles)
 
@@ -116,7 +131,8 @@ class LearnerGroup:
     async def load_checkpoint(self, folder: Path) -> int:
         """Version that the checkpoint holds."""
         versions = await self._all(handle.load_checkpoint(str(folder)) for handle in self.handles)
-        return int(versions[0])
+        self._version = int(versions[0])
+        return self._version
 
     async def export_hf(self, folder: Path) -> None:
         """Write a Hugging Face folder."""

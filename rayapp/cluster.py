@@ -7,7 +7,7 @@ is left. The driver talks to a `Cluster`; it never sees a Ray handle.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -99,24 +99,37 @@ class Cluster:
         A server that failed to take them has been replaced, and has taken them, when this returns.
         """
         metrics, failed = await self.weights.sync(version, source=self.learners, servers=self.servers)
+        if failed:
+            await self._replace(failed)
+        return metrics | {"weight_sync/servers_failed": float(len(failed))}
+
+    async def _replace(self, failed: Mapping[str, RayappError]) -> None:
+        """Replace servers that failed, each once however many have noticed; all are up when this returns."""
+        # Of the moment of the failures: while one is replaced, another may be found gone and be replaced too.
+        incarnations = {name: self.supervisor.incarnation(name) for name in failed}
         for name, error in failed.items():
             # One that is gone is found by its ping; one that answers may hold half of the new weights.
             if not isinstance(error, ProcessDiedError):
-                await self.supervisor.condemn(name, str(error))
-        if failed:
-            await self.supervisor.settled()
-        return metrics | {"weight_sync/servers_failed": float(len(failed))}
+                await self.supervisor.condemn(name, incarnations[name], str(error))
+        await self.supervisor.settled()
 
     async def lend_gpus(self) -> None:
         """Before a step is trained: servers that share the learners' GPUs sleep. The next sync wakes them."""
         if self.config.cluster.placement == "split":
             return
+        while failed := await self._put_to_sleep():
+            await self._replace(failed)  # the new one is awake
+
+    async def _put_to_sleep(self) -> dict[str, RayappError]:
+        """By name, the servers that did not go to sleep."""
         asleep = await asyncio.gather(*(server.sleep() for server in self.servers), return_exceptions=True)
+        failed: dict[str, RayappError] = {}
         for server, outcome in zip(self.servers, asleep, strict=True):
             if isinstance(outcome, RayappError):
-                await self.supervisor.condemn(server.name, str(outcome))
+                failed[server.name] = outcome
             elif isinstance(outcome, BaseException):
                 raise outcome
+        return failed
 
     async def replace_learners(self, error: LearnersLostError) -> None:
         """Start all learners again; what they had learned since the last checkpoint is gone.

@@ -85,6 +85,7 @@ class RolloutSection(FrozenModel):
 
 class TrainSection(FrozenModel):
     num_steps: int = Field(100, ge=1)
+    """A run may go on to another number while learner.optimizer.schedule is constant."""
     groups_per_step: int = Field(2, ge=1)
     """Prompts per optimizer step (P)."""
     num_minibatches: int = Field(1, ge=1)
@@ -190,8 +191,8 @@ class RecoverySection(FrozenModel):
     stall_report_s: float = Field(600.0, gt=0)
     """When nothing was finished for this long (no group, no phase of a step), say who waits for what."""
     stall_stop_s: float = Field(3600.0, gt=0)
-    """When nothing was finished for this long, write the stacks of all actors and stop. Longer than the slowest honest
-    step."""
+    """When nothing was finished for this long, write the stacks of all processes, save what is whole, and stop. Longer
+    than the slowest honest step."""
 
 
 class TrackingSection(FrozenModel):

@@ -11,6 +11,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from functools import partial
 
@@ -19,13 +20,13 @@ from rayapp.config import Config
 from rayapp.errors import LearnersLostError
 from rayapp.evaluation import evaluate
 from rayapp.feeding import feeding
-from rayapp.interrupts import run_until_done, uninterrupted
+from rayapp.interrupts import is_stopping, run_until_done, uninterrupted
 from rayapp.logs import about, start_logs
 from rayapp.rollout.check import check_inputs
 from rayapp.run import Run, open_run
 from rayapp.run_folder import RunFolder
 from rayapp.saving import saving, saving_when_stopped
-from rayapp.step import kept_groups, step_phases, train_step
+from rayapp.step import begin_checkpoint, step_phases, train_step
 from rayapp.tracking.plots import write_reward_plot
 from rayapp.tracking.trackers import RunTracker, make_trackers
 from rayapp.watchdog import unstalled
@@ -45,7 +46,8 @@ def run_training(config: Config) -> None:
         if folder.is_finished:
             print(
                 f"{folder.path} has its {config.train.num_steps} steps, and the model is in {folder.path / 'final'}. "
-                "For more, raise train.num_steps; for another run, choose another run.name."
+                "For more, raise train.num_steps, if the learning rate is constant; for another run, choose another "
+                "run.name."
             )
             return
         run_until_done(_run(config, folder))
@@ -75,6 +77,8 @@ async def train_through_losses(config: Config, cluster: Cluster, folder: RunFold
         try:
             return await train(config, cluster, folder, tracker)
         except LearnersLostError as error:
+            if is_stopping():
+                raise asyncio.CancelledError from error
             tracker.note(f"lost the learners: {error} Starting them again from the last checkpoint.")
             started = time.monotonic()
             await cluster.replace_learners(error)
@@ -92,19 +96,21 @@ async def train(config: Config, cluster: Cluster, folder: RunFolder, tracker: Ru
         tracker.log(0, {f"eval/{name}": value for name, value in (await evaluate(cluster)).items()})
     async with (
         saving(run.saver),
-        saving_when_stopped(run.saver, folder, run.store, partial(kept_groups, run)),
-        unstalled(run.watchdog),
+        saving_when_stopped(run.saver, folder, run.store, partial(begin_checkpoint, run)),
         feeding(run),
     ):
+        run.watchdog.progress("the start")
         for step in range(version + 1, config.train.num_steps + 1):
             await _take_and_train(run, step)
-        await run.saver.finish()
+        async with unstalled(run.watchdog, "the last checkpoint"):
+            await run.saver.finish()
 
 
 async def _take_and_train(run: Run, step: int) -> None:
     phases = step_phases(run)
     with about(step=step):
-        with phases("rollout"), run.watchdog.waiting("driver", f"groups of step {step}"):
-            groups = await run.store.take(run.cluster.config.train.groups_per_step)
+        with phases("rollout"):
+            async with unstalled(run.watchdog, f"groups of step {step}"):
+                groups = await run.store.take(run.cluster.config.train.groups_per_step)
         # A stop waits for a step that has begun to train: half of one can't be saved.
         await uninterrupted(train_step(run, step, groups, phases))

@@ -22,6 +22,7 @@ class DynamicSampling:
     def __init__(self, section: DynamicSamplingSection) -> None:
         self._section = section
         self._num_dropped = self._num_kept = 0
+        self._dropped: list[GroupSummary] = []
 
     def refuses(self, summary: GroupSummary, place: int) -> bool:
         """Whether this group is to be replaced.
@@ -35,7 +36,13 @@ class DynamicSampling:
             self._num_kept += 1
             return False
         self._num_dropped += 1
+        self._dropped.append(summary)
         return True
+
+    def take_dropped(self) -> list[GroupSummary]:
+        """What was dropped since the last call: nobody trains on it, but the failures in it count."""
+        dropped, self._dropped = self._dropped, []
+        return dropped
 
     def step_metrics(self) -> dict[str, float]:
         """Counts since the step before, which this call ends."""

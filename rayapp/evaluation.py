@@ -10,7 +10,7 @@ from functools import partial
 
 from rayapp.cluster import Cluster, open_cluster
 from rayapp.config import Config
-from rayapp.errors import RestartsUsedUpError
+from rayapp.errors import RestartsUsedUpError, one_error
 from rayapp.feeding import LOST_GROUP, MAX_ISSUES
 from rayapp.interrupts import run_until_done
 from rayapp.logs import start_logs
@@ -50,7 +50,12 @@ async def evaluate(cluster: Cluster, version: int = 0) -> dict[str, float]:
         # All of a wave starts together where nothing else runs, so that the same weights give the same numbers.
         together = cluster.is_synchronous
         cohorts = [Cohort(place=place, size=len(wave)) if together else None for place in range(len(wave))]
-        summaries += await asyncio.gather(*map(partial(_evaluate_prompt, cluster, version), wave, cohorts))
+        # A group of tasks: when one fails, none of the others may still be on the servers once the run goes on.
+        with one_error():
+            async with asyncio.TaskGroup() as tasks:
+                evaluate_prompt = partial(_evaluate_prompt, cluster, version)
+                running = [tasks.create_task(work) for work in map(evaluate_prompt, wave, cohorts)]
+        summaries += [task.result() for task in running]
     return summarize_step(summaries, version=version) | summarize_passes(summaries)
 
 

@@ -1,4 +1,4 @@
-"""What a checkpoint keeps of the store: finished groups that wait to be trained on, and ids that were trained early.
+"""What a checkpoint keeps of the store: finished groups that wait to be trained on, and ids that are done early.
 
     checkpoints/step=N/groups/{waiting.parquet, ahead.json}
 
@@ -26,7 +26,7 @@ class KeptGroups:
 
     waiting: tuple[Group, ...] = ()
     done_ahead: tuple[int, ...] = ()
-    """Ids above the first untrained one that have been trained: they overtook a straggler."""
+    """Ids above the first untrained one that have been trained or dropped: they overtook a straggler."""
 
     def write(self, checkpoint: Path, version: int) -> None:
         """Into the folder of a checkpoint that is being written."""

@@ -100,7 +100,29 @@ def _connect(config: Config) -> tuple[Any, bool]:
             ) from None
     if not address and (started_here := _address_of_ray_start()):
         return ray.init(address=started_here, **common), False
-    return ray.init(address="local", object_store_memory=config.cluster.object_store_mib * MIB, **common), True
+    with _processes_in_a_session_of_their_own():
+        return ray.init(address="local", object_store_memory=config.cluster.object_store_mib * MIB, **common), True
+
+
+@contextmanager
+def _processes_in_a_session_of_their_own() -> Iterator[None]:
+    """Start Ray's processes where a signal to this process's group does not reach them, and all that they start.
+
+    `timeout`, `kill -- -GROUP` and a terminal that is closed signal the whole group at once. A Ray that ends then takes
+    learners and servers with it before the driver has saved. They end with this process whatever ends it, as Ray has
+    the kernel kill them (PR_SET_PDEATHSIG). `ray.init` has no option for it.
+    """
+    from ray._private import services
+
+    class OwnSession(services.ConsolePopen):  # type: ignore[misc]
+        def __init__(self, *args: Any, **options: Any) -> None:
+            super().__init__(*args, **options, start_new_session=True)
+
+    theirs, services.ConsolePopen = services.ConsolePopen, OwnSession
+    try:
+        yield
+    finally:
+        services.ConsolePopen = theirs
 
 
 def _address_of_ray_start() -> str:

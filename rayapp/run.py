@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import dataclass
 
 from rayapp.best_metric import BestMetric
@@ -16,7 +17,7 @@ from rayapp.run_folder import RunFolder
 from rayapp.saving import CheckpointSaver
 from rayapp.store import TrajectoryStore
 from rayapp.tracking.trackers import RunTracker
-from rayapp.watchdog import Watchdog
+from rayapp.watchdog import Watchdog, stacks_of_this_process
 
 Store = TrajectoryStore[object]
 
@@ -50,12 +51,7 @@ async def open_run(cluster: Cluster, folder: RunFolder, tracker: RunTracker) -> 
         folder=folder,
         tracker=tracker,
         store=_open_store(cluster, version, next_group_id, kept, sampling),
-        saver=CheckpointSaver(
-            cluster.learners,
-            folder,
-            asynchronous=config.checkpoint.asynchronous,
-            files=curriculum.state if curriculum is not None else dict,
-        ),
+        saver=CheckpointSaver(cluster.learners, folder, asynchronous=config.checkpoint.asynchronous),
         sampling=sampling,
         failures=FailureBudget(config.rollout.max_failed_ratio),
         watchdog=_watchdog(cluster, folder, tracker),
@@ -115,7 +111,8 @@ async def restore(cluster: Cluster, folder: RunFolder) -> tuple[int, int, KeptGr
 def _watchdog(cluster: Cluster, folder: RunFolder, tracker: RunTracker) -> Watchdog:
     async def dump() -> str:
         file = folder.path / "stacks.txt"
-        file.write_text(await cluster.dump_stacks())
+        text = f"{stacks_of_this_process()}\n{await cluster.dump_stacks()}"
+        await asyncio.to_thread(file.write_text, text)
         return str(file)
 
     recovery = cluster.config.recovery

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,6 @@ FREE_KEYS = (
     "run.output_dir",
     "run.staging_dir",
     "run.resume",
-    "train.num_steps",
     "cluster",
     "checkpoint",
     "eval",
@@ -32,7 +31,10 @@ FREE_KEYS = (
     "rollout.group_deadline_s",
     "rollout.max_failed_ratio",
 )
-"""Keys and sections that may differ: they change where, how long and how visibly a run goes on, not what it learns."""
+"""Keys and sections that may differ: they change where, how long and how visibly a run goes on, not what it learns.
+
+So may train.num_steps while the learning rate does not follow from it.
+"""
 
 
 def check_same_training(config: Config, stored: Path) -> None:
@@ -43,10 +45,11 @@ def check_same_training(config: Config, stored: Path) -> None:
     """
     before = dict(_flat(yaml.safe_load(stored.read_text()) or {}))
     now = dict(_flat(config.model_dump(mode="json")))
+    free = FREE_KEYS if config.learner.optimizer.schedule != "constant" else (*FREE_KEYS, "train.num_steps")
     changed = [
-        f"{key}: {before.get(key)!r} before, {now.get(key)!r} now"
+        f"{key}: {before.get(key)!r} before, {now.get(key)!r} now{_reason(key, config)}"
         for key in sorted(before.keys() | now.keys())
-        if before.get(key) != now.get(key) and not _is_free(key)
+        if before.get(key) != now.get(key) and not _is_among(key, free)
     ]
     if changed:
         raise RunFolderError(
@@ -55,8 +58,14 @@ def check_same_training(config: Config, stored: Path) -> None:
         )
 
 
-def _is_free(key: str) -> bool:
-    return any(key == free or key.startswith(f"{free}.") for free in FREE_KEYS)
+def _is_among(key: str, free: Sequence[str]) -> bool:
+    return any(key == each or key.startswith(f"{each}.") for each in free)
+
+
+def _reason(key: str, config: Config) -> str:
+    if key != "train.num_steps":
+        return ""
+    return f" (learner.optimizer.schedule is {config.learner.optimizer.schedule}: each step's learning rate follows)"
 
 
 def _flat(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:

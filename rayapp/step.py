@@ -20,6 +20,7 @@ from rayapp.run import Run, Store
 from rayapp.saving import is_due
 from rayapp.store import StoredGroup
 from rayapp.tracking.metrics import summarize_step
+from rayapp.watchdog import unstalled
 
 
 def step_phases(run: Run) -> Phases:
@@ -33,8 +34,18 @@ def _enter_phase(run: Run, name: str) -> None:
 
 
 async def train_step(run: Run, step: int, groups: Sequence[StoredGroup[object]], phases: Phases) -> None:
-    """Train on the groups, give the servers the new weights, write the step down."""
-    run.failures.record(tuple(group.summary for group in groups))
+    """Train on the groups, give the servers the new weights, write the step down.
+
+    Raises:
+        StalledError: a part of it hangs.
+    """
+    async with unstalled(run.watchdog, f"the end of step {step}"):
+        await _train_step(run, step, groups, phases)
+
+
+async def _train_step(run: Run, step: int, groups: Sequence[StoredGroup[object]], phases: Phases) -> None:
+    summaries = tuple(group.summary for group in groups)
+    run.failures.record((*summaries, *run.sampling.take_dropped()))
     learned = await _learn(run, step, groups, phases)
     evaluated = await validate(run.cluster, step, phases)
     sampled_by = run.store.version
@@ -48,7 +59,6 @@ async def train_step(run: Run, step: int, groups: Sequence[StoredGroup[object]],
         run.tracker.trace(step, fetched)
         del fetched
         await asyncio.to_thread(trim_heap)
-    summaries = tuple(group.summary for group in groups)
     metrics = summarize_step(summaries, version=sampled_by) | learned | run.sampling.step_metrics()
     score = run.best.score(metrics | evaluated)
     with phases("checkpoint"):
@@ -85,18 +95,23 @@ async def save_if_due(run: Run, step: int, score: float | None) -> dict[str, flo
     config = run.cluster.config
     metrics = await run.saver.check()
     if is_due(step, config.checkpoint.every_steps, last=config.train.num_steps):
-        # Before the copies of the state are made, and of one moment: what finishes meanwhile is generated again.
-        next_group_id, kept = run.store.next_untrained_id, await kept_groups(run)
-        await run.saver.begin(step, next_group_id=next_group_id, score=score, kept=kept)
+        await begin_checkpoint(run, step, score=score)
     return metrics
 
 
-async def kept_groups(run: Run) -> KeptGroups:
-    """What the checkpoint of now need not have generated again. A synchronous run repeats, so it keeps nothing."""
-    if run.cluster.is_synchronous:
-        return KeptGroups()
-    done_ahead, waiting = run.store.done_ahead, run.store.waiting
-    return KeptGroups(waiting=tuple(await run.cluster.fetch_groups(waiting)), done_ahead=done_ahead)
+async def begin_checkpoint(run: Run, version: int, *, score: float | None = None) -> None:
+    """Start to save the store's version, with what need not be generated again. A synchronous run repeats: nothing.
+
+    All of it is of one moment, before the first wait: what finishes meanwhile is generated again.
+    """
+    store, next_group_id = run.store, run.store.next_untrained_id
+    waiting, done_ahead = ([], ()) if run.cluster.is_synchronous else (store.waiting, store.done_ahead)
+    kept_ids = {*done_ahead, *(group.summary.group_id for group in waiting)}
+    files: dict[str, str] = {}
+    if run.curriculum is not None:
+        files = run.curriculum.state(lambda group_id: group_id < next_group_id or group_id in kept_ids)
+    kept = KeptGroups(waiting=tuple(await run.cluster.fetch_groups(waiting)), done_ahead=done_ahead)
+    await run.saver.begin(version, next_group_id=next_group_id, score=score, kept=kept, files=files)
 
 
 def ledger_metrics(store: Store) -> dict[str, float]:

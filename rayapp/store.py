@@ -66,7 +66,7 @@ class TrajectoryStore(Generic[RefT]):
         straggler_window: groups that may be trained before one that was admitted earlier and is still being generated.
             0 keeps their order. None may wait so long that it grows too stale, whatever this is.
         waiting: finished groups that a checkpoint kept.
-        done_ahead: on resume, ids from next_group_id on that have been trained.
+        done_ahead: on resume, ids from next_group_id on that have been trained, or dropped for good.
         refuses: whether a finished group is dropped instead of kept, by its summary and its place in the step.
     """
 
@@ -99,7 +99,7 @@ class TrajectoryStore(Generic[RefT]):
         self._ready: dict[int, StoredGroup[RefT]] = {group.summary.group_id: group for group in waiting}
         self._done_ahead = set(done_ahead)
         self._never_again = frozenset((*self._ready, *done_ahead))
-        """Ids that a checkpoint has kept, or counted as trained."""
+        """Ids that a checkpoint has kept, or counted as done."""
         self._overtaken: Counter[int] = Counter()
         """Of each group in generation: groups with higher ids that were taken since it was admitted."""
         self._training: set[int] = set()
@@ -192,7 +192,10 @@ class TrajectoryStore(Generic[RefT]):
     def _count_dropped(self, group_id: int, reason: str) -> None:
         self.dropped_for[reason] += 1
         del self._admitted_for[group_id]
-        self._dropped_since_release.add(group_id)
+        if self._max_staleness == 0:
+            self._dropped_since_release.add(group_id)
+        else:
+            self._done_ahead.add(group_id)
 
     async def take(self, num_groups: int) -> list[StoredGroup[RefT]]:
         """The next `num_groups` groups, oldest first, once that many are ready and no straggler is in their way.
@@ -265,7 +268,8 @@ class TrajectoryStore(Generic[RefT]):
     def next_untrained_id(self) -> int:
         """Where a resumed run starts handing out ids: groups in flight now are generated again, once.
 
-        So are those dropped since the last release: what replaced them must start with the same neighbours.
+        In a synchronous run so are those dropped since the last release: what replaced them must start with the same
+        neighbours.
         """
         in_flight = (*self._admitted, *self._ready, *self._training, *self._dropped_since_release)
         # Kept groups can be ahead of ids that have not been handed out again yet.
@@ -273,7 +277,7 @@ class TrajectoryStore(Generic[RefT]):
 
     @property
     def done_ahead(self) -> tuple[int, ...]:
-        """Trained ids above `next_untrained_id`: a resumed run must not hand them out again."""
+        """Ids above `next_untrained_id` that are trained or dropped: a resumed run must not hand them out again."""
         first = self.next_untrained_id
         return tuple(sorted(group_id for group_id in self._done_ahead if group_id > first))
 

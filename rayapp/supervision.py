@@ -17,10 +17,10 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from rayapp.errors import DeadlineError, ProcessDiedError, ProcessUnavailableError, RayappError, RestartsUsedUpError
 
@@ -82,6 +82,7 @@ class Supervisor:
         self._limits = limits
         self._report = report
         self._locks = {name: asyncio.Lock() for name in self._members}
+        self._replacing: set[asyncio.Task[None]] = set()
         self._down: set[str] = set()
         self.restarts: Counter[str] = Counter()
         """By name, over the run."""
@@ -101,8 +102,8 @@ class Supervisor:
             try:
                 yield
             finally:
-                for watch in watches:
-                    watch.cancel()
+                for task in (*watches, *self._replacing):
+                    task.cancel()
 
     async def _watch(self, name: str) -> None:
         while True:
@@ -115,16 +116,36 @@ class Supervisor:
         Raises:
             RestartsUsedUpError: a member died too often.
         """
-        await asyncio.gather(*(self._check(name) for name in self._members))
+        await asyncio.gather(*(self._owned(self._check(name), name) for name in self._members))
 
     def is_up(self, name: str) -> bool:
         """False while it is being replaced."""
         return name not in self._down
 
-    async def condemn(self, name: str, reason: str) -> None:
-        """A member answers, but must not go on as it is: replace it."""
+    def incarnation(self, name: str) -> str:
+        """The start of the member that is up; empty while it is being replaced."""
+        return self._incarnations[name] if self.is_up(name) else ""
+
+    async def condemn(self, name: str, incarnation: str, reason: str) -> None:
+        """A member answers, but must not go on as it is: replace it, unless this start of it is gone already.
+
+        Args:
+            incarnation: what `incarnation` said when it failed. One that was being replaced then is made ready anyway.
+        """
+        await self._owned(self._condemn(name, incarnation, reason), name)
+
+    async def _condemn(self, name: str, incarnation: str, reason: str) -> None:
         async with self._locks[name]:
-            await self._replace(self._members[name], reason, must_kill=True)
+            if incarnation and incarnation == self._incarnations[name]:
+                await self._replace(self._members[name], reason, must_kill=True)
+
+    async def _owned(self, work: Coroutine[Any, Any, None], name: str) -> None:
+        """Wait for work on a member that goes on when the caller is stopped: half replaced, the member would be lost a
+        second time, or be taken for up."""
+        task = asyncio.create_task(work, name=f"replace {name}")
+        self._replacing.add(task)
+        task.add_done_callback(self._replacing.discard)
+        await asyncio.shield(task)
 
     async def _check(self, name: str) -> None:
         # One at a time for each member: whoever comes second finds it replaced.

@@ -17,7 +17,8 @@ from numpy.typing import NDArray
 Int32Array = NDArray[np.int32]
 FloatArray = NDArray[np.float32]
 BoolArray = NDArray[np.bool_]
-FinishReason = Literal["stop", "length", "abort"]
+FinishReason = Literal["stop", "length"]
+"""A completion that the engine itself gave up is no completion: `EngineError`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -21,7 +21,6 @@ from rayapp.agent.episode import AgentLimits, AgentPrompt, Episode, EpisodeEnd
 from rayapp.agent.parsing import RawCall, ToolCallParser
 from rayapp.agent.transcript import Transcript
 from rayapp.errors import (
-    EngineError,
     InputError,
     SandboxConfigError,
     SandboxError,
@@ -115,8 +114,6 @@ class _Episode:
         request_id = f"{self.request_id}/turn={len(self.turns)}"
         started_at_s = time.time()
         completion = await self.engine.generate(request_id, self.transcript.ids, sampling)
-        if completion.finish_reason == "abort":
-            raise EngineError(f"the engine aborted {request_id}")
         start, end = self.transcript.add_sampled(completion)
         text = self.loop.chat.turn_text(completion.token_ids.tolist())
         self.turns.append(

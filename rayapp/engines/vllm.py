@@ -109,7 +109,7 @@ class VllmEngine:
             cohort_size: requests that start together with this one, itself included.
         Raises:
             EngineDeadError: the engine's process is gone.
-            EngineError: it refuses this request.
+            EngineError: it refuses this request, or gave it up.
         """
         request = Request(request_id, prompt_ids, sampling)
         with self.in_hand.one():
@@ -135,7 +135,8 @@ class VllmEngine:
         finally:
             self._versions.forget(queue.request_id)
             queue.close()
-        return _completion(output, spans, self.policy_version, admitted - started, time.monotonic() - admitted)
+        generate_s = time.monotonic() - admitted
+        return whole_completion(request_id, output, spans, self.policy_version, admitted - started, generate_s)
 
     async def _start_cohort(self, cohort: list[Request]) -> None:
         """Queue requests in the order of their ids, and let the scheduler see them all at once."""
@@ -440,9 +441,23 @@ def _sampling_params(sampling: SamplingParams) -> Any:
     )
 
 
-def _completion(
-    output: Any, spans: tuple[VersionSpan, ...], policy_version: int, queued_s: float, generate_s: float
+def whole_completion(
+    request_id: str,
+    output: Any,
+    spans: tuple[VersionSpan, ...],
+    policy_version: int,
+    queued_s: float,
+    generate_s: float,
 ) -> Completion:
+    """What vLLM sampled, which the policy itself ended or the limit of tokens did.
+
+    Raises:
+        EngineError: the engine ended it (abort, error, repetition): half an answer that nobody may judge or train on.
+    """
+    if output.finish_reason not in ("stop", "length"):
+        raise EngineError(
+            f"vLLM gave {request_id} up after {len(output.token_ids)} tokens (finish reason {output.finish_reason})"
+        )
     token_ids = np.array(output.token_ids, np.int32)
     log_probs = np.array(output.logprobs.logprobs, np.float32)
     if log_probs.size != token_ids.size:
@@ -451,7 +466,7 @@ def _completion(
         token_ids=token_ids,
         log_probs=log_probs,
         text=output.text,
-        finish_reason=output.finish_reason if output.finish_reason in ("stop", "length") else "abort",
+        finish_reason=output.finish_reason,
         policy_version=spans[0].policy_version if spans else policy_version,
         version_spans=spans if len(spans) > 1 else (),
         time_queued_s=queued_s,

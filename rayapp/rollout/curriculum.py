@@ -8,7 +8,7 @@ resumed run draws what one that never stopped would have. The counts travel in e
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -21,6 +21,8 @@ from rayapp.types import GroupSummary
 FILE = "curriculum.json"
 """In a checkpoint, and like all its files in its manifest."""
 SOLVED = "solved"
+Result = tuple[int, int, float, float]
+"""Of a group: its id, the place of its prompt, trajectories tried, and how many of them solved it."""
 
 
 class Curriculum:
@@ -29,17 +31,24 @@ class Curriculum:
     Args:
         num_prompts: of one epoch. A prompt is named by its place in the first epoch's order.
         min_weight: of prompts that were always or never solved.
-        counts: of a checkpoint, as `state` gave them.
+        counts, results: of a checkpoint, as `state` gave them.
     """
 
     def __init__(
-        self, *, num_prompts: int, seed: int, min_weight: float, counts: Mapping[str, tuple[float, float]] | None = None
+        self,
+        *,
+        num_prompts: int,
+        seed: int,
+        min_weight: float,
+        counts: Mapping[str, tuple[float, float]] | None = None,
+        results: Sequence[Result] = (),
     ) -> None:
         self._seed, self._min_weight = seed, min_weight
         self._tried, self._solved = np.zeros((2, num_prompts))
         for place, (tried, solved) in (counts or {}).items():
             self._tried[int(place)], self._solved[int(place)] = tried, solved
-        self._waiting: list[tuple[int, float, float]] = []
+        self._results: dict[int, Result] = {result[0]: result for result in results}
+        """By group, since the last `end_step`."""
         self._cumulative = np.cumsum(self.weights())
 
     @classmethod
@@ -49,9 +58,14 @@ class Curriculum:
         Raises:
             CheckpointError: the checkpoint has none, or it is of other prompts.
         """
-        counts = _read(checkpoint / FILE, num_prompts) if checkpoint is not None else None
-        section = config.algorithm.curriculum
-        return cls(num_prompts=num_prompts, seed=config.run.seed, min_weight=section.min_weight, counts=counts)
+        counts, results = _read(checkpoint / FILE, num_prompts) if checkpoint is not None else ({}, ())
+        return cls(
+            num_prompts=num_prompts,
+            seed=config.run.seed,
+            min_weight=config.algorithm.curriculum.min_weight,
+            counts=counts,
+            results=results,
+        )
 
     def weights(self) -> NDArray[np.float64]:
         """(num_prompts,) how much likelier than others each is drawn.
@@ -75,20 +89,26 @@ class Curriculum:
         """
         values = summary.reward_terms.get(SOLVED, summary.rewards)[summary.valid.astype(bool)]
         known = values[np.isfinite(values)]
-        self._waiting.append((place, float(known.size), float(np.clip(known, 0.0, 1.0).sum())))
+        solved = float(np.clip(known, 0.0, 1.0).sum())
+        self._results[summary.group_id] = (summary.group_id, place, float(known.size), solved)
 
     def end_step(self) -> None:
         """Count in what was recorded, whatever order it came in."""
-        for place, tried, solved in sorted(self._waiting):
+        for _, place, tried, solved in sorted(self._results.values()):
             self._tried[place] += tried
             self._solved[place] += solved
-        self._waiting.clear()
+        self._results.clear()
         self._cumulative = np.cumsum(self.weights())
 
-    def state(self) -> dict[str, str]:
-        """Files of a checkpoint."""
+    def state(self, is_kept: Callable[[int], bool]) -> dict[str, str]:
+        """Files of a checkpoint.
+
+        Args:
+            is_kept: true for the id of a group that a resumed run does not generate, and so not record, again.
+        """
         seen = {str(i): (self._tried[i], self._solved[i]) for i in np.flatnonzero(self._tried)}
-        return {FILE: json.dumps({"num_prompts": len(self._tried), "counts": seen})}
+        results = [result for group_id, result in self._results.items() if is_kept(group_id)]
+        return {FILE: json.dumps({"num_prompts": len(self._tried), "counts": seen, "results": results})}
 
     def metrics(self) -> dict[str, float]:
         """`curriculum/*`: the share of prompts that were tried, and the mean weight of those."""
@@ -97,7 +117,7 @@ class Curriculum:
         return {"curriculum/tried": float(tried.mean()), "curriculum/weight_mean": weight}
 
 
-def _read(file: Path, num_prompts: int) -> dict[str, tuple[float, float]]:
+def _read(file: Path, num_prompts: int) -> tuple[dict[str, tuple[float, float]], list[Result]]:
     if not file.exists():
         raise CheckpointError(
             f"{file.parent} was saved without a curriculum, and algorithm.curriculum.enabled is true: choose another "
@@ -109,4 +129,6 @@ def _read(file: Path, num_prompts: int) -> dict[str, tuple[float, float]]:
             f"{file.parent} has a curriculum over {stored['num_prompts']} prompts, and this run has {num_prompts}: the "
             "tasks or the data have changed. Give the old ones, or choose another run.name."
         )
-    return {place: (float(tried), float(solved)) for place, (tried, solved) in stored["counts"].items()}
+    counts = {place: (float(tried), float(solved)) for place, (tried, solved) in stored["counts"].items()}
+    # A checkpoint of before 2026-11-22 has no results.
+    return counts, [(group_id, place, tried, solved) for group_id, place, tried, solved in stored.get("results", ())]

@@ -1,5 +1,5 @@
 """A run's connection to a real Ray: two runs share none by accident; on SIGTERM the driver cleans up first, as on
-Ctrl-C, and nothing of Ray prints stacks."""
+Ctrl-C, whether the signal is for it alone or for its whole process group, and nothing of Ray prints stacks."""
 
 from __future__ import annotations
 
@@ -8,10 +8,16 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
+
+from rayapp.config import Config
+from rayapp.run_folder import RunFolder
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(900)]
 ROOT = Path(__file__).parents[2]
@@ -34,6 +40,29 @@ async def main():
 
 try:
     run_until_done(main())
+except KeyboardInterrupt:
+    sys.exit(130)
+"""
+
+TRAINING = """
+import asyncio, sys
+from pathlib import Path
+from rayapp.cluster import StandIns, open_cluster
+from rayapp.config_loading import load_config
+from rayapp.driver import train_through_losses
+from rayapp.interrupts import run_until_done
+from rayapp.run_folder import RunFolder
+from rayapp.tracking.trackers import make_trackers
+
+
+async def main(config):
+    with RunFolder.open(config) as folder, make_trackers(config, folder) as tracker:
+        async with open_cluster(config, stand_ins=StandIns(completion_s=0.05, step_s=0.05)) as cluster:
+            await train_through_losses(config, cluster, folder, tracker)
+
+
+try:
+    run_until_done(main(load_config(Path(sys.argv[1]), ())))
 except KeyboardInterrupt:
     sys.exit(130)
 """
@@ -88,3 +117,33 @@ def test_a_second_run_on_the_machine_does_not_join_the_first_ones_ray(
         first.send_signal(signal.SIGTERM)
         output, errors = first.communicate(timeout=600)
     assert output == "cleaned up\n", errors
+
+
+def test_sigterm_to_the_whole_process_group_ends_with_a_saved_checkpoint(
+    tiny_run: Callable[[str, Path], dict[str, Any]], tmp_path: Path
+) -> None:
+    config = tiny_run("run", tmp_path) | {"cluster": {"device": "cpu", "object_store_mib": 100}}
+    file, metrics = tmp_path / "config.yaml", tmp_path / "run" / "metrics.jsonl"
+    file.write_text(yaml.safe_dump(config))
+    environment = {key: value for key, value in os.environ.items() if key != "RAY_ADDRESS"} | {"PYTHONPATH": str(ROOT)}
+    with tempfile.TemporaryDirectory(prefix="rs", dir="/tmp", ignore_cleanup_errors=True) as folder:
+        driver = subprocess.Popen(
+            [sys.executable, "-c", TRAINING, str(file)],
+            env=environment | {"RAY_TMPDIR": folder},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+        while not metrics.exists() or metrics.read_text().count("\n") < 2:
+            assert driver.poll() is None, driver.communicate()
+            time.sleep(0.02)
+
+        os.killpg(driver.pid, signal.SIGTERM)  # as `timeout`, or a shell that ends its job
+        output, _ = driver.communicate(timeout=600)
+
+    assert driver.returncode == 130, output
+    with RunFolder.open(Config.model_validate(config)) as opened:
+        checkpoint = opened.latest_checkpoint()
+    assert checkpoint is not None, output
+    assert checkpoint.version >= 2

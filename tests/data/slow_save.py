@@ -14,6 +14,9 @@ RAYS_OWN_GRACE_S = 3.0
 
 
 class Learners:
+    def holds(self, version):
+        return True
+
     async def begin_checkpoint(self, folder, version):
         await asyncio.sleep(2 * RAYS_OWN_GRACE_S)
         folder.mkdir()
@@ -26,7 +29,11 @@ class Learners:
 async def train(folder):
     store = TrajectoryStore(groups_per_step=2, max_staleness=0, version=3, num_groups=10)
     saver = CheckpointSaver(Learners(), folder, asynchronous=True)
-    async with saving(saver), saving_when_stopped(saver, folder, store):
+
+    async def begin(version):
+        await saver.begin(version, next_group_id=store.next_untrained_id)
+
+    async with saving(saver), saving_when_stopped(saver, folder, store, begin):
         print("training", flush=True)
         await asyncio.Event().wait()
 

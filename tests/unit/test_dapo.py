@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import random
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,12 +16,16 @@ from hypothesis import strategies as st
 from rayapp.config import Config
 from rayapp.config_algorithm import DynamicSamplingSection
 from rayapp.dynamic_sampling import DynamicSampling, has_signal
-from rayapp.errors import ConfigError
+from rayapp.errors import ConfigError, TrainingAbortedError
+from rayapp.failures import FailureBudget
 from rayapp.learner.plan import loss_scale, make_table
+from rayapp.phases import Phases
 from rayapp.rollout.group import summarize_group
 from rayapp.rollout.shaping import overlong_penalty, shape_group
-from rayapp.store import TrajectoryStore
+from rayapp.step import train_step
+from rayapp.store import StoredGroup, TrajectoryStore
 from rayapp.types import Group, GroupSummary, Prompt, Reward, RolloutStatus, Trajectory
+from rayapp.watchdog import Watchdog
 
 
 def trajectory(num_tokens: int, reward: Reward, *, truncated: bool = False) -> Trajectory:
@@ -108,6 +114,25 @@ def test_every_step_is_full_and_the_same_whatever_order_groups_finish_in(
     one, other = asyncio.run(steps(random.Random(seed))), asyncio.run(steps(random.Random(seed + 1)))
     assert one == other
     assert all(len(ids) == groups_per_step for ids, _ in one)
+
+
+async def test_failures_in_groups_that_are_dropped_count_and_stop_the_run() -> None:
+    sampling = DynamicSampling(DynamicSamplingSection(enabled=True, max_dropped_per_step=8))
+    failing = replace(
+        summary_of(1, [1.0, 1.0, 0.0, 0.0], [True, True, False, False]), failure_kinds=("", "", "engine", "engine")
+    )
+    assert sampling.refuses(failing, 0)
+    trained = replace(summary_of(2, [0.0, 1.0]), failure_kinds=("", ""))
+    nothing: Any = SimpleNamespace(phase=print)
+
+    async def no_stacks() -> str:
+        return ""
+
+    watchdog = Watchdog(report_after_s=60, stop_after_s=60, report=print, dump_stacks=no_stacks)
+    run: Any = SimpleNamespace(failures=FailureBudget(0.3), sampling=sampling, watchdog=watchdog, tracker=nothing)
+    with pytest.raises(TrainingAbortedError, match=r"33% of the trajectories .*engine: 2"):
+        await train_step(run, 1, [StoredGroup(summary=trained, ref=object())], Phases())
+    assert sampling.take_dropped() == []  # counted once
 
 
 def test_dynamic_sampling_is_refused_where_equal_rewards_teach_something() -> None:

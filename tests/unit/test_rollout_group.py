@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
+from rayapp.engines.vllm import whole_completion
 from rayapp.errors import EngineDeadError, EngineError, StaleVersionError
 from rayapp.protocols import SandboxSource, Tokenizer
 from rayapp.rollout.group import run_group
@@ -85,6 +87,32 @@ async def test_an_engine_that_fails_one_request_costs_one_trajectory() -> None:
     assert [t.status for t in group.trajectories[:2]] == [RolloutStatus.ERROR_ENGINE, RolloutStatus.TRUNCATED]
     assert summary.valid.tolist() == [False, True, False, True]  # index 2 writes three characters: its sandbox died
     assert summary.failure_kinds == ("engine", "", "sandbox_gone", "")
+
+
+@dataclass
+class QuittingEngine(Engine):
+    """vLLM gives the last trajectory up after two tokens, for this reason."""
+
+    reason: str = "abort"
+
+    async def generate(self, request_id: str, prompt_ids: Sequence[int], sampling: SamplingParams) -> Completion:
+        if not request_id.endswith("=3"):
+            return await super().generate(request_id, prompt_ids, sampling)
+        log_probs = SimpleNamespace(logprobs=[-0.5, -0.5])
+        output = SimpleNamespace(token_ids=[7, 7], logprobs=log_probs, text="xx", finish_reason=self.reason)
+        return whole_completion(request_id, output, (), 3, 0.0, 0.1)
+
+
+@pytest.mark.parametrize("reason", ["abort", "error", "repetition"])
+async def test_half_an_answer_that_the_engine_gave_up_is_a_failed_rollout_and_gets_no_reward(reason: str) -> None:
+    group, summary = await run(QuittingEngine(reason=reason))
+    assert group.trajectories[3].status is RolloutStatus.ERROR_ENGINE
+    assert (
+        group.trajectories[3].reward.detail
+        == f"vLLM gave group=11/trajectory=3 up after 2 tokens (finish reason {reason})"
+    )
+    assert summary.valid.tolist() == [True, True, False, False]
+    assert summary.failure_kinds == ("", "", "sandbox_gone", "engine")
 
 
 async def test_an_invalid_verdict_shows_no_reward() -> None:

@@ -126,6 +126,18 @@ def test_going_on_for_more_steps_is_the_same_training(tmp_path: Path) -> None:
         assert latest_version(folder) == 1
 
 
+@pytest.mark.parametrize("schedule", ["cosine", "linear"])
+def test_going_on_for_more_steps_is_refused_where_the_learning_rate_follows_from_them(
+    tmp_path: Path, schedule: str
+) -> None:
+    with RunFolder.open(config(tmp_path, learner__optimizer={"schedule": schedule})) as folder:
+        save(folder, 1)
+    more = config(tmp_path, learner__optimizer={"schedule": schedule}, train__num_steps=999)
+    reason = rf"train\.num_steps: 100 before, 999 now \(learner\.optimizer\.schedule is {schedule}"
+    with pytest.raises(RunFolderError, match=reason), RunFolder.open(more):
+        pass
+
+
 def test_a_resumed_run_forgets_the_steps_it_takes_again_and_a_line_that_was_cut_short(tmp_path: Path) -> None:
     with RunFolder.open(config(tmp_path)) as folder:
         lines = [json.dumps({"step": step, "reward/mean": 0.1}) for step in (1, 2, 3)]

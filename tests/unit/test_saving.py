@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 
 import pytest
 
+from rayapp import saving as saving_module
 from rayapp.config import Config
-from rayapp.errors import CheckpointError
+from rayapp.errors import CheckpointError, LearnersLostError, RayappError, RestartsUsedUpError, StalledError
+from rayapp.interrupts import let_process_live
 from rayapp.run_folder import RunFolder
-from rayapp.saving import CheckpointSaver, saving
+from rayapp.saving import CheckpointSaver, saving, saving_when_stopped
+from rayapp.store import TrajectoryStore
 
 
 class Learners:
@@ -18,7 +22,12 @@ class Learners:
 
     def __init__(self) -> None:
         self.may_end = asyncio.Event()
-        self.error: CheckpointError | None = None
+        self.error: RayappError | None = None
+        self.version: int | None = None
+        """None: in the middle of a step."""
+
+    def holds(self, version: int) -> bool:
+        return self.version == version
 
     async def begin_checkpoint(self, folder: Path, version: int) -> None:
         folder.mkdir()
@@ -34,6 +43,13 @@ class Learners:
 @pytest.fixture
 def folder(tmp_path: Path) -> RunFolder:
     return RunFolder(tmp_path, Config())
+
+
+@pytest.fixture(autouse=True)
+def alive() -> Iterator[None]:
+    """A run that stalled ends its process soon after; this one goes on."""
+    yield
+    let_process_live()
 
 
 def versions(folder: RunFolder) -> list[int]:
@@ -100,3 +116,107 @@ async def test_what_is_being_written_when_the_run_fails_never_counts(folder: Run
             await saver.begin(2, next_group_id=4)
             raise RuntimeError("lost")
     assert versions(folder) == []
+
+
+async def run_until(ends: Callable[[CheckpointSaver], Awaitable[None]], learners: Learners, folder: RunFolder) -> None:
+    """A run that has trained three steps, and then does this."""
+    store: TrajectoryStore[object] = TrajectoryStore(groups_per_step=2, max_staleness=0, version=3, num_groups=10)
+    saver = CheckpointSaver(learners, folder, asynchronous=True)
+
+    async def begin(version: int) -> None:
+        await saver.begin(version, next_group_id=store.next_untrained_id)
+
+    async with saving(saver), saving_when_stopped(saver, folder, store, begin):
+        await ends(saver)
+
+
+def raising(error: Exception) -> Callable[[CheckpointSaver], Awaitable[None]]:
+    async def fail(saver: CheckpointSaver) -> None:
+        raise error
+
+    return fail
+
+
+async def until_stopped(saver: CheckpointSaver) -> None:
+    await asyncio.Event().wait()
+
+
+async def turns(count: int = 20) -> None:
+    for _ in range(count):
+        await asyncio.sleep(0)
+
+
+@pytest.mark.parametrize("error", [RestartsUsedUpError("lost 4 times"), StalledError("nothing was finished")])
+async def test_a_run_that_lost_a_process_too_often_or_stalled_saves_what_it_has_trained(
+    error: RayappError, folder: RunFolder
+) -> None:
+    learners = Learners()
+    learners.version = 3
+    run = asyncio.create_task(run_until(raising(error), learners, folder))
+    await turns()
+    run.cancel()  # the supervisor finds the same process lost, and stops the run too
+    await turns()
+    learners.may_end.set()
+
+    with pytest.raises((type(error), asyncio.CancelledError)):
+        await run
+    assert versions(folder) == [3]
+
+
+async def test_a_stalled_run_whose_disk_hangs_gives_the_save_up_in_time_and_says_what_stalled(
+    folder: RunFolder, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(saving_module, "SAVE_S", 0.05)
+    learners = Learners()
+    learners.version = 3
+
+    with pytest.raises(StalledError, match="nothing was finished"):
+        await asyncio.wait_for(run_until(raising(StalledError("nothing was finished")), learners, folder), 10)
+
+    assert versions(folder) == []
+    assert "Does the disk of the run folder answer?" in caplog.text
+
+
+async def test_a_run_that_is_stopped_in_the_middle_of_a_step_saves_nothing_under_a_wrong_name(
+    folder: RunFolder, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = asyncio.create_task(run_until(until_stopped, Learners(), folder))
+    await turns()
+    run.cancel()
+
+    with pytest.raises(asyncio.CancelledError):
+        await run
+    assert versions(folder) == []
+    assert "stopped in the middle of step 4" in caplog.text
+
+
+async def test_a_run_that_is_stopped_while_it_waits_for_a_save_has_that_checkpoint(folder: RunFolder) -> None:
+    learners = Learners()
+
+    async def wait_for_it(saver: CheckpointSaver) -> None:
+        await saver.begin(3, next_group_id=6)
+        await saver.finish()
+
+    run = asyncio.create_task(run_until(wait_for_it, learners, folder))
+    await turns()
+    run.cancel()
+    await turns()
+    learners.may_end.set()
+
+    with pytest.raises(asyncio.CancelledError):
+        await run
+    assert versions(folder) == [3]
+
+
+async def test_a_run_that_is_stopped_and_loses_its_learners_in_the_save_does_not_start_new_ones(
+    folder: RunFolder,
+) -> None:
+    learners = Learners()
+    learners.version, learners.error = 3, LearnersLostError("learner-1 is gone")
+    learners.may_end.set()
+    run = asyncio.create_task(run_until(until_stopped, learners, folder))
+    await turns()
+    run.cancel()
+
+    with pytest.raises(CheckpointError, match="not saved: learner-1 is gone"):
+        await run

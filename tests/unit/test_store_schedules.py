@@ -170,6 +170,35 @@ def test_a_run_that_goes_on_keeps_what_was_finished_and_trains_every_group_once(
     assert after.store.ledger().issued == len(after.trained)
 
 
+async def test_groups_dropped_above_a_straggler_are_not_generated_again_by_a_run_that_goes_on() -> None:
+    def store(kept: TrajectoryStore[int] | None = None) -> TrajectoryStore[int]:
+        return TrajectoryStore(
+            groups_per_step=2,
+            max_staleness=1,
+            version=1 if kept else 0,
+            num_groups=6,
+            straggler_window=8,
+            next_group_id=kept.next_untrained_id if kept else 0,
+            waiting=kept.waiting if kept else (),
+            done_ahead=kept.done_ahead if kept else (),
+            refuses=lambda summary, place: summary.group_id in (1, 5),
+        )
+
+    before = store()
+    await before.reserve()
+    for group_id in (1, 2, 3):  # 0 is the straggler; 1 is dropped
+        await before.finish(summary(group_id, 0), group_id)
+    assert [group.ref for group in await before.take(2)] == [2, 3]
+    await before.release(1)
+    ids, _ = await before.reserve()
+    assert ids == [4, 5, 6]
+    await before.finish(summary(5, 1), 5)  # dropped after the last step
+
+    after = store(before)
+
+    assert (await after.reserve())[0] == [0, 4, 6, 7]
+
+
 async def test_one_straggler_holds_nothing_up_until_it_would_grow_too_stale() -> None:
     store: TrajectoryStore[int] = TrajectoryStore(
         groups_per_step=2, max_staleness=1, version=0, num_groups=8, straggler_window=8

@@ -157,6 +157,9 @@ async def test_error_of_the_work_comes_out_as_itself() -> None:
 class Learners:
     """Writes a file where a checkpoint's tensors would be."""
 
+    def holds(self, version: int) -> bool:
+        return True
+
     async def begin_checkpoint(self, folder: Path, version: int) -> None:
         folder.mkdir()
         (folder / "weights").write_text(str(version))
@@ -171,7 +174,11 @@ async def stopped(folder: RunFolder, version: int) -> None:
 
     async def train() -> None:
         saver = CheckpointSaver(Learners(), folder, asynchronous=True)
-        async with saving(saver), saving_when_stopped(saver, folder, store):
+
+        async def begin(version: int) -> None:
+            await saver.begin(version, next_group_id=store.next_untrained_id)
+
+        async with saving(saver), saving_when_stopped(saver, folder, store, begin):
             await asyncio.Event().wait()
 
     task = asyncio.create_task(train())

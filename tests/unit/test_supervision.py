@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
+from functools import partial
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
+from rayapp.cluster import Cluster
 from rayapp.errors import (
     DeadlineError,
     EngineDeadError,
     ProcessDiedError,
     ProcessUnavailableError,
+    RayappError,
     RestartsUsedUpError,
 )
 from rayapp.supervision import Limits, Supervisor
@@ -138,7 +144,74 @@ async def test_one_that_is_condemned_is_replaced_although_it_answers() -> None:
     process = Process()
     supervisor = Supervisor([process], LIMITS)
     async with supervisor.watching():
-        await supervisor.condemn(process.name, "half of the weights")
+        await supervisor.condemn(process.name, supervisor.incarnation(process.name), "half of the weights")
+    assert process.log == ["killed", "revived 2"]
+
+
+class SlowProcess(Process):
+    """Takes until it may to be made ready."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.may_revive = asyncio.Event()
+
+    async def revive(self) -> None:
+        await self.may_revive.wait()
+        await super().revive()
+
+
+async def test_a_replacement_goes_on_when_whoever_waits_for_it_is_stopped_and_counts_once() -> None:
+    # The learners are lost with the same node: the groups that wait for the server are given up, and the run goes on.
+    process = SlowProcess()
+    supervisor = Supervisor([process], replace(LIMITS, ping_every_s=60.0, revive_timeout_s=60.0))
+    async with supervisor.watching():
+        process.die()
+        waiting = asyncio.create_task(supervisor.settled())
+        await eventually(lambda: not supervisor.is_up(process.name))
+        waiting.cancel()
+        await asyncio.wait([waiting])
+        process.may_revive.set()
+        await supervisor.settled()
+        assert supervisor.is_up(process.name)
+    assert process.log == ["revived 2"]
+    assert dict(supervisor.restarts) == {"vllm-server-0": 1}
+
+
+class Weights:
+    """A sync that finds one server being started: it answers, and has no engine."""
+
+    def __init__(self, process: Process, supervisor: Supervisor) -> None:
+        self._process, self._supervisor = process, supervisor
+
+    async def sync(self, version: int, **_: Any) -> tuple[dict[str, float], dict[str, RayappError]]:
+        self._process.die()
+        await eventually(lambda: not self._supervisor.is_up(self._process.name))
+        return {}, {self._process.name: EngineDeadError(f"{self._process.name} has no engine: it is being started")}
+
+
+async def test_a_server_that_dies_before_a_weight_sync_counts_one_restart_and_its_replacement_is_left_alone() -> None:
+    process = Process()
+    supervisor = Supervisor([process], LIMITS)
+    parts: Any = {"learners": None, "servers": (process,), "supervisor": supervisor}
+    async with supervisor.watching():
+        cluster = SimpleNamespace(**parts, weights=Weights(process, supervisor))
+        cluster._replace = partial(Cluster._replace, cast("Cluster", cluster))
+
+        metrics = await Cluster.sync_weights(cast("Cluster", cluster), 3)
+
+        assert metrics == {"weight_sync/servers_failed": 1.0}
+        assert process.state == "up"
+    assert process.log == ["revived 2"]
+    assert dict(supervisor.restarts) == {"vllm-server-0": 1}
+
+
+async def test_whoever_condemns_a_start_that_is_gone_already_changes_nothing() -> None:
+    process = Process()
+    supervisor = Supervisor([process], LIMITS)
+    async with supervisor.watching():
+        first = supervisor.incarnation(process.name)
+        await asyncio.gather(*(supervisor.condemn(process.name, first, "half of the weights") for _ in range(3)))
+        assert supervisor.incarnation(process.name) == "start 2"
     assert process.log == ["killed", "revived 2"]
 
 
