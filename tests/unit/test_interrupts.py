@@ -3,6 +3,119 @@
 from __future__ import annotations
 
 import asyncio
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+from rayapp import driver
+from rayapp.errors import LearnersLostError
+from rayapp.interrupts import to_the_end, uninterrupted
+
+
+async def test_cleanup_that_is_cancelled_twice_ends_first_and_the_cancellation_comes_after() -> None:
+    may_end, done = asyncio.Event(), []
+
+    async def cleanup() -> None:
+        await may_end.wait()
+        done.append("cleaned")
+
+    task = asyncio.create_task(to_the_end(cleanup()))
+    for _ in range(2):
+        await asyncio.sleep(0)
+        task.cancel()
+    await asyncio.sleep(0)
+    assert not task.done()
+    may_end.set()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert done == ["cleaned"]
+
+
+async def test_cleanup_gives_its_result_and_its_error() -> None:
+    async def works() -> int:
+        return 7
+
+    async def fails() -> None:
+        raise ValueError("the disk is full")
+
+    assert await to_the_end(works()) == 7
+    with pytest.raises(ValueError, match="the disk is full"):
+        await to_the_end(fails())
+
+
+async def test_cleanup_that_is_itself_ended_does_not_wait_for_ever() -> None:
+    async def cleanup() -> None:
+        raise asyncio.CancelledError
+
+    with pytest.raises(asyncio.CancelledError):
+        await asyncio.wait_for(to_the_end(cleanup()), 5)
+
+
+RUN = """
+import asyncio, sys
+from rayapp.interrupts import run_until_done
+
+async def main():
+    asked = asyncio.Event()
+    asyncio.get_running_loop().add_reader(sys.stdin, asked.set)
+    print("ready", flush=True)
+    try:
+        await asked.wait()
+        print("went on")
+    finally:
+        print("cleaned up", flush=True)
+
+try:
+    run_until_done(main())
+except KeyboardInterrupt:
+    sys.exit(130)
+"""
+
+
+@contextmanager
+def started(*, ignoring: tuple[signal.Signals, ...] = ()) -> Iterator[subprocess.Popen[str]]:
+    """A driver that waits for a line, started as `nohup` or a script's `&` would."""
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in ignoring}
+    command = [sys.executable, "-c", RUN]
+    try:
+        driver = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    assert driver.stdout is not None
+    assert driver.stdout.readline() == "ready\n"
+    with driver:
+        yield driver
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_cleans_up_and_then_ends_the_run_with_130(number: signal.Signals) -> None:
+    with started() as driver:
+        driver.send_signal(number)
+
+        assert driver.wait(timeout=60) == 130
+        assert driver.communicate()[0] == "cleaned up\n"
+
+
+def test_a_run_started_with_ctrl_c_ignored_goes_on_after_it_and_stops_on_sigterm() -> None:
+    with started(ignoring=(signal.SIGINT,)) as driver:
+        driver.send_signal(signal.SIGINT)
+
+        assert driver.communicate("\n", timeout=60)[0] == "went on\ncleaned up\n"
+    assert driver.returncode == 0
+
+    with started(ignoring=(signal.SIGINT,)) as driver:
+        driver.send_signal(signal.SIGTERM)
+
+        assert driver.wait(timeout=60) == 130
+        assert driver.communicate()[0] == "cleaned up\n"
+
+
 async def test_a_stop_is_not_lost_when_its_step_loses_a_learner_too() -> None:
     begun, may_end = asyncio.Event(), asyncio.Event()
 
