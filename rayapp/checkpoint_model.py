@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from rayapp.checkpoints import MANIFEST, Checkpoint, CheckpointFolder
+from rayapp.checkpoints import MANIFEST, Checkpoint, CheckpointFolder, damage
 from rayapp.config import Config
 from rayapp.config_loading import load_config
 from rayapp.errors import InputError
@@ -22,7 +22,7 @@ def with_checkpoint_as_model(config: Config) -> Iterator[Config]:
     """The configuration with `model.path` a model folder. Does nothing where it names no checkpoint.
 
     Raises:
-        InputError: the checkpoint is torn, holds no weights, or its run's config.yaml is not there.
+        InputError: the checkpoint is torn or damaged, holds no weights, or its run's config.yaml is not there.
         CheckpointError: its weights can't be read.
     """
     path = Path(config.model.path)
@@ -47,6 +47,8 @@ def _whole(path: Path, config: Config) -> Checkpoint:
             f"checkpoint {path} is not whole: its {MANIFEST} is missing or names files that are not there as written. "
             f"Whole ones there: {', '.join(found) or 'none'}."
         )
+    if wrong := damage(path):
+        raise InputError(f"checkpoint {path} can't be evaluated: {wrong}. Take another one.")
     return found[path.name]
 
 

@@ -3,13 +3,15 @@
     checkpoints/  .pending-000012/          being written; nothing reads it
                   step=000010/{learner/, hf_model/, manifest.json}
 
-A checkpoint counts only with its manifest, which names every file with its size and is written last, before the folder
-is renamed. Called by `RunFolder` and the driver; the learners write the files. Never reads a tensor.
+A checkpoint counts only with its manifest, which names every file with its size and checksum and is written last,
+before the folder is renamed. Sizes are looked at always, checksums before a run goes on from it. Called by `RunFolder`
+and the driver; the learners write the files. Never reads a tensor.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -17,10 +19,14 @@ from pathlib import Path
 from typing import Any
 
 from rayapp.config_sections import CheckpointSection
-from rayapp.durable import explain_full_disk, fsync, write_text
-from rayapp.errors import CheckpointError
+from rayapp.durable import explain_full_disk, fsync, fsync_tree, remove_pending, write_text
+from rayapp.errors import CheckpointError, RunFolderError
+from rayapp.storage.hashing import SHA256, XXH3, hash_files
 
+log = logging.getLogger(__name__)
 MANIFEST = "manifest.json"
+REFUSED = "manifest.refused.json"
+"""A manifest's name, with why, after its checkpoint was refused: the folder stays until the next save, for people."""
 RESUMABLE = frozenset({"model", "optimizer"})
 """What a run needs to go on exactly."""
 
@@ -59,6 +65,7 @@ class CheckpointFolder:
         self.path = path
         self._section = section
         self._in_use = in_use
+        self._verified: set[Path] = set()
 
     def whole(self) -> list[Checkpoint]:
         """Every whole checkpoint, oldest first; torn ones are passed over."""
@@ -69,19 +76,66 @@ class CheckpointFolder:
         """The newest whole checkpoint."""
         return max(self.whole(), key=lambda c: c.version, default=None)
 
+    def verified(self) -> Checkpoint | None:
+        """The newest whole checkpoint whose files are what was written; each that is passed over is told, with why.
+
+        Blocks: reads every byte of it, once.
+
+        Raises:
+            RunFolderError: there are checkpoints, and none of them can be used.
+        """
+        while (newest := self.latest()) is not None and newest.path not in self._verified:
+            found = damage(newest.path)
+            if found is None:
+                self._verified.add(newest.path)
+                self._tell_passed_over(newest)
+            else:
+                self.refuse(newest, found)
+        if newest is None and self._tell_passed_over(None):
+            raise RunFolderError(
+                f"no checkpoint in {self.path} can be used, and starting anew would delete what the run has recorded. "
+                f"Put a whole one there, or choose another run.name, or delete {self.path} to start anew."
+            )
+        return newest
+
+    def refuse(self, checkpoint: Checkpoint, why: str) -> None:
+        """Never go on from this one: it counts as torn from now on, and goes with the next save."""
+        manifest = json.loads((checkpoint.path / MANIFEST).read_text())
+        write_text(checkpoint.path / REFUSED, json.dumps(manifest | {"refused": why}, indent=1))
+        (checkpoint.path / MANIFEST).unlink()
+
+    def _tell_passed_over(self, used: Checkpoint | None) -> bool:
+        """One line for each checkpoint that can't be used and is newer than the one that is; true if there was any."""
+        torn = [path for path in sorted(self.path.glob("step=*")) if _read(path) is None]
+        newer = [path for path in torn if used is None or path.name > used.path.name]
+        for path in newer:
+            instead = f"; {used.path.name} is used instead" if used is not None else ""
+            log.warning("checkpoint %s is refused: %s%s", path, _why_torn(path), instead)
+        return bool(newer)
+
+    def what_is_safe(self) -> str:
+        """For people: from where the next start goes on."""
+        newest = self.latest()
+        if newest is None:
+            return "There is no whole checkpoint yet: the next start begins anew."
+        return f"The last whole checkpoint, {newest.path.name}, is intact: the next start goes on from it."
+
+    def clear_pending(self) -> None:
+        """Remove what attempts to save have left behind; nothing may be saved now."""
+        remove_pending(self.path)
+
     def begin(self, version: int) -> Path:
         """An empty folder to write checkpoint `version` into. What earlier attempts left behind is removed."""
-        for leftover in self.path.glob(".pending-*"):
-            shutil.rmtree(leftover)
+        self.clear_pending()
         pending = self._pending(version)
-        with explain_full_disk(pending):
+        with explain_full_disk(pending, self.what_is_safe):
             pending.mkdir(parents=True)
         return pending
 
     def commit(self, version: int, *, next_group_id: int, score: float | None = None) -> Checkpoint:
         """Make the pending folder the newest checkpoint, and drop those that are neither recent nor best."""
         pending, target = self._pending(version), self.path / f"step={version:06d}"
-        with explain_full_disk(pending):
+        with explain_full_disk(pending, self.what_is_safe):
             files = sorted(path for path in pending.rglob("*") if path.is_file())
             if not files:
                 raise CheckpointError(
@@ -89,14 +143,15 @@ class CheckpointFolder:
                     "folder (run.output_dir; with s3:// run.staging_dir) on a disk that the driver and the learners "
                     "share."
                 )
-            for path in files:
-                fsync(path)
+            fsync_tree(pending)
+            names = [path.relative_to(pending).as_posix() for path in files]
             manifest = {
                 "version": version,
                 "next_group_id": next_group_id,
                 "contents": list(self._section.save_contents),
                 "score": score,
-                "files": {str(path.relative_to(pending)): path.stat().st_size for path in files},
+                "files": {name: (pending / name).stat().st_size for name in names},
+                XXH3: hash_files(pending, names),
             }
             write_text(pending / MANIFEST, json.dumps(manifest, indent=1))
             _remove(target)  # a torn one; a whole one is never written twice
@@ -136,23 +191,70 @@ def _remove(folder: Path) -> None:
         shutil.rmtree(folder)
 
 
+def damage(path: Path) -> str | None:
+    """What is wrong with the files of a whole checkpoint; None when they are what was written. Reads every byte.
+
+    One of before there were checksums can't be verified, which is told.
+    """
+    manifest = json.loads((path / MANIFEST).read_text())
+    algorithm = next((name for name in (XXH3, SHA256) if name in manifest), None)
+    if algorithm is None:
+        log.warning("%s was saved without checksums, by an older version: it can't be verified", path)
+        return None
+    expected = manifest[algorithm]
+    try:
+        found = hash_files(path, manifest["files"], algorithm)
+    except OSError as error:
+        return f"it can't be read: {error}"
+    wrong = [name for name, digest in found.items() if digest != expected.get(name)]
+    more = f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""
+    return f"{wrong[0]}{more} is not what was written, by its checksum" if wrong else None
+
+
+def _why_torn(path: Path) -> str:
+    try:
+        if (path / REFUSED).exists():
+            return str(json.loads((path / REFUSED).read_text())["refused"])
+        files = json.loads((path / MANIFEST).read_text())["files"]
+        wrong = [
+            f"{name} should have {size} bytes, and {_has(path / name)}"
+            for name, size in files.items()
+            if _size(path / name) != size
+        ]
+    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
+        return f"its {MANIFEST} can't be read ({type(error).__name__})"
+    return wrong[0] if wrong else f"its {MANIFEST} is no manifest"
+
+
+def _has(path: Path) -> str:
+    size = _size(path)
+    return "is missing" if size is None else f"has {size}"
+
+
+def _size(path: Path) -> int | None:
+    try:
+        return path.stat().st_size
+    except OSError:
+        return None
+
+
 def _read(path: Path) -> Checkpoint | None:
     """None unless every file that the manifest names is there in full."""
     try:
         manifest: dict[str, Any] = json.loads((path / MANIFEST).read_text())
-        whole = all((path / name).stat().st_size == size for name, size in manifest["files"].items())
+        whole = all(_size(path / name) == size for name, size in manifest["files"].items())
         return parse_manifest(path, manifest) if whole else None
     except (OSError, ValueError, KeyError, AttributeError, TypeError):
         return None
 
 
 def parse_manifest(path: Path, manifest: dict[str, Any]) -> Checkpoint:
-    """The checkpoint at `path`, as its manifest describes it. Raises KeyError or TypeError: it is no manifest."""
+    """The checkpoint at `path`, as its manifest describes it. Raises KeyError, TypeError, ValueError: it is none."""
     # Manifests of before save_contents have neither key: they held the model and the optimizer, and no score.
     return Checkpoint(
-        version=manifest["version"],
+        version=int(manifest["version"]),
         path=path,
-        next_group_id=manifest["next_group_id"],
+        next_group_id=int(manifest["next_group_id"]),
         contents=tuple(manifest.get("contents", ("model", "optimizer"))),
         score=manifest.get("score"),
     )

@@ -45,7 +45,7 @@ def run_training(config: Config) -> None:
     with RunFolder.open(config) as folder:
         if folder.is_finished:
             print(
-                f"{folder.path} has its {config.train.num_steps} steps, and the model is in {folder.path / 'final'}. "
+                f"{folder.uri} has its {config.train.num_steps} steps, and the model is in {folder.uri}/final. "
                 "For more, raise train.num_steps, if the learning rate is constant; for another run, choose another "
                 "run.name."
             )

@@ -28,10 +28,12 @@
     ├── ObjectsLostError                groups or weights were in the memory of a node that is gone
     ├── DeadlineError                   a Ray actor did not answer in time; the message names it
     ├── CheckpointError                 a checkpoint can't be written or read whole
+    │   └── CheckpointDamagedError      what was read are no weights: another checkpoint may do
     ├── StorageError                    object storage or a disk can't do what was asked
     │   ├── StorageUnreachableError     no answer after every retry, or the server fails
     │   ├── StorageNotFoundError        there is no such object or file
     │   ├── StorageExistsError          a conditional create lost: somebody else made it first
+    │   ├── StorageTakenError           another process has taken the folder over: nothing is written there any more
     │   ├── StorageCorruptError         what was read is not what was written
     │   ├── StorageFullError            the disk or the quota is full
     │   ├── StorageIncompleteError      a run ended, and not all of it is uploaded: the message says how to go on
@@ -171,6 +173,10 @@ class CheckpointError(RayappError):
     """A checkpoint can't be written or read whole."""
 
 
+class CheckpointDamagedError(CheckpointError):
+    """A checkpoint was read whole, and holds what no training leaves behind. One from before may be good."""
+
+
 class StorageError(RayappError):
     """Object storage or a disk can't do what was asked. Nothing local is deleted because of it."""
 
@@ -185,6 +191,10 @@ class StorageNotFoundError(StorageError):
 
 class StorageExistsError(StorageError):
     """A conditional create lost: it was there before, or another writer made it first."""
+
+
+class StorageTakenError(StorageError):
+    """Another process has taken the folder over. Whoever gets this writes nothing there any more."""
 
 
 class StorageCorruptError(StorageError):

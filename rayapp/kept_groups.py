@@ -13,6 +13,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from rayapp.durable import write_text
+from rayapp.errors import InputError
 from rayapp.rollout.group import summarize_group
 from rayapp.tracking.trajectories import read_groups, write_trajectories
 from rayapp.types import Group, GroupSummary
@@ -35,19 +37,22 @@ class KeptGroups:
         folder = checkpoint / FOLDER
         folder.mkdir(parents=True, exist_ok=True)
         write_trajectories(folder / WAITING, version, self.waiting)
-        (folder / AHEAD).write_text(json.dumps(list(self.done_ahead)))
+        write_text(folder / AHEAD, json.dumps(list(self.done_ahead)))
 
     @classmethod
     def read(cls, checkpoint: Path) -> KeptGroups:
         """Of a whole checkpoint; nothing from one that has none.
 
         Raises:
-            InputError: the file is not readable.
+            InputError: a file is not readable.
         """
         folder = checkpoint / FOLDER
         if not folder.exists():
             return cls()
-        ahead: list[int] = json.loads((folder / AHEAD).read_text())
+        try:
+            ahead: list[int] = json.loads((folder / AHEAD).read_text())
+        except (OSError, ValueError) as error:
+            raise InputError(f"{folder / AHEAD} can't be read: {error}. The checkpoint is damaged.") from None
         return cls(waiting=tuple(read_groups(folder / WAITING)), done_ahead=tuple(ahead))
 
 

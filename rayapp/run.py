@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from rayapp.best_metric import BestMetric
 from rayapp.cluster import Cluster
 from rayapp.config import Config
 from rayapp.dynamic_sampling import DynamicSampling
+from rayapp.errors import CheckpointDamagedError, CheckpointError
 from rayapp.failures import FailureBudget
 from rayapp.kept_groups import KeptGroups
 from rayapp.rollout.curriculum import Curriculum
@@ -43,7 +45,7 @@ class Run:
 async def open_run(cluster: Cluster, folder: RunFolder, tracker: RunTracker) -> Run:
     """A run where its last whole checkpoint left it; the learners hold its weights, the servers do not yet."""
     config = cluster.config
-    version, next_group_id, kept = await restore(cluster, folder)
+    version, next_group_id, kept = await restore(cluster, folder, note=tracker.note)
     sampling = DynamicSampling(config.algorithm.dynamic_sampling)
     curriculum = await open_curriculum(cluster, folder)
     return Run(
@@ -93,19 +95,29 @@ async def open_curriculum(cluster: Cluster, folder: RunFolder) -> Curriculum | N
     return Curriculum.open(cluster.config, num_prompts, checkpoint.path if checkpoint is not None else None)
 
 
-async def restore(cluster: Cluster, folder: RunFolder) -> tuple[int, int, KeptGroups]:
-    """Load the last whole checkpoint into the learners.
+async def restore(cluster: Cluster, folder: RunFolder, *, note: Callable[[str], None]) -> tuple[int, int, KeptGroups]:
+    """Load the last whole checkpoint into the learners; one whose weights are no numbers is refused for the one before.
 
     Returns:
         Its version, the next group id, and the groups it kept; (0, 0, nothing) without one.
+    Raises:
+        CheckpointError: it is of another model, or of another step than it says.
+        RunFolderError: there are checkpoints, and none of them can be used.
     """
-    checkpoint = folder.latest_checkpoint()
-    if checkpoint is None:
-        folder.truncate_after(-1)
-        return 0, 0, KeptGroups()
-    version = await cluster.learners.load_checkpoint(checkpoint.path / "learner")
-    folder.truncate_after(version)
-    return version, checkpoint.next_group_id, KeptGroups.read(checkpoint.path)
+    while (checkpoint := await asyncio.to_thread(folder.verified_checkpoint)) is not None:
+        try:
+            version = await cluster.learners.load_checkpoint(checkpoint.path / "learner")
+        except CheckpointDamagedError as error:
+            folder.checkpoints.refuse(checkpoint, str(error))
+            continue
+        if version != checkpoint.version:
+            raise CheckpointError(f"{checkpoint.path} holds the weights of step {version}: delete it, or its run.")
+        kept = await asyncio.to_thread(KeptGroups.read, checkpoint.path)
+        folder.truncate_after(version)
+        note(f"resumed from step {version} ({checkpoint.path})")
+        return version, checkpoint.next_group_id, kept
+    folder.truncate_after(-1)
+    return 0, 0, KeptGroups()
 
 
 def _watchdog(cluster: Cluster, folder: RunFolder, tracker: RunTracker) -> Watchdog:

@@ -13,16 +13,24 @@ import asyncio
 import fcntl
 import json
 import os
-import shutil
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 
 from rayapp.checkpoints import Checkpoint, CheckpointFolder
 from rayapp.config import Config
 from rayapp.config_loading import to_yaml
-from rayapp.durable import explain_full_disk, write_text
+from rayapp.durable import (
+    explain_full_disk,
+    explain_unwritable,
+    fsync,
+    fsync_tree,
+    remove_pending,
+    remove_tree,
+    write_text,
+)
 from rayapp.errors import RunFolderError
+from rayapp.mirror.layout import EXPORTED, FINAL
 from rayapp.mirror.mirror import RunMirror, mirroring
 from rayapp.run_compatibility import check_same_training
 from rayapp.run_format import check_format, write_format
@@ -31,9 +39,6 @@ from rayapp.types import FloatArray, Group
 
 RAY_COPIES = "working_dir_files"
 """Folder of a Ray node that holds what jobs uploaded."""
-
-EXPORTED = "rayapp.json"
-"""In `final/`: of which run and step it is."""
 
 
 class RunFolder:
@@ -62,8 +67,9 @@ class RunFolder:
         One on s3:// is first brought here, to `run.staging_dir`, and sent there while the block runs (`mirror`).
 
         Raises:
-            RunFolderError: another process runs in it, run.resume forbids what is there, the disk is full, the folder
-                would be deleted with a Ray job, or a newer version wrote it.
+            RunFolderError: another process runs in it, run.resume forbids what is there, it can't be written, it would
+                be deleted with a Ray job, a newer version wrote it, or none of its checkpoints can be used.
+            StorageFullError: the disk is full, now or while the block runs.
             StorageError: object storage can't be used; at the end StorageIncompleteError, when not all of it is there.
         """
         path = config.run_folder
@@ -72,27 +78,32 @@ class RunFolder:
                 f"run.output_dir is {config.run.output_dir!r}, below {Path.cwd()}: Ray made this copy for the "
                 "job and deletes it after the job. Give an absolute path, e.g. run.output_dir=/var/outputs."
             )
-        with explain_full_disk(path):
-            path.mkdir(parents=True, exist_ok=True)
-            with locked(path / "run.lock"), mirroring(config, path) as mirror:
-                folder = cls(path, config, mirror)
-                check_format(path)
-                folder._check_resume()
+        checkpoints = CheckpointFolder(path / "checkpoints", config.checkpoint)
+        with explain_full_disk(path, checkpoints.what_is_safe), ExitStack() as opened:
+            with explain_unwritable(path):
+                path.mkdir(parents=True, exist_ok=True)
+                opened.enter_context(locked(path / "run.lock"))
+                _clear_pending(path)
+            folder = cls(path, config, opened.enter_context(mirroring(config, path)))
+            check_format(path)
+            folder._check_resume()
+            with explain_unwritable(path):
                 write_format(path)
                 write_text(path / "config.yaml", to_yaml(config))
-                yield folder
+            yield folder
 
     def _check_resume(self) -> None:
-        checkpoint, resume = self.latest_checkpoint(), self._config.run.resume
-        has_run = (self.path / "metrics.jsonl").exists() or checkpoint is not None
-        if resume == "must" and checkpoint is None:
-            raise RunFolderError(
-                f"run.resume is must, but {self.path} holds no whole checkpoint. Use auto to start anew."
-            )
+        resume = self._config.run.resume
+        has_run = (self.path / "metrics.jsonl").exists() or self.latest_checkpoint() is not None
         if resume == "never" and has_run:
             raise RunFolderError(
                 f"{self.path} holds a run already, and run.resume is never. Choose another run.name, delete the "
                 "folder, or go on with run.resume=auto."
+            )
+        checkpoint = self.verified_checkpoint()
+        if resume == "must" and checkpoint is None:
+            raise RunFolderError(
+                f"run.resume is must, but {self.path} holds no whole checkpoint. Use auto to start anew."
             )
         if checkpoint is not None and not checkpoint.is_resumable:
             raise RunFolderError(
@@ -108,18 +119,26 @@ class RunFolder:
         """The newest whole checkpoint; torn ones are passed over."""
         return self.checkpoints.latest()
 
+    def verified_checkpoint(self) -> Checkpoint | None:
+        """The one to go on from; see `CheckpointFolder.verified`."""
+        return self.checkpoints.verified()
+
     @property
     def is_finished(self) -> bool:
         """True once the last step is saved and exported: there is nothing left to do for this config."""
-        marker, checkpoint = self.path / "final" / EXPORTED, self.latest_checkpoint()
-        if checkpoint is None or checkpoint.version < self._config.train.num_steps or not marker.exists():
+        checkpoint = self.latest_checkpoint()
+        if checkpoint is None or checkpoint.version < self._config.train.num_steps:
             return False
         # A run that was given more steps and died before it exported has the model of its first end there.
-        return bool(json.loads(marker.read_text())["step"] == checkpoint.version)
+        return _exported_step(self.path / FINAL / EXPORTED) == checkpoint.version
 
     def begin_checkpoint(self, version: int) -> Path:
         """An empty folder to write checkpoint `version` into."""
         return self.checkpoints.begin(version)
+
+    def discard_pending_checkpoint(self) -> None:
+        """Free the room of a checkpoint that can't be written."""
+        self.checkpoints.clear_pending()
 
     def commit_checkpoint(self, version: int, *, next_group_id: int, score: float | None = None) -> None:
         """Make the pending folder the newest checkpoint; see `CheckpointFolder.commit`."""
@@ -141,7 +160,7 @@ class RunFolder:
             write_text(metrics, "".join(f"{line}\n" for line in kept))
         for file in (self.path / "trajectories").glob("step=*.parquet"):
             if int(file.stem.removeprefix("step=")) > version:
-                file.unlink()
+                file.unlink(missing_ok=True)
         # After they are gone here: what the mirror forgets while they are there, it would send again.
         if self._mirror is not None:
             self._mirror.truncate_after(version)
@@ -151,27 +170,49 @@ class RunFolder:
     ) -> None:
         """Write `trajectories/step=NNNNNN.parquet`, off the event loop."""
         path = self.path / "trajectories" / f"step={step:06d}.parquet"
-        await asyncio.to_thread(_write_trajectories, path, step, groups, learner_log_probs)
+
+        def write() -> None:
+            with self.explain_full_disk(path):
+                path.parent.mkdir(exist_ok=True)
+                write_trajectories(path, step, groups, learner_log_probs)
+
+        await asyncio.to_thread(write)
 
     @contextmanager
     def pending_final(self) -> Iterator[Path]:
         """An empty folder that becomes `final/` when the block succeeds: the model after the last step."""
-        pending, final = self.path / ".pending-final", self.path / "final"
-        with explain_full_disk(pending):
-            shutil.rmtree(pending, ignore_errors=True)
+        pending, final = self.path / ".pending-final", self.path / FINAL
+        with self.explain_full_disk(pending):
+            remove_tree(pending)
             pending.mkdir()
-            yield pending
-            write_text(pending / EXPORTED, json.dumps({"run": self.path.name, "step": self._config.train.num_steps}))
-            shutil.rmtree(final, ignore_errors=True)
-            pending.rename(final)
+            try:
+                yield pending
+                marker = {"run": self.path.name, "step": self._config.train.num_steps}
+                write_text(pending / EXPORTED, json.dumps(marker))
+                fsync_tree(pending)
+                remove_tree(final)
+                pending.rename(final)
+                fsync(self.path)
+            finally:
+                remove_tree(pending)
+
+    def explain_full_disk(self, path: Path) -> AbstractContextManager[None]:
+        """See `rayapp.durable`; says which checkpoint is safe."""
+        return explain_full_disk(path, self.checkpoints.what_is_safe)
 
 
-def _write_trajectories(
-    path: Path, step: int, groups: Sequence[Group], learner_log_probs: Mapping[int, FloatArray]
-) -> None:
-    with explain_full_disk(path):
-        path.parent.mkdir(exist_ok=True)
-        write_trajectories(path, step, groups, learner_log_probs)
+def _clear_pending(path: Path) -> None:
+    """Remove what a process that was killed was writing; the lock is held, so nobody writes now."""
+    for folder in (path, path / "checkpoints", path / "trajectories"):
+        remove_pending(folder)
+
+
+def _exported_step(marker: Path) -> int | None:
+    """The step of the model in `final/`; None where there is none, or its marker can't be read."""
+    try:
+        return int(json.loads(marker.read_text())["step"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
 
 
 def _step_of(line: str) -> float:

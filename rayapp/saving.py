@@ -16,7 +16,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Protocol
 
-from rayapp.durable import explain_full_disk, write_text
+from rayapp.durable import write_text
 from rayapp.errors import (
     CheckpointError,
     LearnersLostError,
@@ -78,15 +78,16 @@ class CheckpointSaver:
             kept: what a run that goes on from here need not generate again.
             files: further state of the driver's: text by name.
         Raises:
-            CheckpointError, RunFolderError: this checkpoint, or the one before it, can't be written.
+            CheckpointError, StorageFullError: this checkpoint, or the one before it, can't be written.
         """
         await self.finish()
         pending = self._folder.begin_checkpoint(version)
         started = time.monotonic()
-        with explain_full_disk(pending):
-            for name, text in files.items():
-                write_text(pending / name, text)
-        await self._learners.begin_checkpoint(pending / "learner", version)
+        async with self._explained():
+            with self._folder.explain_full_disk(pending):
+                for name, text in files.items():
+                    write_text(pending / name, text)
+            await self._learners.begin_checkpoint(pending / "learner", version)
         self._writing = asyncio.create_task(
             self._write(version, next_group_id, score, started, kept, pending), name=f"checkpoint={version}"
         )
@@ -96,15 +97,31 @@ class CheckpointSaver:
     async def _write(
         self, version: int, next_group_id: int, score: float | None, started: float, kept: KeptGroups, pending: Path
     ) -> None:
-        await asyncio.to_thread(kept.write, pending, version)
-        while not await self._learners.checkpoint_done():  # noqa: ASYNC110 - an actor can't set an event of ours
-            await asyncio.sleep(POLL_S)
-        await asyncio.to_thread(self._folder.commit_checkpoint, version, next_group_id=next_group_id, score=score)
+        def write_kept() -> None:
+            with self._folder.explain_full_disk(pending):
+                kept.write(pending, version)
+
+        async with self._explained():
+            await asyncio.to_thread(write_kept)
+            while not await self._learners.checkpoint_done():  # noqa: ASYNC110 - an actor can't set an event of ours
+                await asyncio.sleep(POLL_S)
+            await asyncio.to_thread(self._folder.commit_checkpoint, version, next_group_id=next_group_id, score=score)
         self._seconds = time.monotonic() - started
 
     def can_save(self, version: int) -> bool:
         """False in the middle of a step: what the learners hold is not this version."""
         return self._learners.holds(version)
+
+    @asynccontextmanager
+    async def _explained(self) -> AsyncIterator[None]:
+        """Free the room of a checkpoint that fails, at once: a full disk would stop the next step too."""
+        try:
+            yield
+        except Exception as error:  # not a cancellation: a thread may be committing it at this moment
+            await asyncio.to_thread(self._folder.discard_pending_checkpoint)
+            if isinstance(error, CheckpointError):
+                raise CheckpointError(f"{error} {self._folder.checkpoints.what_is_safe()}") from error
+            raise
 
     async def finish(self) -> None:
         """Wait until nothing is being written. Raises as `begin` does."""

@@ -20,8 +20,8 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import async_save
 
-from rayapp.errors import CheckpointError
-from rayapp.learner.export import stage_hf
+from rayapp.errors import CheckpointDamagedError, CheckpointError
+from rayapp.learner.export import not_finite, stage_hf
 from rayapp.learner.policy import named_weights
 from rayapp.learner.step import PolicyLearner
 
@@ -50,9 +50,8 @@ class SaveInProgress:
         errors = [error for future in self._writing if (error := future.exception()) is not None]
         if errors:
             raise CheckpointError(
-                f"the checkpoint in {self._folder} can't be written: {_reason(errors[0])}. The last whole checkpoint "
-                "is intact; mend this (on a full disk: free some space) and start the same command again to go on from "
-                "it."
+                f"the checkpoint in {self._folder} can't be written: {_reason(errors[0])}. Mend this (on a full disk: "
+                "free some space) and start the same command again."
             ) from errors[0]
 
 
@@ -61,10 +60,14 @@ def begin_save(learner: PolicyLearner, folder: str, version: int) -> SaveInProgr
 
     Args:
         folder: for the learner's state; the Hugging Face folder is `hf_model` beside it.
+    Raises:
+        CheckpointError: a weight or a moment is not finite: it would take the place of a checkpoint that is good.
     """
     contents = learner.config.checkpoint.save_contents
     writing: list[Future[Any]] = []
     state = {name: value for name, value in _state(learner).items() if name.split(".")[0] in contents}
+    if wrong := _not_finite_anywhere(learner, state):
+        raise CheckpointError(f"training has left the numbers: {wrong}. No checkpoint of them is saved.")
     if state:
         state["counters"] = torch.tensor([version, learner.optimizer_steps, learner.skipped_steps])
         state["rng"] = torch.get_rng_state()
@@ -92,7 +95,7 @@ def load_learner(learner: PolicyLearner, folder: str) -> int:
     Returns:
         The policy version it holds.
     Raises:
-        CheckpointError: it is torn, or of another model.
+        CheckpointError: it is torn, or of another model; CheckpointDamagedError when its weights are not finite.
     """
     state = _state(learner)
     state["counters"] = torch.zeros(3, dtype=torch.int64)
@@ -105,9 +108,16 @@ def load_learner(learner: PolicyLearner, folder: str) -> int:
             f"the checkpoint in {folder} can't be read into this model: {_reason(error)}. It is torn or belongs to "
             "another model; give the model.path it was made from, or set run.resume: never with another run.name."
         ) from error
+    if wrong := _not_finite_anywhere(learner, state):
+        raise CheckpointDamagedError(f"the checkpoint in {folder} holds {wrong}")
     version, learner.optimizer_steps, learner.skipped_steps = (int(value) for value in state["counters"])
     torch.set_rng_state(state["rng"])
     return version
+
+
+def _not_finite_anywhere(learner: PolicyLearner, state: dict[str, Any]) -> str:
+    """What some rank holds; each gets the same answer, so that none waits for another in a collective. Collective."""
+    return next(filter(None, learner.ranks.gather(not_finite(state))), "")
 
 
 def _check_same_model(state: dict[str, Any], folder: str) -> None:

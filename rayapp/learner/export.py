@@ -6,7 +6,7 @@ Gathering sharded weights is collective: every rank calls these, and only rank 0
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from rayapp.config import Config
 from rayapp.config_learner import LoraSection
+from rayapp.errors import CheckpointError
 from rayapp.learner.lora import ADAPTER, BASE, adapter_weights, merged_weights
 from rayapp.learner.policy import PolicyModel, named_weights
 from rayapp.weights.buckets import WeightBucket, pack
@@ -51,15 +52,38 @@ class HfFolder:
     trust_remote_code: bool
 
     def write(self, folder: Path) -> None:
-        """Write what transformers and vLLM load: safetensors, config, generation config, tokenizer."""
+        """Write what transformers and vLLM load: safetensors, config, generation config, tokenizer.
+
+        Raises:
+            CheckpointError: a weight is not finite, or the weights can't be written.
+        """
+        from safetensors import SafetensorError
         from transformers import AutoTokenizer
 
-        self.causal_lm.save_pretrained(folder, state_dict=self.weights)
+        if wrong := not_finite(self.weights):
+            raise CheckpointError(f"the model for {folder} is not written: it has {wrong}")
+        try:
+            self.causal_lm.save_pretrained(folder, state_dict=self.weights)
+        except SafetensorError as error:  # its name for whatever the disk says, a full one too
+            raise CheckpointError(f"the model can't be written to {folder}: {error}") from error
         # It wrote down the dtype of the learner's own parameters; the weights in the folder are narrower.
         self.causal_lm.config.dtype = EXPORT_DTYPE
         self.causal_lm.config.save_pretrained(folder)
         tokenizer = AutoTokenizer.from_pretrained(self.tokenizer_path, trust_remote_code=self.trust_remote_code)
         tokenizer.save_pretrained(folder)
+
+
+def not_finite(state: Mapping[str, Any]) -> str:
+    """Names what is infinite or not a number; empty when nothing is. Of sharded tensors the part that is here."""
+    # The least and the greatest value: unlike a mask of all values they take no memory, and NaN is both.
+    bounds = {
+        name: torch.stack(torch.aminmax(local)).isfinite().all()
+        for name, tensor in state.items()
+        if isinstance(tensor, Tensor) and (local := _local(tensor)).is_floating_point() and local.numel()
+    }
+    wrong = [name for name, is_finite in bounds.items() if not is_finite.item()]
+    more = f" and {len(wrong) - 1} more tensors" if len(wrong) > 1 else ""
+    return f"values that are not finite in {wrong[0]}{more}" if wrong else ""
 
 
 def stage_hf(config: Config, model: PolicyModel, *, rank: int) -> HfFolder | None:
@@ -131,6 +155,6 @@ def _whole(parameter: torch.nn.Parameter) -> Tensor:
     return full.to("cpu", copy=True) if full.data_ptr() == _local(parameter).data_ptr() else full.cpu()
 
 
-def _local(parameter: torch.nn.Parameter) -> Tensor:
+def _local(parameter: Tensor) -> Tensor:
     to_local = getattr(parameter, "to_local", None)
     return parameter if to_local is None else to_local()

@@ -19,6 +19,8 @@ from pathlib import Path
 from rayapp.mirror.ledger import Stamp, stamp_of
 
 METRICS, CHECKPOINTS, TRAJECTORIES, FINAL, LOCKS = "metrics.jsonl", "checkpoints", "trajectories", "final", "locks"
+EXPORTED = "rayapp.json"
+"""In `final/`: of which run and step it is."""
 LOCAL_ONLY = frozenset({"run.lock"})
 _STEP = re.compile(r"trajectories/step=(\d+)\.parquet")
 
@@ -69,6 +71,12 @@ def checkpoint_step(key: str) -> int | None:
     """The step of the checkpoint that a key lies in; None for any other key."""
     match = re.match(r"checkpoints/step=(\d+)/", key)
     return int(match.group(1)) if match else None
+
+
+def is_of_step_after(key: str, step: int) -> bool:
+    """Whether a key is a trajectory file, or in a checkpoint, of a later step."""
+    steps = (trajectory_step(key), checkpoint_step(key))
+    return any(found is not None and found > step for found in steps)
 
 
 def last_step(metrics: Path) -> float:

@@ -17,11 +17,12 @@ import time
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from rayapp.config import Config
 from rayapp.config_sections import CheckpointSection
-from rayapp.errors import RunFolderError, StorageError, StorageIncompleteError, first_error
+from rayapp.errors import RunFolderError, StorageError, StorageIncompleteError, StorageTakenError, first_error
 from rayapp.mirror.ledger import Ledger
 from rayapp.mirror.lock import BEAT_EVERY_S, LEASE_S, SETTLE_S, RunLock, acquire, last_generation
 from rayapp.mirror.restore import prepare
@@ -137,10 +138,12 @@ class RunMirror:
             open_storage(self.uri, settings=self._settings) as storage,
             open_storage(f"{self.uri}/final", settings=self._settings) as final,
         ):
-            uploader = self._uploader = Uploader(storage, final, self._ledger, self._section)
+            fence = partial(self._lock.fence, storage)
+            uploader = Uploader(storage.fenced(fence), final.fenced(fence), self._ledger, self._section)
+            self._uploader = uploader
             self._is_ready.set()
             async with asyncio.TaskGroup() as tasks:
-                beating = tasks.create_task(self._beat_for_ever(storage), name="beat")
+                beating = tasks.create_task(self._lock.beat_for_ever(storage, self._patience.beat_every_s), name="beat")
                 await asyncio.gather(self._until_ended(uploader.files), self._until_ended(uploader.folders))
                 await self._send_rest(uploader)
                 beating.cancel()
@@ -149,12 +152,6 @@ class RunMirror:
             with suppress(StorageError):
                 # Without it the next run waits for our lease to end: no more than that.
                 await self._lock.release(storage)
-
-    async def _beat_for_ever(self, storage: Storage) -> None:
-        while not self._lock.lost:
-            await asyncio.sleep(self._patience.beat_every_s)
-            with suppress(StorageError):  # the uploads tell of it
-                await self._lock.beat(storage)
 
     async def _until_ended(self, send: Send) -> None:
         while not self._ended.is_set() and not self._lock.lost:
@@ -168,6 +165,8 @@ class RunMirror:
         try:
             await send()
             self._ledger.save()
+        except StorageTakenError:
+            return  # told by `metrics`, which ends the run
         except (StorageError, OSError) as error:
             self._num_outages += 1
             uploader.last_error = str(error)
@@ -247,12 +246,18 @@ async def _open(
         lock = await acquire(
             storage, lease_s=patience.lease_s, poll_s=min(2.0, patience.lease_s / 4), settle_s=patience.settle_s
         )
+        # A checkpoint may take longer to fetch than a lease lasts.
+        beating = asyncio.create_task(lock.beat_for_ever(storage, patience.beat_every_s), name="beat")
         try:
             ledger = await prepare(storage, folder, lock.generation, must_be_new=must_be_new)
         except BaseException:
             with suppress(StorageError):
                 await lock.release(storage)
             raise
+        finally:
+            beating.cancel()
+    if lock.lost:
+        raise RunFolderError(lock.lost)
     return lock, ledger
 
 

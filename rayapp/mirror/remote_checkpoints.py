@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from rayapp.checkpoints import MANIFEST, Checkpoint, parse_manifest, to_keep
-from rayapp.durable import fsync, write_text
+from rayapp.durable import fsync, remove_tree, write_text
 from rayapp.errors import StorageCorruptError, StorageNotFoundError
 from rayapp.mirror.layout import CHECKPOINTS, checkpoint_step
 from rayapp.storage.base import Storage
@@ -94,8 +94,10 @@ async def fetch(storage: Storage, checkpoint: RemoteCheckpoint, run: Path) -> Pa
     async def get(name: str) -> None:
         await storage.get_file(f"{checkpoint.key}/{name}", pending / name, sha256=sums.get(name, ""))
 
+    await asyncio.to_thread(remove_tree, pending)
     await together(get, checkpoint.manifest["files"], at_once=_AT_ONCE)
     await asyncio.to_thread(write_text, pending / MANIFEST, json.dumps(checkpoint.manifest, indent=1))
+    await asyncio.to_thread(remove_tree, target)  # a torn one
     pending.rename(target)
     fsync(target.parent)
     return target

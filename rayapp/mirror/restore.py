@@ -12,7 +12,7 @@ from pathlib import Path
 
 from rayapp.checkpoints import MANIFEST
 from rayapp.errors import RunFolderError, StorageCorruptError
-from rayapp.mirror.layout import CHECKPOINTS, FINAL, LOCKS, METRICS, TRAJECTORIES
+from rayapp.mirror.layout import CHECKPOINTS, EXPORTED, FINAL, LOCKS, METRICS, TRAJECTORIES, folder_stamp
 from rayapp.mirror.ledger import Ledger, stamp_of
 from rayapp.mirror.remote_checkpoints import RemoteCheckpoint, fetch, whole_checkpoints
 from rayapp.storage.base import Storage
@@ -76,6 +76,17 @@ async def _restore(storage: Storage, ledger: Ledger) -> None:
 
     await together(get, keys, at_once=_AT_ONCE)
     await _newest(storage, ledger)
+    await _marker_of_final(storage, folder, ledger)
+
+
+async def _marker_of_final(storage: Storage, folder: Path, ledger: Ledger) -> None:
+    """Of the final model only the file that says which step it is of: a run that has ended is told by it."""
+    key = f"{FINAL}/{EXPORTED}"
+    if await storage.exists(f"{FINAL}/{MANIFEST}") and await storage.exists(key):
+        await storage.get_file(key, folder / key)
+        stamp = folder_stamp(folder / FINAL)
+        assert stamp is not None, f"{folder / key} was just read"
+        ledger.files[FINAL] = stamp
 
 
 async def _newest(storage: Storage, ledger: Ledger) -> None:

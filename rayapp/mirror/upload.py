@@ -14,13 +14,14 @@ from pathlib import Path
 
 from rayapp.checkpoints import MANIFEST, CheckpointFolder
 from rayapp.config_sections import CheckpointSection
-from rayapp.errors import StorageConfigError, StorageError, StorageUnreachableError
+from rayapp.errors import StorageConfigError, StorageError, StorageTakenError, StorageUnreachableError
 from rayapp.mirror.layout import (
     CHECKPOINTS,
     FINAL,
     METRICS,
     TRAJECTORIES,
     folder_stamp,
+    is_of_step_after,
     last_step,
     loose_files,
     trajectory_step,
@@ -34,7 +35,7 @@ from rayapp.storage.together import together
 log = logging.getLogger(__name__)
 _AT_ONCE = 4
 _SNAPSHOTS = ".mirror-snapshots"
-_STOPS_THE_ROUND = (StorageUnreachableError, StorageConfigError)
+_STOPS_THE_ROUND = (StorageUnreachableError, StorageConfigError, StorageTakenError)
 """Whatever else would be tried next would fail in the same way."""
 
 
@@ -58,13 +59,14 @@ class Uploader:
         self.busy: set[Path] = set()
         """Checkpoints that are being read: they must not be pruned now."""
         self.cut_after: int | None = None
-        """Trajectories of later steps belong to a run that was given up; set by a resume, until they are deleted."""
+        """What is there of later steps belongs to a run that was given up; set by a resume, until it is deleted."""
+        self._num_cuts = 0
 
     def pending(self) -> dict[str, int]:
         """Bytes still to be sent, by key; folders are one key, and so is what is still to be deleted there."""
         files = {key: stamp[0] for key, stamp in self._new_files().items()}
         if self.cut_after is not None:
-            files[f"{TRAJECTORIES} after step {self.cut_after}, to be deleted"] = 0
+            files[f"what is there of steps after {self.cut_after}, to be deleted"] = 0
         for path in self._unsent_checkpoints():
             files[f"{CHECKPOINTS}/{path.name}"] = (folder_stamp(path) or (0, 0))[0]
         final = folder_stamp(self._folder / FINAL)
@@ -90,6 +92,8 @@ class Uploader:
         Args:
             is_final: the run has ended: a checkpoint no longer waits for the metrics of its step.
         """
+        async with self._one_at_a_time:
+            await self._cut()  # before a checkpoint of a step that is taken again is sent, not after
         for path in reversed(self._unsent_checkpoints()):
             if path.exists():
                 await self._attempt(f"{CHECKPOINTS}/{path.name}", self._checkpoint(path, is_final=is_final))
@@ -140,7 +144,7 @@ class Uploader:
         self.uploaded_bytes += stamp[0]
 
     async def _checkpoint(self, path: Path, *, is_final: bool) -> None:
-        key, version = f"{CHECKPOINTS}/{path.name}", int(path.name.removeprefix("step="))
+        key, version, num_cuts = f"{CHECKPOINTS}/{path.name}", int(path.name.removeprefix("step=")), self._num_cuts
         self.busy.add(path)
         try:
             manifest = await send_files(self._storage, path, key)
@@ -148,6 +152,8 @@ class Uploader:
             if not is_final and last_step(self._folder / METRICS) < version:
                 return
             await self.files()
+            if self._num_cuts != num_cuts:
+                return  # what was sent of it may be deleted by now
             stamp = folder_stamp(path) or (0, 0)
             await self._storage.put_bytes(json.dumps(manifest, indent=1).encode(), f"{key}/{MANIFEST}")
             self._sent(f"{key}/{MANIFEST}", stamp)
@@ -161,15 +167,19 @@ class Uploader:
         self._sent(FINAL, stamp)
 
     async def _cut(self) -> None:
-        """Delete trajectories of steps that a resumed run takes again."""
+        """Delete what is there of steps that a resumed run takes again: trajectories, and checkpoints it refused."""
         if self.cut_after is None:
             return
         after = self.cut_after
-        infos = [info async for info in self._storage.list(f"{TRAJECTORIES}/")]
-        keys = [info.key for info in infos if (trajectory_step(info.key) or 0) > after]
-        await together(self._storage.delete, keys, at_once=_AT_ONCE)
-        for key in [key for key in self._ledger.files if (trajectory_step(key) or 0) > after]:
+        infos = [info async for info in self._storage.list(f"{CHECKPOINTS}/")]
+        infos += [info async for info in self._storage.list(f"{TRAJECTORIES}/")]
+        keys = [info.key for info in infos if is_of_step_after(info.key, after)]
+        manifests = [key for key in keys if key.endswith(f"/{MANIFEST}")]
+        for batch in (manifests, keys):  # a kill in between leaves nothing that looks whole
+            await together(self._storage.delete, batch, at_once=_AT_ONCE)
+        for key in [key for key in self._ledger.files if is_of_step_after(key, after)]:
             del self._ledger.files[key]
+        self._num_cuts += 1
         # Another cut may have been asked for meanwhile; a deeper one is not lost by forgetting this one only.
         self.cut_after = None if self.cut_after == after else self.cut_after
 

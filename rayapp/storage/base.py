@@ -9,13 +9,17 @@ with their manifest are built on top of this in `folders.py`.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
 MAX_SMALL_BYTES = 64 << 20
 """Most that `get_bytes` reads into memory unless told otherwise."""
+
+
+Fence = Callable[[], Awaitable[float]]
+"""Awaited before a write: seconds within which it must end. Raises StorageError where it must not begin."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,6 +38,10 @@ class Storage(Protocol):
 
     @property
     def uri(self) -> str: ...
+
+    def fenced(self, fence: Fence) -> Storage:
+        """The same folder; each request that changes it, a retry too, awaits `fence` first."""
+        ...
 
     async def put_bytes(self, data: bytes, key: str, *, if_absent: bool = False) -> ObjectInfo:
         """Write a small object.

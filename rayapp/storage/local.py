@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 from rayapp.errors import StorageCorruptError, StorageError, StorageNotFoundError
-from rayapp.storage.base import MAX_SMALL_BYTES, ObjectInfo
+from rayapp.storage.base import MAX_SMALL_BYTES, Fence, ObjectInfo
 from rayapp.storage.files import aside, is_aside, storage_errors
 from rayapp.storage.hashing import hash_bytes, hash_file
 from rayapp.storage.location import check_key
@@ -22,12 +22,19 @@ class LocalStorage:
     folders are, by their manifest.
     """
 
-    def __init__(self, root: Path) -> None:
-        self._root = root
+    def __init__(self, root: Path, fence: Fence | None = None) -> None:
+        self._root, self._fence = root, fence
 
     @property
     def uri(self) -> str:
         return str(self._root)
+
+    def fenced(self, fence: Fence) -> LocalStorage:
+        return LocalStorage(self._root, fence)
+
+    async def _pass_fence(self) -> None:
+        if self._fence is not None:
+            await self._fence()
 
     async def put_bytes(self, data: bytes, key: str, *, if_absent: bool = False) -> ObjectInfo:
         def write() -> None:
@@ -36,10 +43,12 @@ class LocalStorage:
                 file.flush()
                 os.fsync(file.fileno())
 
+        await self._pass_fence()
         await asyncio.to_thread(write)
         return ObjectInfo(key=key, num_bytes=len(data), sha256=hash_bytes(data))
 
     async def put_file(self, path: Path, key: str, *, if_absent: bool = False) -> ObjectInfo:
+        await self._pass_fence()
         return await self._copy(path, self._path(key), key, if_absent=if_absent)
 
     async def get_bytes(self, key: str, *, max_bytes: int = MAX_SMALL_BYTES) -> bytes:
@@ -75,6 +84,7 @@ class LocalStorage:
 
     async def delete(self, key: str) -> None:
         path = self._path(key)
+        await self._pass_fence()
         with storage_errors(path):
             path.unlink(missing_ok=True)
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from rayapp.errors import StorageCorruptError, StorageError, StorageExistsError, StorageNotFoundError
-from rayapp.storage.base import MAX_SMALL_BYTES, ObjectInfo
+from rayapp.storage.base import MAX_SMALL_BYTES, Fence, ObjectInfo
 from rayapp.storage.hashing import hash_bytes
 from rayapp.storage.location import Location, check_key
 from rayapp.storage.retry import with_retries
@@ -35,16 +35,19 @@ class S3Storage:
         root: the folder that keys are relative to.
     """
 
-    def __init__(self, client: Any, root: Location, settings: S3Settings) -> None:
+    def __init__(self, client: Any, root: Location, settings: S3Settings, fence: Fence | None = None) -> None:
         self.client = client
         self.settings = settings
         # Shared by all transfers of this object, so that memory doesn't grow with the number of callers.
         self.slots = asyncio.Semaphore(settings.transfer.num_parallel)
-        self._root = root
+        self._root, self._fence = root, fence
 
     @property
     def uri(self) -> str:
         return str(self._root)
+
+    def fenced(self, fence: Fence) -> S3Storage:
+        return S3Storage(self.client, self._root, self.settings, fence)
 
     def location(self, key: str) -> Location:
         return self._root.join(check_key(key))
@@ -53,6 +56,16 @@ class S3Storage:
         """One request with retries; the raw answer."""
         call = getattr(self.client, operation)
         return await self.retried(location, lambda: call(Bucket=location.bucket, **arguments))
+
+    async def change(self, location: Location, request: Callable[[], Awaitable[T]]) -> T:
+        """As `retried`, of a request that readers see the effect of: the fence is passed before each try of it."""
+
+        async def fenced_request() -> T:
+            limit_s = await self._fence() if self._fence is not None else None
+            async with asyncio.timeout(limit_s):
+                return await request()
+
+        return await self.retried(location, fenced_request)
 
     async def retried(self, location: Location, request: Callable[[], Awaitable[T]]) -> T:
         return await with_retries(request, location, self.settings)
@@ -124,7 +137,7 @@ class S3Storage:
 
     async def delete(self, key: str) -> None:
         location = self.location(key)
-        await self.ask(location, "delete_object", Key=location.key)
+        await self.change(location, lambda: self.client.delete_object(Bucket=location.bucket, Key=location.key))
 
     async def check(self) -> None:
         await self.ask(self._root, "list_objects_v2", Prefix=self._root.key, MaxKeys=1)
@@ -136,7 +149,7 @@ class S3Storage:
         extra |= {"IfNoneMatch": "*"} if if_absent else {}
         arguments = {"Bucket": location.bucket, "Key": location.key, "Metadata": {SHA256: sha256, WRITER: writer}}
         try:
-            await self.retried(location, lambda: self.client.put_object(Body=Body(data), **arguments, **extra))
+            await self.change(location, lambda: self.client.put_object(Body=Body(data), **arguments, **extra))
         except StorageExistsError as error:
             # The answer to an earlier try of ours may have been lost: then it is our own object that is in the way.
             if not if_absent or (await self.head(key))["Metadata"].get(WRITER) != writer:

@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rayapp.errors import StorageCorruptError, StorageError, StorageNotFoundError
+from rayapp.errors import StorageCorruptError, StorageError, StorageNotFoundError, StorageTakenError
 from rayapp.storage.base import ObjectInfo
 from rayapp.storage.hashing import hash_file
 from rayapp.storage.location import Location
@@ -169,10 +169,12 @@ async def _complete(
     parts = [{"PartNumber": number, "ETag": etags[number]} for number in sorted(etags)]
     condition = {"IfNoneMatch": "*"} if if_absent else {}
     try:
-        await storage.ask(
-            location, "complete_multipart_upload", Key=location.key, UploadId=current.upload_id,
-            MultipartUpload={"Parts": parts}, **condition,
-        )  # fmt: skip
+        await storage.change(location, lambda: storage.client.complete_multipart_upload(
+            Bucket=location.bucket, Key=location.key, UploadId=current.upload_id, MultipartUpload={"Parts": parts},
+            **condition,
+        ))  # fmt: skip
+    except StorageTakenError:
+        raise
     except StorageError:
         # Its answer may have been lost: whether it worked is told by what is there now.
         if not await _is_there(storage, key, current, by_us=if_absent):

@@ -6,6 +6,8 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
+from rayapp.durable import write_text
+
 FILE = "trackers.json"
 
 
@@ -25,7 +27,5 @@ def remembered_id(folder: Path, service: str, make: Callable[[], str]) -> str:
         made = make()
         kept = json.loads(file.read_text()) if file.exists() else {}
         kept[service] = made
-        pending = folder / f".{FILE}.{made[:8]}.pending"
-        pending.write_text(json.dumps(kept, indent=1))
-        pending.replace(file)
+        write_text(file, json.dumps(kept, indent=1))
     return kept[service]

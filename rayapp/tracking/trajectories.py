@@ -16,6 +16,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from rayapp.durable import replacing
 from rayapp.errors import InputError
 from rayapp.types import (
     CallRecord,
@@ -119,10 +120,9 @@ def write_trajectories(
     rows = [
         _row(step, group, index, learner_log_probs.get(position)) for position, (group, index) in enumerate(members)
     ]
-    pending = path.with_name(f".{path.name}.pending")
     table = pa.Table.from_pylist(rows, schema=SCHEMA)
-    pq.write_table(table, pending, compression="zstd", row_group_size=ROWS_PER_ROW_GROUP)
-    pending.replace(path)
+    with replacing(path) as pending:
+        pq.write_table(table, pending, compression="zstd", row_group_size=ROWS_PER_ROW_GROUP, write_page_checksum=True)
 
 
 def _over_all_tokens(trajectory: Trajectory, of_response: FloatArray | None) -> FloatArray | None:
@@ -175,8 +175,8 @@ def read_groups(path: Path) -> list[Group]:
         InputError: it is no file of this schema version.
     """
     try:
-        table = pq.read_table(path)
-    except (OSError, pa.ArrowInvalid) as error:
+        table = pq.read_table(path, page_checksum_verification=True)
+    except (OSError, pa.ArrowException) as error:
         raise InputError(f"{path} is no readable parquet file: {error}") from None
     found = (table.schema.metadata or {}).get(_KEY, b"none").decode()
     if found != SCHEMA_VERSION:

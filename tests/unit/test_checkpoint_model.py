@@ -79,6 +79,15 @@ def test_a_checkpoint_that_is_not_whole_is_told_with_those_that_are(tmp_path: Pa
         with_checkpoint_as_model(config_of(torn)).__enter__()
 
 
+def test_a_damaged_checkpoint_is_not_evaluated(tmp_path: Path, tiny_model: Path) -> None:
+    path = checkpoint(tmp_path, tiny_model)
+    data = next(path.rglob("*.distcp"))
+    data.write_bytes(data.read_bytes()[:-1] + b"?")
+
+    with pytest.raises(InputError, match=r"step=000003 can't be evaluated: learner/.* is not what was written"):
+        with_checkpoint_as_model(config_of(path)).__enter__()
+
+
 def test_a_checkpoint_without_weights_is_told(tmp_path: Path, tiny_model: Path) -> None:
     path = checkpoint(tmp_path, tiny_model, ("optimizer",))
 

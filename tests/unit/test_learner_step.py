@@ -19,7 +19,7 @@ from actors.learner import Learner
 from rayapp.algo.names import ADV_ESTIMATORS, POLICY_LOSSES
 from rayapp.config import Config
 from rayapp.config_learner import OptimizerSection
-from rayapp.errors import CheckpointError, InputError, LearnerError
+from rayapp.errors import CheckpointDamagedError, CheckpointError, InputError, LearnerError
 from rayapp.learner.optimizer import learning_rate
 from rayapp.learner.testing import sampled
 from rayapp.rollout.group import summarize_group
@@ -283,12 +283,42 @@ def test_a_disk_that_is_full_is_named_when_the_save_is_asked_about(tiny_model: P
         # A limit on file sizes stands in for a disk without room: the same write fails at the same place.
         resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
         try:
-            with pytest.raises(CheckpointError, match=r"can't be written: .*\. The last whole checkpoint is intact"):
+            with pytest.raises(CheckpointError, match=r"can't be written: .*on a full disk: free some space"):
                 save(learner, str(tmp_path / "c"), 1)
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, limits)
         save(learner, str(tmp_path / "later"), 1)  # with room again, the next one is written
         assert learner.load_checkpoint(str(tmp_path / "later")) == 1
+
+
+def test_weights_that_are_not_finite_are_neither_saved_nor_loaded_nor_exported(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    with learner_of(tiny_model) as learner:
+        weight = next(learner._learner.model.parameters()).to_local().detach().view(-1)
+        save(learner, str(tmp_path / "good"), 1)
+        weight[7] = float("nan")
+        with pytest.raises(CheckpointError, match=r"values that are not finite in model\..* No checkpoint"):
+            save(learner, str(tmp_path / "nan"), 2)
+        with pytest.raises(CheckpointError, match="is not written: it has values that are not finite in "):
+            learner.export_hf(str(tmp_path / "hf"))
+        assert not (tmp_path / "hf").exists()
+        weight[7] = float("inf")
+        _write_unchecked(learner, tmp_path / "inf")
+        with pytest.raises(CheckpointDamagedError, match=r"inf holds values that are not finite in model\."):
+            learner.load_checkpoint(str(tmp_path / "inf"))
+        assert learner.load_checkpoint(str(tmp_path / "good")) == 1  # the one before is gone on from
+        assert weight[7].isfinite()
+
+
+def _write_unchecked(learner: Learner, folder: Path) -> None:
+    """A checkpoint as versions before this check wrote it, or as damage leaves it."""
+    from torch.distributed.checkpoint.state_dict_saver import save as write
+
+    from rayapp.learner.checkpoint import _state
+
+    write(_state(learner._learner) | {"counters": torch.zeros(3, dtype=torch.int64), "rng": torch.get_rng_state()},
+          checkpoint_id=folder)  # fmt: skip
 
 
 def test_a_torn_checkpoint_and_a_folder_without_one_say_so(tiny_model: Path, tmp_path: Path) -> None:

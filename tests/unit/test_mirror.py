@@ -7,6 +7,7 @@ import json
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -34,7 +35,11 @@ from rayapp.storage.testing.threads import ProxyThread, make_bucket, wait_until
 pytest.importorskip("moto", reason="needs the development package moto[server]")
 
 TRANSFER = Transfer(max_attempts=2, backoff_base_s=0.01, connect_timeout_s=2, read_timeout_s=20)
-QUICK = Patience(look_every_s=0.05, beat_every_s=0.1, lease_s=1.0, settle_s=0.05, finish_s=0.5)
+QUICK = Patience(look_every_s=0.05, beat_every_s=0.1, lease_s=30.0, settle_s=0.05, finish_s=0.5)
+IMPATIENT = replace(QUICK, lease_s=1.0)
+"""Waits no longer for a sign of life. A write of its own that takes longer is tried again."""
+SILENT = replace(IMPATIENT, beat_every_s=1e6)
+"""Gives none unless a write asks for it."""
 
 
 @pytest.fixture(scope="module")
@@ -319,17 +324,42 @@ def test_a_run_that_gives_no_sign_of_life_is_taken_over_and_stops_when_it_comes_
     config: Config, settings: S3Settings, opened
 ) -> None:
     # Until its first beat it is silent; on a busy machine the second one needs seconds to look for it.
-    silent = Patience(look_every_s=0.05, beat_every_s=10.0, lease_s=1.0, settle_s=0.05, finish_s=0.5)
+    silent = replace(IMPATIENT, beat_every_s=10.0)
     elsewhere = config.run_folder.with_name("elsewhere")
     elsewhere.mkdir(parents=True)
     with pytest.raises(RunFolderError, match="was taken over by process"), opened(silent) as first:
         step(config.run_folder, 1)
-        with mirroring(config, elsewhere, settings=settings, patience=QUICK):
+        wait_until(lambda: first.metrics()["storage/pending_files"] == 0.0)  # a write may ask for a beat
+        with mirroring(config, elsewhere, settings=settings, patience=IMPATIENT):
             step(elsewhere, 7)
             wait_until(lambda: first.trouble != "", timeout_s=30)
         first.metrics()
     assert steps_of(there(config, settings)["metrics.jsonl"])[-1] == 7
     assert (config.run_folder / "metrics.jsonl").exists()  # what the first one has stays
+
+
+def test_a_run_that_was_paused_through_its_take_over_overwrites_nothing_when_it_resumes(
+    config: Config, settings: S3Settings, opened
+) -> None:
+    """A process that is stopped (SIGSTOP, a machine that sleeps) looks at its folder before it beats again."""
+    elsewhere = config.run_folder.with_name("elsewhere")
+    elsewhere.mkdir(parents=True)
+    with pytest.raises(RunFolderError, match="was taken over by process"), opened(SILENT) as first:
+        step(config.run_folder, 1)
+        wait_until(lambda: first.metrics()["storage/pending_files"] == 0.0)
+        (config.run_folder / "trajectories/step=000001.parquet").unlink()
+        with mirroring(config, elsewhere, settings=settings, patience=IMPATIENT) as second:
+            step(elsewhere, 2)
+            wait_until(lambda: second.metrics()["storage/pending_files"] == 0.0)
+            before = there(config, settings)
+            step(config.run_folder, 9)
+            (config.run_folder / "trajectories/step=000002.parquet").write_bytes(b"stale")
+            first.truncate_after(0)  # nor does it delete
+            wait_until(lambda: first.trouble != "", timeout_s=30)
+            assert there(config, settings) == before
+        first.metrics()
+    assert there(config, settings)["trajectories/step=000002.parquet"] == b"tt"
+    assert steps_of(there(config, settings)["metrics.jsonl"]) == [1, 2]
 
 
 def test_what_this_machine_had_is_set_aside_when_another_went_on(config: Config, settings: S3Settings, opened) -> None:
@@ -364,8 +394,6 @@ def test_nothing_starts_when_the_storage_can_not_be_used(
     config: Config, settings: S3Settings, proxy: ProxyThread, tmp_path: Path
 ) -> None:
     def start(**changes: object) -> None:
-        from dataclasses import replace
-
         folder = tmp_path / "staging-of-nothing"
         folder.mkdir(exist_ok=True)
         with mirroring(config, folder, settings=replace(settings, **changes), patience=QUICK):

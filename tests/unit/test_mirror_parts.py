@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import json
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from rayapp.config import Config
 from rayapp.config_sections import CheckpointSection
-from rayapp.errors import RunFolderError, StorageCorruptError
+from rayapp.errors import RunFolderError, StorageCorruptError, StorageTakenError
+from rayapp.mirror import lock as lock_module
 from rayapp.mirror import remote_checkpoints
 from rayapp.mirror.layout import folder_stamp, last_step, loose_files, trajectory_step
 from rayapp.mirror.ledger import Ledger
@@ -120,6 +122,77 @@ async def test_a_lock_that_says_nothing_counts_by_its_number_alone(bucket: Local
     await bucket.put_bytes(b"nonsense", "locks/000007.json")
 
     assert (await acquire(bucket, **QUICK)).generation == 8
+
+
+async def test_a_lock_that_can_not_be_read_is_held_until_its_lease_has_ended(bucket: LocalStorage) -> None:
+    await bucket.put_bytes(b"of a newer version", "locks/000001.json")
+
+    async def beat() -> None:
+        for number in range(10**6):
+            await asyncio.sleep(0.02)
+            await bucket.put_bytes(b"of a newer version, beat %d" % number, "locks/000001.json")
+
+    beating = asyncio.create_task(beat())
+    with pytest.raises(RunFolderError, match="is in use by the run of an unknown process, which is alive"):
+        await acquire(bucket, **QUICK)
+    beating.cancel()
+
+
+async def test_a_holder_that_was_paused_writes_nothing_after_it_was_taken_over(bucket: LocalStorage) -> None:
+    paused = await acquire(bucket, **QUICK)
+    of_paused = bucket.fenced(partial(paused.fence, bucket))
+    await of_paused.put_bytes(b"before", "metrics.jsonl")
+    following = await acquire(bucket, **QUICK)  # no beat for a lease
+    await bucket.fenced(partial(following.fence, bucket)).put_bytes(b"of the new run", "metrics.jsonl")
+
+    with pytest.raises(StorageTakenError, match="was taken over by process"):
+        await of_paused.put_bytes(b"stale", "metrics.jsonl")
+    with pytest.raises(StorageTakenError, match="was taken over by process"):
+        await of_paused.delete("metrics.jsonl")
+
+    assert await bucket.get_bytes("metrics.jsonl") == b"of the new run"
+
+
+async def test_writes_between_two_beats_cost_no_request_and_the_first_one_after_half_a_lease_beats(
+    bucket: LocalStorage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = [1000.0]
+    monkeypatch.setattr(lock_module, "_now", lambda: clock[0])
+    lock = await acquire(bucket, lease_s=60.0, settle_s=0.0)
+    before = await bucket.get_bytes("locks/000001.json")
+    clock[0] += 29.0
+    assert await lock.fence(bucket) == 31.0
+    assert await bucket.get_bytes("locks/000001.json") == before
+    clock[0] += 2.0
+    assert await lock.fence(bucket) == 60.0
+    assert await bucket.get_bytes("locks/000001.json") != before
+
+
+async def test_a_holder_that_comes_back_at_the_moment_of_the_take_over_is_waited_for(
+    bucket: LocalStorage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its beat came after the watcher's last look, its look for a taker before the taker's lock."""
+    await bucket.put_bytes(holder(beat=1), "locks/000001.json")
+    waits: list[float] = []
+    settled = asyncio.sleep
+
+    async def sleep(seconds: float) -> None:
+        waits.append(seconds)
+        if seconds == 0.123:
+            await bucket.put_bytes(holder(beat=2), "locks/000001.json")
+        await settled(0)
+
+    clock = [0.0]
+    monkeypatch.setattr(lock_module, "_now", lambda: clock[0])
+    monkeypatch.setattr(lock_module.asyncio, "sleep", sleep)
+    monkeypatch.setattr(lock_module, "_wait_until_free", _as_last_seen)
+    await acquire(bucket, lease_s=60.0, settle_s=0.123)
+
+    assert 60.0 in waits
+
+
+async def _as_last_seen(bucket: LocalStorage, generation: int, **_: float) -> object:
+    return await lock_module._look(bucket, generation)
 
 
 def test_loose_files_are_in_order_without_work_in_progress(staging: Path) -> None:
@@ -234,6 +307,69 @@ async def test_trajectories_of_steps_that_are_taken_again_are_deleted_and_sent_a
     assert await keys(bucket) == ["trajectories/step=000001.parquet", "trajectories/step=000002.parquet"]
     assert await bucket.get_bytes("trajectories/step=000002.parquet") == b"new"
     assert sending.pending() == {}
+
+
+async def test_a_run_that_begins_anew_forgets_only_what_is_of_a_step(bucket: LocalStorage, staging: Path) -> None:
+    (staging / "trajectories").mkdir()
+    for name in ("config.yaml", "trajectories/README", "trajectories/step=000000.parquet"):
+        (staging / name).write_text(name)
+    sending = uploader(bucket, staging)
+    await sending.files()
+    (staging / "trajectories/step=000000.parquet").unlink()
+    sent = sending.uploaded_bytes
+
+    sending.cut_after = -1
+    await sending.files()
+
+    assert await keys(bucket) == ["config.yaml", "trajectories/README"]
+    assert sending.uploaded_bytes == sent  # the rest was known to be there
+
+
+async def test_a_damaged_newest_checkpoint_does_not_take_the_place_of_the_one_that_was_gone_on_from(
+    bucket: LocalStorage, staging: Path, tmp_path: Path
+) -> None:
+    for version in (4, 6):
+        save(staging, version)
+    await uploader(bucket, staging, keep_last=9).folders()
+    await bucket.put_bytes(b"x" * 10, "checkpoints/step=000006/learner/weights")
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    await prepare(bucket, empty, 2, must_be_new=False)
+    latest = RunFolder(empty, Config()).latest_checkpoint()
+    assert latest is not None
+    assert latest.version == 4
+
+    going_on = uploader(bucket, empty, keep_last=1)
+    going_on.cut_after = 4
+    save(empty, 5)
+    await going_on.folders(is_final=True)
+    assert {key.split("/")[1] for key in await keys(bucket) if "manifest" in key} == {"step=000005"}
+    save(empty, 6)  # and the step of the damaged one is sent when it has been taken again
+    await going_on.folders(is_final=True)
+    (found,) = await remote_checkpoints.whole_checkpoints(bucket)
+    assert found.described.version == 6
+    assert await bucket.get_bytes("checkpoints/step=000006/learner/weights") == bytes([6]) * 10
+
+
+async def test_a_finished_run_is_seen_as_finished_on_an_empty_machine(
+    bucket: LocalStorage, staging: Path, tmp_path: Path
+) -> None:
+    config = Config.model_validate({"train": {"num_steps": 2}})
+    save(staging, 2)
+    with RunFolder(staging, config).pending_final() as pending:
+        (pending / "model.safetensors").write_bytes(b"weights")
+    sending = uploader(bucket, staging)
+    await sending.files()
+    await sending.folders(is_final=True)
+    empty = tmp_path / "empty"
+    empty.mkdir()
+
+    (await prepare(bucket, empty, 2, must_be_new=False)).save()
+
+    assert RunFolder(empty, config).is_finished
+    assert not (empty / "final" / "model.safetensors").exists()  # nothing goes on from it
+    assert uploader(bucket, empty).pending() == {}  # and the model there is not replaced by what is here
+    assert not RunFolder(empty, Config.model_validate({"train": {"num_steps": 3}})).is_finished
 
 
 async def test_an_empty_machine_gets_small_files_and_the_newest_checkpoint_only(

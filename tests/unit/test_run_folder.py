@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
+import re
 import resource
 import subprocess
 import sys
@@ -12,8 +15,8 @@ import pytest
 
 from rayapp.checkpoints import MANIFEST
 from rayapp.config import Config
-from rayapp.durable import explain_full_disk, write_text
-from rayapp.errors import RunFolderError
+from rayapp.durable import explain_full_disk, explain_unwritable, write_text
+from rayapp.errors import RunFolderError, StorageFullError
 from rayapp.run_folder import RunFolder
 
 
@@ -83,6 +86,77 @@ def test_a_torn_checkpoint_is_passed_over(tmp_path: Path, damage: str) -> None:
             case "torn manifest":
                 (newest / MANIFEST).write_text((newest / MANIFEST).read_text()[:20])
         assert latest_version(folder) == 2
+
+
+def damaged(checkpoint: Path) -> None:
+    """Other bytes, as many."""
+    (checkpoint / "weights").write_bytes(b"x" * 100)
+
+
+def test_a_damaged_checkpoint_is_refused_aloud_for_the_one_before(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with RunFolder.open(config(tmp_path)) as folder:
+        save(folder, 4)
+        damaged(save(folder, 6))
+    for _ in range(2):  # the second start still says so
+        caplog.clear()
+        with RunFolder.open(config(tmp_path)) as folder:
+            found = folder.verified_checkpoint()
+            assert found is not None
+            assert found.version == 4
+            assert latest_version(folder) == 4  # nobody else goes on from it either
+        (line,) = caplog.messages
+        assert re.fullmatch(
+            r"checkpoint .*step=000006 is refused: weights is not what was written, by its checksum; step=000004 is "
+            "used instead",
+            line,
+        )
+
+
+def test_a_refused_checkpoint_counts_neither_as_the_newest_nor_for_ever(tmp_path: Path) -> None:
+    with RunFolder.open(config(tmp_path, checkpoint__keep_last=1)) as folder:
+        save(folder, 4)
+        (folder.path / "checkpoints" / "step=000004").rename(tmp_path / "four")
+        damaged(save(folder, 6))
+        (tmp_path / "four").rename(folder.path / "checkpoints" / "step=000004")
+    with RunFolder.open(config(tmp_path, checkpoint__keep_last=1)) as folder:
+        save(folder, 5)
+        assert [path.name for path in (folder.path / "checkpoints").iterdir()] == ["step=000005"]
+
+
+def test_a_truncated_checkpoint_is_told_with_its_reason(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with RunFolder.open(config(tmp_path)) as folder:
+        save(folder, 4)
+        (save(folder, 6) / "weights").write_bytes(b"w")
+    with RunFolder.open(config(tmp_path)) as folder:
+        assert latest_version(folder) == 4
+    (line,) = caplog.messages
+    assert "step=000006 is refused: weights should have 100 bytes, and has 1; step=000004 is used instead" in line
+
+
+def test_a_run_whose_checkpoints_are_all_damaged_does_not_begin_anew(tmp_path: Path) -> None:
+    with RunFolder.open(config(tmp_path)) as folder:
+        (folder.path / "metrics.jsonl").write_text('{"step": 6}\n')
+        damaged(save(folder, 6))
+    with (
+        pytest.raises(RunFolderError, match=r"no checkpoint in .* can be used, and starting anew would delete"),
+        RunFolder.open(config(tmp_path)),
+    ):
+        pass
+    assert (tmp_path / "r" / "metrics.jsonl").read_text() == '{"step": 6}\n'
+
+
+def test_a_checkpoint_of_before_checksums_is_gone_on_from_with_a_note(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with RunFolder.open(config(tmp_path)) as folder:
+        manifest = save(folder, 2) / MANIFEST
+    old = {key: value for key, value in json.loads(manifest.read_text()).items() if key != "xxh3_128"}
+    manifest.write_text(json.dumps(old))
+    with RunFolder.open(config(tmp_path)) as folder:
+        assert latest_version(folder) == 2
+    assert "was saved without checksums, by an older version: it can't be verified" in caplog.text
 
 
 def test_a_save_that_was_killed_leaves_nothing_that_is_picked_up_and_is_cleared_by_the_next(tmp_path: Path) -> None:
@@ -158,15 +232,62 @@ def test_a_full_disk_gives_one_message_and_leaves_the_last_checkpoint_whole(tmp_
         # A limit on file sizes stands in for a disk without room: the same write fails at the same place.
         resource.setrlimit(resource.RLIMIT_FSIZE, (10, limits[1]))
         try:
-            with pytest.raises(RunFolderError, match="no space left to write"), explain_full_disk(pending):
+            with (
+                pytest.raises(StorageFullError, match=r"no space left to write .*step=000001, is intact.* Free some"),
+                folder.explain_full_disk(pending),
+            ):
                 write_text(pending / "weights", "w" * 100)
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, limits)
         assert latest_version(folder) == 1
+        assert list(pending.iterdir()) == []  # nor does what was begun take room
+
+
+def test_a_full_disk_before_the_first_checkpoint_promises_nothing(tmp_path: Path) -> None:
+    with (
+        pytest.raises(StorageFullError, match="There is no whole checkpoint yet: the next start begins anew"),
+        RunFolder.open(config(tmp_path)),
+    ):
+        Path("/dev/full").write_text("x")
+
+
+def test_what_killed_writers_left_is_gone_when_the_run_starts_again(tmp_path: Path) -> None:
+    left = [
+        "checkpoints/.pending-000002/learner/weights", ".pending-final/model.safetensors", ".metrics.jsonl.pending",
+        "trajectories/.pending-12ab-step=000003.parquet", "trajectories/.step=000002.parquet.pending",
+    ]  # fmt: skip
+    for name in left:
+        (tmp_path / "r" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "r" / name).write_text("half")
+    with RunFolder.open(config(tmp_path)) as folder:
+        hidden = [path.name for path in folder.path.rglob(".*")]
+    assert hidden == []
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_a_folder_of_somebody_else_is_one_clear_error(tmp_path: Path) -> None:
+    tmp_path.chmod(0o500)
+    with pytest.raises(RunFolderError, match=r"can't be written: .* Choose a folder"), RunFolder.open(config(tmp_path)):
+        pass
+
+
+@pytest.mark.parametrize("number", [errno.EROFS, errno.EACCES])
+def test_a_folder_that_may_not_be_written_is_one_clear_error(number: int) -> None:
+    with (
+        pytest.raises(RunFolderError, match=r"can't be written: .* Choose a folder that this user may write"),
+        explain_unwritable(Path("/somewhere")),
+    ):
+        raise OSError(number, os.strerror(number), "/somewhere/run.lock")
+
+
+def test_an_output_folder_that_is_a_file_is_one_clear_error(tmp_path: Path) -> None:
+    (tmp_path / "r").write_text("a file")
+    with pytest.raises(RunFolderError, match="r can't be written: File exists"), RunFolder.open(config(tmp_path)):
+        pass
 
 
 def test_the_device_that_is_always_full_is_explained_too() -> None:
-    with pytest.raises(RunFolderError, match="No space left on device"), explain_full_disk(Path("/dev/full")):
+    with pytest.raises(StorageFullError, match="No space left on device"), explain_full_disk(Path("/dev/full")):
         Path("/dev/full").write_text("x")
 
 

@@ -130,3 +130,38 @@ def test_a_file_that_is_no_parquet_is_named(tmp_path: Path) -> None:
 
     with pytest.raises(InputError, match=r"step=000001\.parquet is no readable parquet file"):
         read_groups(path)
+
+
+def test_a_changed_byte_is_not_read_as_other_tokens(tmp_path: Path) -> None:
+    file = tmp_path / "step=000001.parquet"
+    prompt = Prompt(task="t", text="p", token_ids=np.array([1], np.int32), prefill="", stop=())
+    log_probs = np.random.default_rng(0).random(400).astype(np.float32)  # nothing that a packer could leave out
+    trajectory = Trajectory(
+        token_ids=np.arange(400, dtype=np.int32),
+        response_mask=np.array([False] + [True] * 399, np.bool_),
+        rollout_log_probs=log_probs,
+        completion_text="c",
+        reward=Reward(value=1.0, terms={}, status="ok", detail="", time_score_s=0.0),
+        status=RolloutStatus.COMPLETED,
+        min_policy_version=0,
+        max_policy_version=0,
+        num_turns=1,
+        time_generate_s=0.0,
+    )
+    write_trajectories(file, 1, [Group(group_id=1, prompt=prompt, trajectories=(trajectory,))])
+    group = pq.ParquetFile(file).metadata.row_group(0)
+    columns = {group.column(number).path_in_schema: group.column(number) for number in range(group.num_columns)}
+    column = columns["rollout_log_probs.list.element"]
+    data = bytearray(file.read_bytes())
+    data[column.dictionary_page_offset + column.total_compressed_size // 2] ^= 0x10
+    file.write_bytes(data)
+
+    with pytest.raises(InputError, match=r"is no readable parquet file: .*CRC"):
+        read_groups(file)
+
+
+def test_a_file_that_can_not_be_written_leaves_nothing_behind(tmp_path: Path) -> None:
+    (tmp_path / "step=000001.parquet").mkdir()  # in the way of the rename
+    with pytest.raises(OSError, match="directory"):
+        write_trajectories(tmp_path / "step=000001.parquet", 1, [])
+    assert [path.name for path in tmp_path.iterdir()] == ["step=000001.parquet"]
