@@ -9,6 +9,7 @@ import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -71,11 +72,22 @@ def read_group(group: RowGroup, columns: Sequence[str] = (*COLUMNS, *_OPTIONAL))
     Raises:
         InputError: it can't be decoded.
     """
+    return next(table for _, table in read_groups([group], columns))
+
+
+def read_groups(groups: Sequence[RowGroup], columns: Sequence[str]) -> Iterator[tuple[RowGroup, Any]]:
+    """As `read_group`, one after the other; each file is opened once.
+
+    Args:
+        columns: `a.b` is the field b of the structs in column a.
+    """
     import pyarrow.parquet as pq
 
-    with _reading(group.path), pq.ParquetFile(group.path) as file:
-        present = [name for name in columns if name in file.schema_arrow.names]
-        return file.read_row_group(group.index, columns=present)
+    for path, of_file in groupby(groups, lambda group: group.path):
+        with _reading(path), pq.ParquetFile(path) as file:
+            present = [name for name in columns if name.partition(".")[0] in file.schema_arrow.names]
+            for group in of_file:
+                yield group, file.read_row_group(group.index, columns=present)
 
 
 def _open_one(path: Path) -> Iterator[RowGroup]:
@@ -104,7 +116,7 @@ def _check_schema(path: Path, schema: Any) -> None:
         "prompt": (_is_list_of_structs, "a list of structs with role and content"),
         "data_source": (_is_text, "text"),
         "agent_name": (lambda kind: _is_text(kind) or types.is_null(kind), "text"),
-        "reward_model": (types.is_struct, "a struct with ground_truth"),
+        "reward_model": (_has_truth, "a struct with ground_truth"),
         "extra_info": (lambda kind: types.is_struct(kind) or types.is_null(kind), "a struct"),
     }
     for name, (is_right, wanted) in kinds.items():
@@ -143,6 +155,12 @@ def _is_list_of_structs(kind: Any) -> bool:
         return False
     item = kind.value_type
     return types.is_struct(item) and {"role", "content"} <= {item.field(i).name for i in range(item.num_fields)}
+
+
+def _has_truth(kind: Any) -> bool:
+    from pyarrow import types
+
+    return bool(types.is_struct(kind)) and kind.get_field_index("ground_truth") >= 0
 
 
 def _plain(kind: Any) -> Any:
