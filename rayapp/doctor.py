@@ -220,6 +220,8 @@ def _model_fits(config: Config) -> Iterator[Finding]:
 
 
 def _data_fits(config: Config) -> Iterator[Finding]:
+    if not config.uses_data:
+        return
     from rayapp.rollout.check import check_data
 
     # Those in object storage are fetched and checked when the run starts.

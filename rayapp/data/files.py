@@ -114,14 +114,19 @@ def _check_schema(path: Path, schema: Any) -> None:
         )
     kinds: Mapping[str, tuple[Any, str]] = {
         "prompt": (_is_list_of_structs, "a list of structs with role and content"),
-        "data_source": (_is_text, "text"),
-        "agent_name": (lambda kind: _is_text(kind) or types.is_null(kind), "text"),
+        "data_source": (is_text, "text"),
+        "agent_name": (lambda kind: is_text(kind) or types.is_null(kind), "text"),
         "reward_model": (_has_truth, "a struct with ground_truth"),
         "extra_info": (lambda kind: types.is_struct(kind) or types.is_null(kind), "a struct"),
     }
     for name, (is_right, wanted) in kinds.items():
-        if name in schema.names and not is_right(_plain(schema.field(name).type)):
+        if name in schema.names and not is_right(plain(schema.field(name).type)):
             raise InputError(f"{path}: column {name} must be {wanted}; it is {schema.field(name).type}")
+    extra = schema.field("extra_info").type if "extra_info" in schema.names else None
+    if extra is not None and types.is_struct(extra) and (index := extra.get_field_index("tools_kwargs")) >= 0:
+        kind = extra.field(index).type
+        if not (types.is_struct(kind) or types.is_null(kind)):
+            raise InputError(f"{path}: column extra_info.tools_kwargs must be a struct; it is {kind}")
 
 
 def _check_no_images(path: Path, metadata: Any) -> None:
@@ -142,7 +147,7 @@ def _has_values(chunk: Any) -> bool:
     return statistics is None or statistics.null_count < chunk.num_values
 
 
-def _is_text(kind: Any) -> bool:
+def is_text(kind: Any) -> bool:
     from pyarrow import types
 
     return bool(types.is_string(kind) or types.is_large_string(kind))
@@ -163,7 +168,7 @@ def _has_truth(kind: Any) -> bool:
     return bool(types.is_struct(kind)) and kind.get_field_index("ground_truth") >= 0
 
 
-def _plain(kind: Any) -> Any:
+def plain(kind: Any) -> Any:
     from pyarrow import types
 
     return kind.value_type if types.is_dictionary(kind) else kind

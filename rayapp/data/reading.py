@@ -128,12 +128,14 @@ class TrainingData:
         """Rows of the group that are used. Measured up front: the length of an epoch must be known, and a run must not
         stop at its thousandth step over a prompt."""
         options = self._options
-        if options.max_prompt_tokens is None or (not options.filter_overlong_prompts and options.truncation != "error"):
+        if options.max_prompt_tokens is None:
             return range(group.num_rows)
+        is_cut = not options.filter_overlong_prompts and options.truncation != "error"
         kept = []
         for index, row in enumerate(read_group(group, ("prompt", "agent_name")).to_pylist()):
             where = _where(group, index)
-            ids = self._encode_row(parse_messages(row["prompt"], where), row.get("agent_name") or "", where)
+            messages = parse_messages(row["prompt"], where)
+            ids = () if is_cut else self._encode_row(messages, row.get("agent_name") or "", where)
             if len(ids) <= options.max_prompt_tokens:
                 kept.append(index)
             elif not options.filter_overlong_prompts:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from rayapp.data.files import RowGroup, read_groups
+from rayapp.data.files import RowGroup, is_text, plain, read_groups
 from rayapp.errors import InputError
 from rayapp.tasks.answer_rules import TruthKind
 
@@ -65,15 +65,19 @@ def _refuse(group: RowGroup, mask: Any, why: str) -> None:
 def _is_right(kind: Any, wanted: TruthKind) -> bool:
     from pyarrow import types
 
-    kind = kind.value_type if types.is_dictionary(kind) else kind
-    is_text = types.is_string(kind) or types.is_large_string(kind)
+    kind = plain(kind)
     if wanted == "text":
-        return bool(is_text or types.is_integer(kind))
+        return is_text(kind) or bool(types.is_integer(kind))
     if not types.is_struct(kind) or kind.get_field_index("target") < 0:
         return False
     target = kind.field("target").type
-    is_list = types.is_list(target) or types.is_large_list(target)
-    return _is_right(target.value_type if is_list else target, "text") and not types.is_integer(target)
+    return is_text(target.value_type if _is_list(target) else target)
+
+
+def _is_list(kind: Any) -> bool:
+    from pyarrow import types
+
+    return bool(types.is_list(kind) or types.is_large_list(kind))
 
 
 def _without_target(targets: Any) -> Any:
@@ -82,7 +86,7 @@ def _without_target(targets: Any) -> Any:
     import pyarrow as pa
     import pyarrow.compute as pc
 
-    if not (pa.types.is_list(targets.type) or pa.types.is_large_list(targets.type)):
+    if not _is_list(targets.type):
         return pc.is_null(targets)
     with_null = pc.filter(pc.list_parent_indices(targets), pc.is_null(pc.list_flatten(targets)))
     rows = pa.array(np.arange(len(targets)), with_null.type)
