@@ -73,10 +73,11 @@ class CustomReward:
         try:
             async with asyncio.timeout(self.timeout_s):
                 if inspect.iscoroutinefunction(function):
-                    found = await self._awaited(function(**arguments))
+                    found = await self._awaited(lambda: function(**arguments))
                 else:
                     found = await asyncio.wrap_future(self._in_thread(function, arguments))
-                    found = await self._awaited(found) if inspect.isawaitable(found) else found
+                    if inspect.isawaitable(found):
+                        found = await self._awaited(lambda: found)
         except TimeoutError as error:
             raise RewardFailedError(f"{self.path} took over {self.timeout_s:g} s", "reward_timeout") from error
         try:
@@ -84,9 +85,9 @@ class CustomReward:
         except Exception as error:  # boundary: what was returned may be an object of the user's own
             raise RewardFailedError(f"{self.path} returned {_told(error)}", "reward_nonsense") from error
 
-    async def _awaited(self, found: Awaitable[Any]) -> Any:
+    async def _awaited(self, begin: Callable[[], Awaitable[Any]]) -> Any:
         try:
-            return await found
+            return await begin()
         except asyncio.CancelledError as error:
             task = asyncio.current_task()
             if task is not None and task.cancelling():
@@ -135,7 +136,7 @@ def load_function(path: str) -> Callable[..., Any]:
         raise ConfigError(f"reward function {path!r}: write package.module:function or file.py:function")
     try:
         module = _load_file(Path(place)) if place.endswith(".py") else importlib.import_module(place)
-    except Exception as error:  # boundary: the module is the user's and raises what it likes
+    except (Exception, SystemExit) as error:  # boundary: the module is the user's and raises what it likes
         raise ConfigError(f"reward function {path!r} can't be imported: {type(error).__name__}: {error}") from error
     function = getattr(module, name, None)
     if not callable(function):

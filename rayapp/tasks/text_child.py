@@ -29,11 +29,15 @@ def write_frame(stream: BufferedRWPair, value: object) -> None:
 
 def read_frame(stream: BufferedRWPair) -> Any:
     """The next value. Raises EOFError when the other side is gone."""
-    length = stream.read(_LENGTH.size)
-    data = stream.read(_LENGTH.unpack(length)[0]) if len(length) == _LENGTH.size else b""
-    if not data:
+    (length,) = _LENGTH.unpack(_exactly(stream, _LENGTH.size))
+    return json.loads(_exactly(stream, length))
+
+
+def _exactly(stream: BufferedRWPair, num_bytes: int) -> bytes:
+    data = stream.read(num_bytes)
+    if len(data) < num_bytes:
         raise EOFError
-    return json.loads(data)
+    return data
 
 
 def main() -> None:

@@ -164,8 +164,8 @@ class TextProcess:
         child = _Child.start()
         try:
             read_frame(child.stream)
-        except EOFError:
-            raise OSError(f"the text process can't start: status {child.end()}; its error output says why") from None
+        except (EOFError, OSError) as error:
+            raise OSError(f"the text process can't start: status {child.end()}; its error output says why") from error
         return child
 
     def _why(self, status: int) -> str:

@@ -54,6 +54,8 @@ async def exits_async(**_):
     raise SystemExit(3)
 def stops(**_):
     raise StopIteration
+async def other_arguments(answer):
+    return 1.0
 async def cancels(**_):
     raise asyncio.CancelledError
 def times_out(**_):
@@ -303,6 +305,7 @@ async def test_custom_functions_sync_and_async_replace_the_rule(module: Path) ->
         ("exits", "reward_error", "SystemExit: 3"),
         ("exits_async", "reward_error", "SystemExit: 3"),
         ("stops", "reward_error", "StopIteration"),
+        ("other_arguments", "reward_error", "unexpected keyword argument"),
         ("cancels", "reward_error", "CancelledError"),
         ("times_out", "reward_error", "TimeoutError: of its own"),
         ("recurses", "reward_error", "RecursionError"),
@@ -347,6 +350,13 @@ async def test_a_cancelled_score_is_no_failure_of_the_function(module: Path) -> 
 def test_a_function_that_is_not_there_is_named(path: str) -> None:
     with pytest.raises(ConfigError, match="reward function"):
         load_function(path)
+
+
+def test_a_file_that_exits_when_it_is_imported_is_named(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text("raise SystemExit(3)")
+
+    with pytest.raises(ConfigError, match="can't be imported: SystemExit: 3"):
+        load_function(f"{tmp_path}/script.py:f")
 
 
 def test_a_custom_reward_crosses_processes_after_it_was_loaded(module: Path) -> None:
