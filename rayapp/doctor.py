@@ -23,6 +23,7 @@ from rayapp.config import Config
 from rayapp.errors import SandboxError, StorageError, UserError
 from rayapp.model_prefetch import check_remote_model, is_remote_model
 from rayapp.sandbox.config import SandboxConfig
+from rayapp.storage.location import Location
 from rayapp.storage.opening import open_storage
 from rayapp.terminal import visible
 from rayapp.types import SandboxSpec
@@ -91,7 +92,7 @@ def machine() -> Iterator[Finding]:
 def fitness(config: Config) -> Iterator[Finding]:
     """Whether this config can run here: only what is wrong, or one line that nothing is."""
     problems = [*_device_fits(config), *_model_fits(config), *_memory_fits(config), *_folder_fits(config)]
-    problems += _storage_answers(config)
+    problems += [*_storage_answers(config), *_data_fits(config)]
     sandbox = _sandbox(config.sandbox, level_if_none="problem")
     problems += [sandbox] if sandbox.level != "ok" else []
     yield from problems
@@ -219,6 +220,19 @@ def _model_fits(config: Config) -> Iterator[Finding]:
         check_remote_model(config) if is_remote_model(config) else check_model(config)
     except (UserError, StorageError) as error:
         yield Finding(level="problem", what="model", detail=str(error))
+
+
+def _data_fits(config: Config) -> Iterator[Finding]:
+    if not config.uses_data:
+        return
+    from rayapp.rollout.check import check_data
+
+    # Those in object storage are fetched and checked when the run starts.
+    files = (*config.data.train_files, *config.data.eval_files)
+    try:
+        check_data(config, [file for file in files if not Location.parse(file).is_remote])
+    except (UserError, StorageError) as error:
+        yield Finding(level="problem", what="data", detail=str(error))
 
 
 def _storage_answers(config: Config) -> Iterator[Finding]:

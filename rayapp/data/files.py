@@ -9,6 +9,7 @@ import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -71,11 +72,22 @@ def read_group(group: RowGroup, columns: Sequence[str] = (*COLUMNS, *_OPTIONAL))
     Raises:
         InputError: it can't be decoded.
     """
+    return next(table for _, table in read_groups([group], columns))
+
+
+def read_groups(groups: Sequence[RowGroup], columns: Sequence[str]) -> Iterator[tuple[RowGroup, Any]]:
+    """As `read_group`, one after the other; each file is opened once.
+
+    Args:
+        columns: `a.b` is the field b of the structs in column a.
+    """
     import pyarrow.parquet as pq
 
-    with _reading(group.path), pq.ParquetFile(group.path) as file:
-        present = [name for name in columns if name in file.schema_arrow.names]
-        return file.read_row_group(group.index, columns=present)
+    for path, of_file in groupby(groups, lambda group: group.path):
+        with _reading(path), pq.ParquetFile(path) as file:
+            present = [name for name in columns if name.partition(".")[0] in file.schema_arrow.names]
+            for group in of_file:
+                yield group, file.read_row_group(group.index, columns=present)
 
 
 def _open_one(path: Path) -> Iterator[RowGroup]:
@@ -102,14 +114,19 @@ def _check_schema(path: Path, schema: Any) -> None:
         )
     kinds: Mapping[str, tuple[Any, str]] = {
         "prompt": (_is_list_of_structs, "a list of structs with role and content"),
-        "data_source": (_is_text, "text"),
-        "agent_name": (lambda kind: _is_text(kind) or types.is_null(kind), "text"),
-        "reward_model": (types.is_struct, "a struct with ground_truth"),
+        "data_source": (is_text, "text"),
+        "agent_name": (lambda kind: is_text(kind) or types.is_null(kind), "text"),
+        "reward_model": (_has_truth, "a struct with ground_truth"),
         "extra_info": (lambda kind: types.is_struct(kind) or types.is_null(kind), "a struct"),
     }
     for name, (is_right, wanted) in kinds.items():
-        if name in schema.names and not is_right(_plain(schema.field(name).type)):
+        if name in schema.names and not is_right(plain(schema.field(name).type)):
             raise InputError(f"{path}: column {name} must be {wanted}; it is {schema.field(name).type}")
+    extra = schema.field("extra_info").type if "extra_info" in schema.names else None
+    if extra is not None and types.is_struct(extra) and (index := extra.get_field_index("tools_kwargs")) >= 0:
+        kind = extra.field(index).type
+        if not (types.is_struct(kind) or types.is_null(kind)):
+            raise InputError(f"{path}: column extra_info.tools_kwargs must be a struct; it is {kind}")
 
 
 def _check_no_images(path: Path, metadata: Any) -> None:
@@ -130,7 +147,7 @@ def _has_values(chunk: Any) -> bool:
     return statistics is None or statistics.null_count < chunk.num_values
 
 
-def _is_text(kind: Any) -> bool:
+def is_text(kind: Any) -> bool:
     from pyarrow import types
 
     return bool(types.is_string(kind) or types.is_large_string(kind))
@@ -145,7 +162,13 @@ def _is_list_of_structs(kind: Any) -> bool:
     return types.is_struct(item) and {"role", "content"} <= {item.field(i).name for i in range(item.num_fields)}
 
 
-def _plain(kind: Any) -> Any:
+def _has_truth(kind: Any) -> bool:
+    from pyarrow import types
+
+    return bool(types.is_struct(kind)) and kind.get_field_index("ground_truth") >= 0
+
+
+def plain(kind: Any) -> Any:
     from pyarrow import types
 
     return kind.value_type if types.is_dictionary(kind) else kind

@@ -18,9 +18,10 @@ from pathlib import Path
 from typing import Any
 
 from rayapp.data.data_row import DataRow, parse_messages, parse_row
-from rayapp.data.files import RowGroup, fetch_files, open_files, read_group
+from rayapp.data.files import RowGroup, fetch_files, open_files, read_group, read_groups
 from rayapp.data.order import Window, row_order, windows
 from rayapp.data.prompts import Truncation, cut_prompt
+from rayapp.data.truths import KindOf, check_truths
 from rayapp.errors import InputError
 
 Encode = Callable[[Sequence[Mapping[str, Any]], str], Sequence[int]]
@@ -53,6 +54,7 @@ class TrainingData:
         options: ReadOptions,
         encode: Encode | None = None,
         check_agent: CheckAgent | None = None,
+        truth_kind: KindOf | None = None,
     ) -> None:
         if options.max_prompt_tokens is not None and encode is None:
             raise InputError("max_prompt_tokens needs a tokenizer to measure prompts with")
@@ -61,6 +63,8 @@ class TrainingData:
         self._encode = encode
         if check_agent is not None:
             _check_agents(groups, check_agent)
+        if truth_kind is not None:
+            check_truths(groups, truth_kind)
         self._kept = [self._measure(group) for group in groups]
         self._sizes = [len(kept) for kept in self._kept]
         self.num_overlong = sum(group.num_rows for group in groups) - len(self)
@@ -124,12 +128,14 @@ class TrainingData:
         """Rows of the group that are used. Measured up front: the length of an epoch must be known, and a run must not
         stop at its thousandth step over a prompt."""
         options = self._options
-        if options.max_prompt_tokens is None or (not options.filter_overlong_prompts and options.truncation != "error"):
+        if options.max_prompt_tokens is None:
             return range(group.num_rows)
+        is_cut = not options.filter_overlong_prompts and options.truncation != "error"
         kept = []
         for index, row in enumerate(read_group(group, ("prompt", "agent_name")).to_pylist()):
             where = _where(group, index)
-            ids = self._encode_row(parse_messages(row["prompt"], where), row.get("agent_name") or "", where)
+            messages = parse_messages(row["prompt"], where)
+            ids = () if is_cut else self._encode_row(messages, row.get("agent_name") or "", where)
             if len(ids) <= options.max_prompt_tokens:
                 kept.append(index)
             elif not options.filter_overlong_prompts:
@@ -151,6 +157,7 @@ async def open_data(
     cache: Path,
     encode: Encode | None = None,
     check_agent: CheckAgent | None = None,
+    truth_kind: KindOf | None = None,
 ) -> TrainingData:
     """Fetch, check and measure the files.
 
@@ -159,20 +166,20 @@ async def open_data(
         cache: folder for copies of remote files.
         encode: needed to measure prompts and for `DataRow.prompt_ids`.
         check_agent: asked about every agent_name in the files.
+        truth_kind: asked about every data_source in the files; every row's ground_truth is checked by its answer.
     Raises:
         InputError: a file or a prompt can't be used; the message names it.
         StorageError: a remote file can't be fetched.
     """
 
     paths = await fetch_files(uris, cache)
-    return await asyncio.to_thread(lambda: TrainingData(open_files(paths), options, encode, check_agent))
+    return await asyncio.to_thread(lambda: TrainingData(open_files(paths), options, encode, check_agent, truth_kind))
 
 
 def _check_agents(groups: Sequence[RowGroup], check: CheckAgent) -> None:
     """All names before the first step, at the cost of one small column."""
     seen: set[str | None] = set()
-    for group in groups:
-        table = read_group(group, ("agent_name",))
+    for group, table in read_groups(groups, ("agent_name",)):
         names = table.column("agent_name").to_pylist() if table.num_columns else []
         for index, name in enumerate(names):
             if name not in seen:

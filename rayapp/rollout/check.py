@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+from collections.abc import Sequence
 
 from rayapp.agent.chat import load_template
 from rayapp.agent.loops import check_agent_name
@@ -41,10 +42,7 @@ def check_inputs(config: Config, *, training: bool) -> None:
         return
     _check_files_named(config, training=training)
     _check_tools(config, training=training)
-    custom = answer_rewards(config).custom
-    if custom is not None:
-        custom.load()
-    asyncio.run(_check_files(config))
+    check_data(config, (*config.data.train_files, *config.data.eval_files))
 
 
 def _check_files_named(config: Config, *, training: bool) -> None:
@@ -59,13 +57,31 @@ def _evaluates(config: Config, *, training: bool) -> bool:
     return not training or config.eval.every_steps > 0 or config.eval.before_training
 
 
-async def _check_files(config: Config) -> None:
-    """Every file's schema, and one row of each; lengths are measured by the workers, which have the tools' schemas."""
-    for files in (config.data.train_files, config.data.eval_files):
+def check_data(config: Config, files: Sequence[str]) -> None:
+    """Every file's schema, who plays each row and what scores it, and one row whole. `rayapp doctor` asks this, too.
+
+    Lengths are measured by the workers, which have the tools' schemas.
+
+    Raises:
+        UserError: the custom function, a file or a row can't be used.
+        StorageError: a remote file can't be fetched.
+    """
+    rewards = answer_rewards(config)
+    if rewards.custom is not None:
+        rewards.custom.load()
+
+    async def check() -> None:
         for file in files:
-            options, cache = ReadOptions(shuffle=False), config.data.cache_dir
-            data = await open_data((file,), options, cache=cache, check_agent=check_agent_name)
+            data = await open_data(
+                (file,),
+                ReadOptions(shuffle=False),
+                cache=config.data.cache_dir,
+                check_agent=check_agent_name,
+                truth_kind=rewards.truth_kind,
+            )
             data.row(0)
+
+    asyncio.run(check())
 
 
 def _check_tools(config: Config, *, training: bool) -> None:

@@ -23,7 +23,7 @@ from rayapp.rollout.agent_group import AgentWork, run_agent_group
 from rayapp.rollout.group import run_group
 from rayapp.rollout.order import GroupRequest, prompt_index
 from rayapp.rollout.prompts import load_tokenizer, render_prompts
-from rayapp.tasks.answers import AnswerRewards, load_rules
+from rayapp.tasks.answers import AnswerRewards
 from rayapp.tasks.custom_rewards import CustomReward
 from rayapp.tasks.loading import load_tasks
 from rayapp.tools.base import ToolContext
@@ -127,8 +127,9 @@ class DataGroups:
     async def open(cls, config: Config, sandboxes: SandboxSource) -> DataGroups:
         """See `open_groups`."""
         rewards = answer_rewards(config)
-        # Seconds of imports, which would hold up the first scores and every other trajectory of this process.
-        await asyncio.to_thread(load_reward_code, rewards)
+        if rewards.custom is not None:
+            # Its imports may take seconds, which would hold up every trajectory of this process.
+            await asyncio.to_thread(rewards.custom.load)
         loops = agent_loops(await _open_loop(config, sandboxes), config.agent.default_agent)
         try:
             train, held_out = await open_files(config, loops.prompt_ids)
@@ -203,17 +204,6 @@ def answer_rewards(config: Config) -> AnswerRewards:
         tool_weight=section.tool_weight,
         custom=CustomReward(path=section.custom, timeout_s=section.custom_timeout_s) if section.custom else None,
     )
-
-
-def load_reward_code(rewards: AnswerRewards) -> None:
-    """Import what `score_answer` will call.
-
-    Raises:
-        ConfigError: the custom function can't be found.
-    """
-    load_rules()
-    if rewards.custom is not None:
-        rewards.custom.load()
 
 
 async def _open_loop(config: Config, sandboxes: SandboxSource) -> AgentLoop:

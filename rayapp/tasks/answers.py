@@ -2,27 +2,27 @@
 
     completion, row -> {correct, format, tool, custom terms} -> Reward(value = weighted sum, terms = all of them)
 
-Called by the agent loop after the last turn. Scores are verl's own functions, imported when first used.
-Never raises for what the completion says or what a custom function does.
+Called by the agent loop after the last turn. Rules read the completion in the text process. Never raises for what the
+completion says or what a custom function does.
 """
 
 from __future__ import annotations
 
-import importlib
-import re
+import functools
+import importlib.util
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, Literal
 
 from rayapp.errors import InputError
-from rayapp.tasks.custom_rewards import CustomReward, RewardFailedError
+from rayapp.tasks.answer_rules import GSM8K, NAMES, Rule, TruthKind, find_rule, format_term, score_by_rule
+from rayapp.tasks.custom_rewards import CustomReward, RewardFailedError, is_storable
+from rayapp.tasks.text_process import TextReadingFailedError, TextTooCostlyError, on_text
 from rayapp.types import Reward
 
-GSM8K = "openai/gsm8k"
 Method = Literal["strict", "flexible"]
-_MARKED = re.compile(r"#### (-?[0-9.,]+)")
-_ENDS_MARKED = re.compile(r"#### -?[0-9][0-9.,]*\s*\Z")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,6 +41,14 @@ class AnswerRewards:
     custom: CustomReward | None = None
     """Replaces the rule of the data source."""
 
+    def truth_kind(self, data_source: str) -> TruthKind:
+        """What the rows of a data source must have as their ground_truth.
+
+        Raises:
+            InputError: there is no rule for it, and no custom function.
+        """
+        return "any" if self.custom is not None else _rule(data_source).truth
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
@@ -56,78 +64,80 @@ class Answer:
 async def score_answer(answer: Answer, rewards: AnswerRewards) -> Reward:
     """The verdict. `terms["solved"]` and `terms["pass_rate"]` are 1 where the answer is right.
 
+    A text that is too long or takes too much time to read is a wrong answer, with status too_long or unreadable.
+
     Raises:
         InputError: no rule for this data source, and no custom function: a mistake of the config, not of the policy.
+            The check before a run (`AnswerRewards.truth_kind`) tells it first.
     """
     started = time.perf_counter()
     try:
-        terms = await _main_terms(answer, rewards)
-    except RewardFailedError as error:
-        return Reward.invalid(error.kind, str(error))
-    terms |= {"format": format_term(answer.completion_text), "tool": answer.tool_reward}
-    value = terms["score"] + rewards.format_weight * terms["format"] + rewards.tool_weight * terms["tool"]
-    return Reward(value=value, terms=terms, time_score_s=time.perf_counter() - started)
+        found = await (_by_rule(answer, rewards) if rewards.custom is None else _by_custom(answer, rewards.custom))
+        verdict = _weighed(found, answer.tool_reward, rewards)
+    except (RewardFailedError, TextReadingFailedError) as error:
+        verdict = Reward.invalid(error.kind, str(error))
+    return replace(verdict, time_score_s=time.perf_counter() - started)
 
 
-def load_rules() -> None:
-    """Import verl's rules now. It takes seconds, and the first `score_answer` would take them from the event loop."""
-    importlib.import_module("verl.utils.reward_score.gsm8k")
-
-
-def format_term(completion_text: str) -> float:
-    """1.0 if the text has exactly one `#### N` and ends with it, else 0.0."""
-    return float(len(_MARKED.findall(completion_text)) == 1 and bool(_ENDS_MARKED.search(completion_text)))
-
-
-def gsm8k_score(completion_text: str, ground_truth: str, rewards: AnswerRewards) -> float:
-    """verl's `gsm8k.compute_score`."""
-    from verl.utils.reward_score import gsm8k
-
-    return float(
-        gsm8k.compute_score(
-            completion_text,
-            ground_truth,
-            method=rewards.method,
-            format_score=rewards.format_score,
-            score=rewards.correct_score,
-        )
+async def _by_custom(answer: Answer, custom: CustomReward) -> Reward:
+    terms = await custom(
+        data_source=answer.data_source,
+        solution_str=answer.completion_text,
+        ground_truth=answer.ground_truth,
+        extra_info=answer.extra_info,
     )
-
-
-async def _main_terms(answer: Answer, rewards: AnswerRewards) -> dict[str, float]:
-    if rewards.custom is not None:
-        terms = await rewards.custom(
-            data_source=answer.data_source,
-            solution_str=answer.completion_text,
-            ground_truth=answer.ground_truth,
-            extra_info=answer.extra_info,
-        )
-        solved = float(terms.get("solved", terms["score"] >= 1.0))
-    elif answer.data_source == GSM8K:
-        terms = {"score": gsm8k_score(answer.completion_text, str(answer.ground_truth), rewards)}
-        only_right = AnswerRewards(method=rewards.method)
-        solved = gsm8k_score(answer.completion_text, str(answer.ground_truth), only_right)
-    else:
-        terms = {"score": _verl_score(answer)}
-        solved = float(terms["score"] >= 1.0)
-    return {"pass_rate": solved, **terms, "solved": solved}
-
-
-def _verl_score(answer: Answer) -> float:
-    """verl's rule for any other data source that it knows."""
-    from verl.utils.reward_score import default_compute_score
-
+    solved = float(terms.get("solved", terms["score"] >= 1.0))
     try:
-        found = default_compute_score(
-            answer.data_source, answer.completion_text, answer.ground_truth, dict(answer.extra_info)
+        form = await on_text(format_term, answer.completion_text)
+    except TextTooCostlyError:
+        form = 0.0
+    return Reward(value=terms["score"], terms={"pass_rate": solved, **terms, "solved": solved, "format": form})
+
+
+async def _by_rule(answer: Answer, rewards: AnswerRewards) -> Reward:
+    rule = _rule(answer.data_source)
+    truth = str(answer.ground_truth) if rule.truth == "text" else answer.ground_truth
+    plain, options = _options(answer.data_source, rewards)
+    file = str(_rule_file(rule.module))
+    try:
+        terms = await on_text(score_by_rule, answer.completion_text, truth, file, options, plain)
+    except TextTooCostlyError as error:
+        terms = {"score": rule.wrong_score, "solved": 0.0, "pass_rate": 0.0, "format": 0.0}
+        return Reward(value=rule.wrong_score, terms=terms, status=error.status, detail=str(error))
+    return Reward(value=terms["score"], terms={"pass_rate": terms["solved"], **terms})
+
+
+def _weighed(found: Reward, tool_reward: float, rewards: AnswerRewards) -> Reward:
+    terms = found.terms | {"tool": tool_reward}
+    value = found.value + rewards.format_weight * terms["format"] + rewards.tool_weight * tool_reward
+    if not is_storable(value):
+        raise RewardFailedError(f"the reward is {value!r}, with these terms: {terms}", "reward_nonsense")
+    return replace(found, value=value, terms=terms)
+
+
+def _options(data_source: str, rewards: AnswerRewards) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What of the section `reward` the rule takes: for `solved`, and for `score`."""
+    if data_source != GSM8K:
+        return {}, {}
+    plain = {"method": rewards.method}
+    return plain, plain | {"format_score": rewards.format_score, "score": rewards.correct_score}
+
+
+def _rule(data_source: str) -> Rule:
+    rule = find_rule(data_source)
+    if rule is None:
+        raise InputError(
+            f"data_source {data_source!r} has no rule here: only rules of verl's that compare text are used "
+            f"({', '.join(NAMES)}), none that runs or evaluates what the policy wrote. Name a function of your own in "
+            "reward.custom (docs/data.md)."
         )
-    except NotImplementedError as error:
-        raise InputError(
-            f"data_source {answer.data_source!r}: verl has no rule for it; name a custom reward"
-        ) from error
-    except ImportError as error:
-        raise InputError(
-            f"data_source {answer.data_source!r}: verl's rule needs the package {error.name}; install it, or name a "
-            "custom reward"
-        ) from error
-    return float(found["score"] if isinstance(found, dict) else found)
+    return rule
+
+
+@functools.cache
+def _rule_file(module: str) -> Path:
+    # Found, not imported: verl's own imports take seconds.
+    spec = importlib.util.find_spec("verl")
+    if spec is None or not spec.submodule_search_locations:
+        raise InputError("verl is not installed, and its rules score these data sources: make venv")
+    return Path(spec.submodule_search_locations[0]) / "utils" / "reward_score" / f"{module}.py"

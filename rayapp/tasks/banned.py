@@ -1,4 +1,4 @@
-"""Finds banned names in parsed code. Called by coding tasks before the code runs; it never runs or changes code.
+"""Finds banned names in parsed code. Called by `screening.py` before the code runs; it never runs or changes code.
 
 A pattern is written as a person would write the code: `sorted` (or `sorted(`), `.sort` (or `.sort(`), `heapq`,
 `os.path`, `import` for any import at all. Only the syntax tree counts, so comments, docstrings and other strings are
@@ -12,6 +12,8 @@ read here (its text is computed, or it is itself passed around under another nam
 What can't be caught: other code that does the same under a name the task did not ban (a task that bans sorting has to
 ban what sorts, or imports altogether), and what names nothing at all (a set of small integers happens to iterate in
 order). A name that the code binds itself in a module or class body still counts: Python may fall back to the builtin.
+
+The time is proportional to the code's size: of a dotted name no more is read than the longest pattern has parts.
 """
 
 from __future__ import annotations
@@ -50,8 +52,10 @@ def find_banned(source: str, patterns: Sequence[str]) -> str | None:
     if tree is None or not patterns:
         return None
     wanted = {normal_pattern(pattern): pattern for pattern in patterns}
+    most_parts = max(name.count(".") + 1 for name in wanted)
+    mentions = _mentions(tree, most_parts)
     try:
-        return next((wanted.get(name, name) for name in _mentions(tree) if name in wanted or _DYNAMIC in name), None)
+        return next((wanted.get(name, name) for name in mentions if name in wanted or _DYNAMIC in name), None)
     except RecursionError:
         return f"{_DYNAMIC} (nested too deeply to read)"
 
@@ -68,61 +72,62 @@ def normal_pattern(pattern: str) -> str:
     return name
 
 
-def _mentions(tree: ast.Module) -> Iterator[str]:
-    """What the code names, in the form of patterns."""
+def _mentions(tree: ast.Module, most_parts: int) -> Iterator[str]:
+    """What the code names, in the form of patterns; dotted names of at most so many parts."""
     scopes = Scopes(tree)
     for node in ast.walk(tree):
         match node:
             case ast.Name() if not scopes.is_local(node):
                 if isinstance(node.ctx, ast.Load):
                     yield node.id
-                yield from _reflection(node, node.id, scopes)
+                yield from _reflection(node, node.id, scopes, most_parts)
             case ast.Attribute():
-                yield from _attribute(node)
-                yield from _reflection(node, node.attr, scopes)
+                yield from _attribute(node, most_parts)
+                yield from _reflection(node, node.attr, scopes, most_parts)
             case ast.Import(names=aliases):
                 yield "import"
                 for alias in aliases:
-                    yield from _imported(alias.name)
+                    yield from _imported(alias.name, most_parts)
             case ast.ImportFrom(module=module, names=aliases):
                 yield "import"
+                package = ".".join((module or "").split(".")[:most_parts])
                 for alias in aliases:
                     yield alias.name
-                    yield from _imported(f"{module or ''}.{alias.name}")
+                    yield from _imported(f"{package}.{alias.name}", most_parts)
             case ast.MatchClass(kwd_attrs=attributes):
                 yield from (f".{name}" for name in attributes)
 
 
-def _attribute(node: ast.Attribute) -> Iterator[str]:
+def _attribute(node: ast.Attribute, most_parts: int) -> Iterator[str]:
     yield f".{node.attr}"
     if isinstance(node.ctx, ast.Load):
         yield node.attr
     parts, value = [node.attr], node.value
-    while isinstance(value, ast.Attribute):
+    while isinstance(value, ast.Attribute) and len(parts) < most_parts:
         parts, value = [value.attr, *parts], value.value
     if isinstance(value, ast.Name):
         yield ".".join([value.id, *parts])
 
 
-def _imported(dotted: str) -> Iterator[str]:
+def _imported(dotted: str, most_parts: int) -> Iterator[str]:
     """`os.path` mentions `os` and `os.path`."""
-    parts = dotted.strip(".").split(".")
-    yield from (".".join(parts[:end]) for end in range(1, len(parts) + 1))
+    parts = dotted.strip(".").split(".", most_parts)
+    yield from (".".join(parts[:end]) for end in range(1, min(len(parts), most_parts) + 1))
     if parts[0] in _UNREADABLE_MODULES:
         yield f"{_DYNAMIC} (module {parts[0]})"
 
 
-def _reflection(node: ast.Name | ast.Attribute, name: str, scopes: Scopes) -> Iterator[str]:
+def _reflection(node: ast.Name | ast.Attribute, name: str, scopes: Scopes, most_parts: int) -> Iterator[str]:
     """What a way of looking names up is asked for, when `node` is one."""
     parent = scopes.parent(node)
     call = parent if isinstance(parent, ast.Call) and parent.func is node else None
     if name in _LOOKUP_CALLS and not _is_regex(node):
         for text in _texts_looked_up(name, call.args) if call and call.args else [None]:
-            yield from _named(name, text)
+            yield from _named(name, text, most_parts)
     elif name in _NAMESPACE_CALLS:
-        yield from _named(name, _entry(call, scopes) if call else None)
+        yield from _named(name, _entry(call, scopes) if call else None, most_parts)
     elif name in _NAMESPACES:
-        yield from _named(name, _entry(node, scopes))
+        yield from _named(name, _entry(node, scopes), most_parts)
 
 
 def _texts_looked_up(name: str, arguments: Sequence[ast.expr]) -> list[str | None]:
@@ -139,7 +144,7 @@ def _texts_looked_up(name: str, arguments: Sequence[ast.expr]) -> list[str | Non
     return [_constant(argument) for argument in arguments] or [None]
 
 
-def _named(how: str, text: str | None) -> Iterator[str]:
+def _named(how: str, text: str | None, most_parts: int) -> Iterator[str]:
     """The mentions of a text that was looked up by `how`."""
     if how in _IMPORT_CALLS:
         yield "import"
@@ -147,9 +152,9 @@ def _named(how: str, text: str | None) -> Iterator[str]:
         yield f"{_DYNAMIC} ({how})"
     elif how in _CODE_CALLS:
         code = parse(text)
-        yield from _mentions(code) if code is not None else ()
+        yield from _mentions(code, most_parts) if code is not None else ()
     else:
-        yield from _imported(text)
+        yield from _imported(text, most_parts)
         for part in text.split("."):
             yield part
             yield f".{part}"

@@ -1,8 +1,8 @@
 """A coding task: write one function; hidden tests say what it is worth.
 
-    prompt -> policy -> completion -> extract_code -> find_banned -> sandbox: call_function(inputs) -> values
-                                                                                                        |
-               seed -> CaseSource.draw -> inputs (into the sandbox), expected values (never) -> compare +-> Reward
+    prompt -> policy -> completion -> screen (text process) -> sandbox: call_function(inputs) -> values
+                                                                                                   |
+          seed -> CaseSource.draw -> inputs (into the sandbox), expected values (never) -> compare +-> Reward
 
 The task is data that a user writes in YAML or in Python (`loading.py`). Rollout workers render and score with it; the
 only thing of it that enters a sandbox is the candidate's code with the inputs.
@@ -21,10 +21,12 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validat
 
 from rayapp.errors import InputError, SandboxConfigError, SandboxError
 from rayapp.protocols import SandboxSource, Tokenizer
-from rayapp.tasks.banned import find_banned, normal_pattern
+from rayapp.tasks.banned import normal_pattern
 from rayapp.tasks.cases import Case, CaseSource
-from rayapp.tasks.extraction import extract_code, parse
+from rayapp.tasks.extraction import parse
 from rayapp.tasks.grading import failure, grade
+from rayapp.tasks.screening import screen
+from rayapp.tasks.text_process import TextReadingFailedError, TextTooCostlyError, on_text
 from rayapp.types import CallReport, Prompt, Reward, SandboxSpec
 
 LEASE_TIMEOUT_S = 120.0
@@ -173,24 +175,21 @@ class CodingTask(BaseModel):
             SandboxConfigError: no sandbox can ever be had with this configuration.
         """
         started = time.monotonic()
-        # In a thread: parsing what a model wrote and drawing tests takes milliseconds that other trajectories wait for.
-        code, verdict = await asyncio.to_thread(self._screen, prompt, completion_text)
-        if verdict is None:
-            cases = await asyncio.to_thread(self.cases.draw, seed)
-            verdict = await self._run(code, cases, sandboxes)
+        try:
+            code, status, detail = await on_text(
+                screen, completion_text, self.func_name, prompt.prefill, self.banned_patterns
+            )
+            verdict = failure(status, detail) if status else await self._tested(code, sandboxes, seed=seed)
+        except TextTooCostlyError as error:
+            verdict = failure(error.status, str(error))
+        except TextReadingFailedError as error:
+            verdict = Reward.invalid(error.kind, str(error))
         return replace(verdict, time_score_s=time.monotonic() - started)
 
-    def _screen(self, prompt: Prompt, completion_text: str) -> tuple[str, Reward | None]:
-        """The code, and a verdict already where none has to run."""
-        code = extract_code(completion_text, self.func_name, prefill=prompt.prefill)
-        if code is None:
-            return "", failure("no_code", f"no `def {self.func_name}` in the completion")
-        if parse(code) is None:
-            return code, failure("syntax_error", "the code does not parse")
-        banned = find_banned(code, self.banned_patterns)
-        if banned is not None:
-            return code, failure("banned", f"uses {banned.strip()}")
-        return code, None
+    async def _tested(self, code: str, sandboxes: SandboxSource, *, seed: int) -> Reward:
+        # In a thread: the reference may be slow, and other trajectories wait meanwhile.
+        cases = await asyncio.to_thread(self.cases.draw, seed)
+        return await self._run(code, cases, sandboxes)
 
     async def _run(self, code: str, cases: tuple[Case, ...], sandboxes: SandboxSource) -> Reward:
         """The verdict of the hidden tests; a sandbox that fails is replaced once."""

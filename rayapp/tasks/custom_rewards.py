@@ -15,13 +15,16 @@ import importlib.util
 import inspect
 import math
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from rayapp.errors import ConfigError, RayappError
+
+_MOST = 3.4028234e38
+"""The largest 32-bit float."""
 
 
 class RewardFailedError(RayappError):
@@ -70,14 +73,49 @@ class CustomReward:
         try:
             async with asyncio.timeout(self.timeout_s):
                 if inspect.iscoroutinefunction(function):
-                    found = await function(**arguments)
+                    found = await self._awaited(lambda: function(**arguments))
                 else:
-                    found = await asyncio.wrap_future(_in_thread(function, arguments))
+                    found = await asyncio.wrap_future(self._in_thread(function, arguments))
+                    if inspect.isawaitable(found):
+                        found = await self._awaited(lambda: found)
         except TimeoutError as error:
             raise RewardFailedError(f"{self.path} took over {self.timeout_s:g} s", "reward_timeout") from error
-        except Exception as error:  # boundary: the user's code raises what it likes
-            raise RewardFailedError(f"{self.path} raised {type(error).__name__}: {error}", "reward_error") from error
-        return _terms(found, self.path)
+        try:
+            return _terms(found)
+        except Exception as error:  # boundary: what was returned may be an object of the user's own
+            raise RewardFailedError(f"{self.path} returned {_told(error)}", "reward_nonsense") from error
+
+    async def _awaited(self, begin: Callable[[], Awaitable[Any]]) -> Any:
+        try:
+            return await begin()
+        except asyncio.CancelledError as error:
+            task = asyncio.current_task()
+            if task is not None and task.cancelling():
+                raise
+            raise self._failed(error) from error
+        except (GeneratorExit, KeyboardInterrupt):
+            raise
+        except BaseException as error:  # boundary: the user's code raises what it likes, SystemExit too
+            raise self._failed(error) from error
+
+    def _in_thread(self, function: Callable[..., Any], arguments: Mapping[str, Any]) -> Future[Any]:
+        """Runs in a daemon thread of its own: one that never ends holds up neither others nor the process's exit."""
+        future: Future[Any] = Future()
+
+        def run() -> None:
+            try:
+                result = function(**arguments)
+            except BaseException as error:
+                # As our own error: asyncio lets SystemExit end the process, and takes StopIteration from nobody.
+                _settle(future, error=self._failed(error))
+            else:
+                _settle(future, result=result)
+
+        threading.Thread(target=run, name="custom-reward", daemon=True).start()
+        return future
+
+    def _failed(self, error: BaseException) -> RewardFailedError:
+        return RewardFailedError(f"{self.path} raised {type(error).__name__}: {_told(error)}", "reward_error")
 
     def __getstate__(self) -> tuple[str, float]:
         return self.path, self.timeout_s
@@ -98,7 +136,7 @@ def load_function(path: str) -> Callable[..., Any]:
         raise ConfigError(f"reward function {path!r}: write package.module:function or file.py:function")
     try:
         module = _load_file(Path(place)) if place.endswith(".py") else importlib.import_module(place)
-    except Exception as error:  # boundary: the module is the user's and raises what it likes
+    except (Exception, SystemExit) as error:  # boundary: the module is the user's and raises what it likes
         raise ConfigError(f"reward function {path!r} can't be imported: {type(error).__name__}: {error}") from error
     function = getattr(module, name, None)
     if not callable(function):
@@ -117,34 +155,48 @@ def _load_file(path: Path) -> Any:
     return module
 
 
-def _in_thread(function: Callable[..., Any], arguments: Mapping[str, Any]) -> Future[Any]:
-    """Runs in a daemon thread of its own: one that never ends holds up neither other calls nor the process's exit."""
-    future: Future[Any] = Future()
-
-    def run() -> None:
-        try:
-            result = function(**arguments)
-        except BaseException as error:
-            _settle(future, error=error)
-        else:
-            _settle(future, result=result)
-
-    threading.Thread(target=run, name="custom-reward", daemon=True).start()
-    return future
-
-
 def _settle(future: Future[Any], *, result: object = None, error: BaseException | None = None) -> None:
     # False when the caller's deadline passed first: then nobody waits for the answer.
     if future.set_running_or_notify_cancel():
         future.set_exception(error) if error is not None else future.set_result(result)
 
 
-def _terms(found: object, path: str) -> dict[str, float]:
+def is_storable(value: float) -> bool:
+    """Finite, also as the 32-bit float that metrics and learners hold."""
+    return abs(value) <= _MOST
+
+
+def _terms(found: object) -> dict[str, float]:
+    """Raises ValueError, or what the user's objects raise when they are read."""
     raw = found if isinstance(found, Mapping) else {"score": found}
     if "score" not in raw:
-        raise RewardFailedError(f"{path} returned a dict without score: {sorted(map(str, raw))}", "reward_nonsense")
-    # verl's functions may add texts such as the parsed answer: they are no terms.
-    terms = {str(name): float(value) for name, value in raw.items() if isinstance(value, int | float)}
-    if not math.isfinite(terms.get("score", math.nan)):
-        raise RewardFailedError(f"{path} returned {raw['score']!r}, which is no finite number", "reward_nonsense")
+        raise ValueError(f"a dict without score: {sorted(map(str, raw))}")
+    terms = {str(name): number for name, value in raw.items() if (number := _number(str(name), value)) is not None}
+    if "score" not in terms:
+        raise ValueError(f"{raw['score']!r}, which is no finite number")
     return terms
+
+
+def _number(name: str, value: object) -> float | None:
+    """None for what is no term: nan, and a text such as the parsed answer, which verl's functions may add."""
+    if isinstance(value, str | bytes) or not (hasattr(value, "__float__") or hasattr(value, "__index__")):
+        return None
+    try:
+        number = float(value)  # type: ignore[arg-type]
+    except OverflowError:
+        number = math.inf
+    except (TypeError, ValueError):  # an array of several numbers has the method, too
+        return None
+    if math.isnan(number):
+        return None
+    if not is_storable(number):
+        raise ValueError(f"a {name} that is no finite number of 32 bits")
+    return number
+
+
+def _told(error: BaseException) -> str:
+    """Its message in one line. The class may be the user's, and its text what the policy wrote."""
+    try:
+        return " ".join(str(error).split())[:300]
+    except Exception:  # boundary: a __str__ of the user's
+        return "(its message can't be read)"

@@ -1,4 +1,4 @@
-"""Finds the code in a completion. Called by coding tasks before anything is parsed, banned or run.
+"""Finds the code in a completion. Called by `screening.py` before anything is parsed, banned or run.
 
 What counts as code, in this order:
 1. The answer was prefilled (`prefill` is not empty): prefill and completion together, without the opening fence, up to
@@ -7,7 +7,8 @@ What counts as code, in this order:
 3. Above any fence: from the first line that begins Python and leads to the function's `def`.
 Then whatever follows the function is cut, unless it is another definition: models like to append prose or an example
 call, which are not the answer and would only raise. Nothing here runs or repairs code: a body cut off by the token
-limit stays broken.
+limit stays broken. Fences are looked for line by line: the time is proportional to the text's length, but for the
+parses, which are few.
 """
 
 from __future__ import annotations
@@ -18,7 +19,6 @@ import textwrap
 import threading
 import warnings
 
-_FENCE = re.compile(r"^[ \t]*(?P<fence>`{3,}|~{3,})[ \t]*(?P<language>[^\n`]*)$", re.MULTILINE)
 _PYTHON_LANGUAGES = frozenset({"", "python", "py", "python3", "pycon", "ipython"})
 _STARTS_CODE = re.compile(r"(?:(?:async\s+)?def|class|import|from)\b|@")
 _ONE_PARSE = threading.Lock()
@@ -79,31 +79,49 @@ def parse(source: str) -> ast.Module | None:
 
 def _after_fence(prefill: str) -> str:
     """The part of a prefill below its opening fence: prose above the fence is no code."""
-    openings = list(_FENCE.finditer(prefill))
-    return prefill[openings[-1].end() + 1 :] if openings else prefill
+    lines = prefill.split("\n")
+    openings = [number for number, line in enumerate(lines) if _fence(line)]
+    return "\n".join(lines[openings[-1] + 1 :]) if openings else prefill
 
 
 def _until_fence(text: str) -> str:
-    closing = _FENCE.search(text)
-    return text[: closing.start()] if closing else text
+    lines = text.split("\n")
+    closing = next((number for number, line in enumerate(lines) if _fence(line)), None)
+    return text if closing is None else "\n".join([*lines[:closing], ""])
 
 
 def _fenced_blocks(text: str) -> list[str]:
     """Contents of the blocks that may be Python, in order. A block never closed goes to the end of the text."""
-    blocks, position = [], 0
-    while opening := _FENCE.search(text, position):
-        start = opening.end() + 1
-        closing = _closing_fence(text, start, opening["fence"])
-        body = text[start : closing.start()] if closing else text[start:]
-        position = closing.end() if closing else len(text)
-        words = opening["language"].split()
-        if (words[0].lower() if words else "") in _PYTHON_LANGUAGES:
-            blocks.append(textwrap.dedent(body))
-    return blocks
+    blocks: list[str] = []
+    opening, body = None, list[str]()
+    for line in text.split("\n"):
+        if opening is None:
+            opening, body = _fence(line), []
+        elif _closes(line, opening[0]):
+            blocks += _python_block(opening[1], [*body, ""])
+            opening = None
+        else:
+            body.append(line)
+    return blocks + (_python_block(opening[1], body) if opening else [])
 
 
-def _closing_fence(text: str, start: int, fence: str) -> re.Match[str] | None:
-    return re.compile(rf"^[ \t]*{re.escape(fence)}[`~]*[ \t]*$", re.MULTILINE).search(text, start)
+def _python_block(language: str, body: list[str]) -> list[str]:
+    words = language.split()
+    is_python = (words[0].lower() if words else "") in _PYTHON_LANGUAGES
+    return [textwrap.dedent("\n".join(body))] if is_python else []
+
+
+def _fence(line: str) -> tuple[str, str] | None:
+    """Marks and language of a line that opens a block: three or more ` or ~, then no ` any more."""
+    text = line.lstrip(" \t")
+    language = text.lstrip(text[:1]) if text[:1] in ("`", "~") else text
+    num_marks = len(text) - len(language)
+    return (text[:num_marks], language) if num_marks >= 3 and "`" not in language else None
+
+
+def _closes(line: str, fence: str) -> bool:
+    text = line.strip(" \t")
+    return text.startswith(fence) and not text.strip("`~")
 
 
 def _unfenced(text: str, func_name: str) -> str:
@@ -145,12 +163,16 @@ def _cuts(lines: list[str], func_name: str) -> list[int]:
 def _definitions_only(tree: ast.Module, lines: list[str], func_name: str) -> str:
     """Everything through the function, then only what defines or imports. All of it when the function is nested."""
     kept: list[str] = []
+    end = 0
     for node in tree.body:
         if kept:
-            if isinstance(node, _DEFINITIONS):
-                kept += ["", "", *lines[_first_line(node) - 1 : node.end_lineno]]
+            # Several may stand on one line, which is kept once.
+            if isinstance(node, _DEFINITIONS) and (first := max(_first_line(node) - 1, end)) < _last_line(node):
+                kept += ["", "", *lines[first : _last_line(node)]]
+                end = _last_line(node)
         elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name == func_name:
-            kept = lines[: node.end_lineno]
+            end = _last_line(node)
+            kept = lines[:end]
     return _joined(kept or lines)
 
 
@@ -161,3 +183,8 @@ def _joined(lines: list[str]) -> str:
 def _first_line(node: ast.stmt) -> int:
     decorators = node.decorator_list if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) else []
     return min([node.lineno, *(decorator.lineno for decorator in decorators)])
+
+
+def _last_line(node: ast.stmt) -> int:
+    assert node.end_lineno is not None
+    return node.end_lineno

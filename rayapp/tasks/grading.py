@@ -4,6 +4,7 @@
 |---|---|---|
 | no function in the completion, or it does not parse | -1 | no_code, syntax_error |
 | a banned name | -1 | banned |
+| it is over a million characters, or takes over 2 s of CPU time to read | -1 | too_long, unreadable |
 | defining it raised, or the process ended by itself | -1 | error |
 | the whole run was stopped | -1 | timeout, memory, output, … (the cause) |
 | every call raised, or returned what is no plain data | -1 | error |

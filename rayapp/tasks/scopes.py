@@ -2,6 +2,10 @@
 
 A name counts as local only where Python itself can never fall back to the builtin: it is bound in an enclosing
 function. A binding in a module or class body, in a comprehension, or under `global` does not count.
+
+    one walk over the tree, in order -> entering a body: what its scope says of its names, on top; leaving it: off again
+
+so that each name is looked up once, whatever the nesting, and the time is proportional to the code's size.
 """
 
 from __future__ import annotations
@@ -27,41 +31,72 @@ class Scopes:
 
     def __init__(self, tree: ast.AST) -> None:
         self._parents = {child: node for node in ast.walk(tree) for child in ast.iter_child_nodes(node)}
-        self._bound: dict[ast.AST, frozenset[str]] = {}
+        self._locals = set(_local_names(tree))
 
     def parent(self, node: ast.AST) -> ast.AST | None:
         return self._parents.get(node)
 
     def is_local(self, node: ast.Name) -> bool:
         """True if the name is a variable of a function around it."""
-        child: ast.AST = node
-        while (parent := self._parents.get(child)) is not None:
-            if isinstance(parent, Function) and _runs_inside(child, parent):
-                if node.id in self._names_bound_in(parent):
-                    return True
-                if node.id in _declared_global(parent):
-                    return False
-            elif isinstance(parent, ast.ClassDef) and child in parent.body and node.id in self._names_bound_in(parent):
-                return False
-            child = parent
-        return False
-
-    def _names_bound_in(self, scope: ast.AST) -> frozenset[str]:
-        if scope not in self._bound:
-            declared = _declared(scope, ast.Global) | _declared(scope, ast.Nonlocal)
-            self._bound[scope] = frozenset(_bindings(scope)) - declared
-        return self._bound[scope]
+        return node in self._locals
 
 
-def _runs_inside(child: ast.AST, function: Function) -> bool:
-    """Defaults, decorators and annotations belong to the scope around the function."""
-    return child is function.body if isinstance(function, ast.Lambda) else child in function.body
+def _local_names(tree: ast.AST) -> Iterator[ast.Name]:
+    """Every use of a name that is a variable of a function around it."""
+    said: dict[str, list[bool]] = {}
+    """What the scopes around say of a name, the innermost last: a function's variable, or not."""
+    pending: list[ast.AST | _Leave] = [tree]
+    while pending:
+        node = pending.pop()
+        if isinstance(node, _Leave):
+            for name in node.names:
+                said[name].pop()
+            continue
+        if isinstance(node, ast.Name) and (verdicts := said.get(node.id)) and verdicts[-1]:
+            yield node
+        body = _scope_body(node)
+        inside = set(body)
+        pending += [child for child in ast.iter_child_nodes(node) if child not in inside]
+        if body:
+            # The body first, and then, before what lies outside it, what its scope said is taken back.
+            names = _verdicts(node)
+            for name, is_local in names.items():
+                said.setdefault(name, []).append(is_local)
+            pending += [_Leave(list(names)), *body]
+
+
+class _Leave:
+    """Stands in the walk where a body ends."""
+
+    def __init__(self, names: list[str]) -> None:
+        self.names = names
+
+
+def _scope_body(node: ast.AST) -> list[ast.AST]:
+    """What runs inside: defaults, decorators, bases and annotations belong to the scope around."""
+    match node:
+        case ast.Lambda(body=expression):
+            return [expression]
+        case ast.FunctionDef(body=statements) | ast.AsyncFunctionDef(body=statements) | ast.ClassDef(body=statements):
+            return list(statements)
+        case _:
+            return []
+
+
+def _verdicts(scope: ast.AST) -> dict[str, bool]:
+    """What a scope says of names: True, a variable of this function; False, looked up elsewhere."""
+    nodes = list(_own_nodes(scope))
+    global_names = {name for node in nodes if isinstance(node, ast.Global) for name in node.names}
+    outer_names = {name for node in nodes if isinstance(node, ast.Nonlocal) for name in node.names}
+    bound = set(_bindings(scope, nodes)) - global_names - outer_names
+    if isinstance(scope, ast.ClassDef):
+        return dict.fromkeys(bound, False)
+    return dict.fromkeys(bound, True) | dict.fromkeys(global_names, False)
 
 
 def _own_nodes(scope: ast.AST) -> Iterator[ast.AST]:
     """Nodes of a scope's body, without those of scopes nested in it (whose first node is still given)."""
-    body = getattr(scope, "body", [])
-    pending: list[ast.AST] = list(body) if isinstance(body, list) else [body]
+    pending = _scope_body(scope)
     while pending:
         node = pending.pop()
         yield node
@@ -69,12 +104,12 @@ def _own_nodes(scope: ast.AST) -> Iterator[ast.AST]:
             pending.extend(ast.iter_child_nodes(node))
 
 
-def _bindings(scope: ast.AST) -> Iterator[str]:
+def _bindings(scope: ast.AST, own_nodes: list[ast.AST]) -> Iterator[str]:
     if isinstance(scope, Function):
         arguments = scope.args
         named = [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs, arguments.vararg, arguments.kwarg]
         yield from (argument.arg for argument in named if argument is not None)
-    for node in _own_nodes(scope):
+    for node in own_nodes:
         match node:
             case ast.Name(id=name, ctx=ast.Store()):
                 yield name
@@ -84,11 +119,3 @@ def _bindings(scope: ast.AST) -> Iterator[str]:
                 yield name
             case ast.alias(name=name, asname=alias):
                 yield alias or name.partition(".")[0]
-
-
-def _declared(scope: ast.AST, kind: type[ast.Global] | type[ast.Nonlocal]) -> frozenset[str]:
-    return frozenset(name for node in _own_nodes(scope) if isinstance(node, kind) for name in node.names)
-
-
-def _declared_global(function: Function) -> frozenset[str]:
-    return _declared(function, ast.Global)

@@ -8,6 +8,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from rayapp.agent.chat import ChatFormat, load_template
@@ -24,7 +26,7 @@ from rayapp.protocols import RolloutEngine
 from rayapp.rollout.agent_group import AgentWork, run_agent_group
 from rayapp.rollout.check import check_inputs, num_sandboxes, trajectories_at_once
 from rayapp.rollout.order import GroupRequest, evaluation_waves, is_first_turn
-from rayapp.tasks.answers import AnswerRewards, load_rules
+from rayapp.tasks.answers import AnswerRewards
 from rayapp.tools.base import ToolBase, ToolOutput, ToolSchema
 from rayapp.tools.gsm8k import Gsm8kTool
 from rayapp.tools.toolset import ToolSet
@@ -46,12 +48,6 @@ class Gone(ToolBase):
 
     async def execute(self, state: Any, arguments: Mapping[str, Any]) -> ToolOutput:
         raise AssertionError("it was never made")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _rules() -> None:
-    """As a worker does at its start: the import takes longer than some deadlines below."""
-    load_rules()
 
 
 def policy(request_id: str, prompt_ids: Sequence[int]) -> str:
@@ -210,6 +206,32 @@ async def test_a_dead_server_fails_the_group_which_is_then_sampled_elsewhere(cha
 async def test_a_data_source_without_a_rule_stops_the_run(chat_tokenizer: Any) -> None:
     with pytest.raises(InputError, match="no rule"):
         await play(work_of(chat_tokenizer, Gsm8kTool()), engine_of(chat_tokenizer), source="my/own")
+
+
+@pytest.mark.parametrize("which", ["train", "eval"])
+def test_a_row_that_cannot_be_scored_is_told_before_anything_starts(
+    tiny_model: Path, tmp_path: Path, which: str
+) -> None:
+    def row(source: str) -> dict[str, Any]:
+        return {"prompt": MESSAGES, "data_source": source, "reward_model": {"ground_truth": "4"}}
+
+    for name, sources in {"good": ["openai/gsm8k"], "bad": ["openai/gsm8k", "codecontests"]}.items():
+        pq.write_table(pa.Table.from_pylist(list(map(row, sources))), tmp_path / f"{name}.parquet")
+    files = {"train": "good", "eval": "good", which: "bad"}
+    config = load_config(
+        None,
+        [
+            f"model.path={tiny_model}",
+            *(f"data.{kind}_files=[{tmp_path}/{name}.parquet]" for kind, name in files.items()),
+            "rollout.max_prompt_tokens=100",
+            "rollout.max_completion_tokens=100",
+        ],
+    )
+
+    with pytest.raises(InputError, match=r"bad\.parquet, row 1: data_source 'codecontests' has no rule here") as caught:
+        check_inputs(config, training=True)
+
+    assert "reward.custom" in str(caught.value)
 
 
 def test_only_first_turns_belong_to_a_cohort() -> None:

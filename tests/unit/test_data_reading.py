@@ -186,6 +186,8 @@ def test_data_with_overlong_prompts_only_is_refused(tmp_path: Path) -> None:
         ({"data_source": 3}, "data_source must be text"),
         ({"reward_model": "4"}, "reward_model must be a struct"),
         ({"extra_info": "x"}, "extra_info must be a struct"),
+        ({"extra_info": {"tools_kwargs": "{}"}}, r"extra_info\.tools_kwargs must be a struct"),
+        ({"reward_model": {"style": "rule"}}, "reward_model must be a struct with ground_truth"),
         ({"agent_name": 3}, "agent_name must be text"),
     ],
 )
@@ -202,6 +204,80 @@ def test_a_missing_column_is_named(tmp_path: Path, column: str) -> None:
 
     with pytest.raises(InputError, match=f"no column {column}; it has"):
         open_now([path], tmp_path)
+
+
+def truth_row(source: object, truth: object) -> dict[str, Any]:
+    return verl_row(0) | {"data_source": source, "reward_model": {"style": "rule", "ground_truth": truth}}
+
+
+def kind_of(source: str) -> Any:
+    if source not in ("text", "targets", "any"):
+        raise InputError(f"no rule for {source}")
+    return source
+
+
+@pytest.mark.parametrize(
+    ("source", "truth", "words"),
+    [
+        ("text", None, "reward_model has no ground_truth"),
+        (None, "1", "it has no data_source"),
+        ("", "1", "it has no data_source"),
+        ("apps", "1", "no rule for apps"),
+    ],
+)
+def test_a_row_that_cannot_be_scored_is_named_when_its_file_is_opened(
+    tmp_path: Path, source: object, truth: object, words: str
+) -> None:
+    good = [truth_row("text", "1")] * 6
+    path = write(tmp_path / "a.parquet", [*good, truth_row(source, truth), *good])
+
+    with pytest.raises(InputError, match=rf"a\.parquet, row 6: {words}"):
+        open_now([path], tmp_path, truth_kind=kind_of)
+
+
+@pytest.mark.parametrize(
+    ("source", "truth", "words"),
+    [
+        ("text", 0.5, "ground_truth of text must be a text or a whole number; it is double"),
+        ("text", {"target": ["a"]}, "must be a text or a whole number; it is struct"),
+        ("targets", "a", "must be a struct whose `target` is"),
+        ("targets", {"target": [1]}, "must be a struct whose `target` is"),
+        ("targets", {"targets": ["a"]}, "must be a struct whose `target` is"),
+        ("targets", {"target": [None, "a"]}, "its ground_truth has no target"),
+    ],
+)
+def test_a_ground_truth_that_its_rule_cannot_read_is_named(
+    tmp_path: Path, source: str, truth: object, words: str
+) -> None:
+    path = write(tmp_path / "a.parquet", [truth_row("any", truth), truth_row(source, truth)])
+
+    with pytest.raises(InputError, match=f"row 1: .*{words}"):
+        open_now([path], tmp_path, truth_kind=kind_of)
+
+
+@pytest.mark.parametrize("empty", [{"target": []}, {"target": None}])
+def test_a_row_without_targets_is_named(tmp_path: Path, empty: object) -> None:
+    path = write(tmp_path / "a.parquet", [truth_row("targets", {"target": ["a", "b"]}), truth_row("targets", empty)])
+
+    with pytest.raises(InputError, match="row 1: its ground_truth has no target"):
+        open_now([path], tmp_path, truth_kind=kind_of)
+
+
+def test_ground_truths_that_rules_can_read_pass(tmp_path: Path) -> None:
+    whole = write(tmp_path / "a.parquet", [truth_row("text", 12), truth_row("any", 3)])
+    lists = write(tmp_path / "b.parquet", [truth_row("targets", {"target": ["a", "b"]})] * 9)
+    texts = write(tmp_path / "c.parquet", [truth_row("targets", {"target": "a"}), truth_row("any", {"target": None})])
+
+    for path in (whole, lists, texts):
+        assert len(open_now([path], tmp_path, truth_kind=kind_of)) > 0
+
+
+def test_a_prompt_that_is_missing_is_named_before_training_whatever_is_cut(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.parquet", [verl_row(0), verl_row(1) | {"prompt": None}])
+    options = ReadOptions(max_prompt_tokens=5, filter_overlong_prompts=False, truncation="left")
+
+    with pytest.raises(InputError, match="row 1: prompt must be a list of messages"):
+        open_now([path], tmp_path, options, encode=encode)
 
 
 def test_a_row_without_a_value_is_named(tmp_path: Path) -> None:

@@ -6,6 +6,8 @@ import json
 import socket
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from rayapp.cli import run
@@ -107,3 +109,18 @@ def test_doctor_fails_for_a_config_that_cannot_run_here(tmp_path: Path, capsys: 
 
 def test_doctor_without_a_config_only_reports() -> None:
     assert run(["doctor"]) == 0
+
+
+def test_a_row_that_cannot_be_scored_is_found_in_the_data(model: Path, tmp_path: Path) -> None:
+    row = {"prompt": [{"role": "user", "content": "?"}], "data_source": "taco", "reward_model": {"ground_truth": "4"}}
+    pq.write_table(pa.Table.from_pylist([row]), tmp_path / "a.parquet")
+
+    found = problems(
+        {
+            "cluster": {"device": "cpu"},
+            "model": {"path": str(model)},
+            "data": {"train_files": [str(tmp_path / "a.parquet")]},
+        }
+    )
+
+    assert found["data"].detail.startswith(f"{tmp_path}/a.parquet, row 0: data_source 'taco' has no rule here")

@@ -121,6 +121,16 @@ def test_only_the_engine_imports_vllm() -> None:
     assert offenders(others, "vllm") == []
 
 
+def test_what_reads_hostile_text_needs_the_standard_library_alone() -> None:
+    # The text process has no other packages: `text_process.py`.
+    own = {
+        f"rayapp.tasks.{name}" for name in ("answer_rules", "banned", "extraction", "scopes", "screening", "text_child")
+    }
+    names = {name for path in FILES if module_name(path) in own for name in imports_of(path)}
+
+    assert [n for n in names if n.split(".")[0] not in sys.stdlib_module_names and not begins(n, *own)] == []
+
+
 @pytest.mark.parametrize(
     "path", [ROOT / "rayapp" / "config.py", ROOT / "rayapp" / "cli.py"], ids=lambda path: path.name
 )

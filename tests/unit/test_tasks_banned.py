@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 
 from rayapp.tasks.banned import find_banned, normal_pattern
@@ -86,6 +88,31 @@ def test_code_nested_too_deeply_to_read_counts_as_a_dynamic_lookup() -> None:
     text = " + ".join(["'a'"] * 1500)
 
     assert find_banned(f"def f(xs): return getattr(xs, {text})", PATTERNS) is not None
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        ["    x" + ".a" * 2900] * 5,
+        ["    " + ";".join("x" * 10_000)],
+        ["    return " + "lambda:" * 80 + "[" + "x," * 10_000 + "]"],
+        ["    " + "+".join("x" * 900)] * 11,
+        ["    def g():", "        global x; x"] * 2000,
+        ["    from a import " + ",".join("b" * 10_000)],
+    ],
+    ids=["attributes", "statements", "lambdas", "sums", "functions", "imports"],
+)
+def test_long_code_is_read_in_linear_time(lines: list[str]) -> None:
+    source = "\n".join(["def f(x):", *lines])
+    started = time.process_time()
+
+    assert find_banned(source, ("sorted", "os.path")) is None
+    assert time.process_time() - started < 1.5  # quadratic: 3 to 60 s
+
+
+@pytest.mark.parametrize("code", ["import a.os.path.b", "import os.path.b.c.d", "from os.path.b import c"])
+def test_a_dotted_pattern_is_found_in_a_longer_import(code: str) -> None:
+    assert (find_banned(code, ("os.path",)) is None) == code.startswith("import a")
 
 
 def test_dotted_pattern_bans_that_name_and_no_other() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import gc
 import sys
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
@@ -118,6 +119,41 @@ def test_hostile_length_costs_little() -> None:
     completion = "\n    return (\n" + "x = = 1\n" * 3000
 
     assert extract_code(completion, "f", prefill=PREFILL) == "def f(xs):\n    return (\n"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "~~~" + " " * 100_000 + "`",
+        "```" + " " * 100_000 + "`",
+        "```\n" * 30_000,
+        "~~~~\n" + "~~~\n" * 30_000,
+        "async" + "\n" * 100_000,
+        "def \n" * 30_000,
+        " " * 100_000 + "x",
+    ],
+    ids=["tildes", "ticks", "fences", "closings", "async", "defs", "spaces"],
+)
+def test_a_long_text_without_code_is_read_in_linear_time(text: str) -> None:
+    started = time.process_time()
+
+    assert extract_code(text, "f") is None
+    assert time.process_time() - started < 1.0  # quadratic: minutes
+
+
+def test_many_definitions_on_one_line_are_kept_once() -> None:
+    line = "import a; import b; import c"
+
+    assert cut_after_function(f"def f(x):\n    return 1\n{line}", "f") == f"def f(x):\n    return 1\n\n\n{line}\n"
+
+
+@pytest.mark.parametrize("fence", ["```", "````", "~~~", "~~~~"])
+def test_a_block_is_closed_by_marks_at_least_as_long(fence: str) -> None:
+    inner = fence[:3] + "\n" if len(fence) > 3 else ""
+
+    assert extract_code(f"{fence} python x\n{inner}def f(x): pass\n  {fence}~ \ndef f(x): 1", "f") == (
+        f"{inner}def f(x): pass\n"
+    )
 
 
 def test_code_that_only_closes_a_fence_is_found() -> None:

@@ -17,6 +17,7 @@ from rayapp.errors import (
 )
 from rayapp.protocols import Sandbox, SandboxSource, Tokenizer
 from rayapp.tasks.coding import CodingTask
+from rayapp.tasks.text_process import MAX_TEXT_CHARS, TextProcess
 from rayapp.types import CallReport, CallResult, ExecOutcome, ExecResult, Prompt, SandboxSpec, StopCause
 
 TASK = CodingTask(
@@ -270,3 +271,22 @@ def test_model_without_a_chat_template_is_told_the_way_out() -> None:
 
     with pytest.raises(InputError, match=r"task double: prompt_format is chat_prefill.*Use prompt_format: completion"):
         TASK.render(cast(Tokenizer, tokenizer))
+
+
+@pytest.mark.parametrize(
+    ("completion", "status"),
+    [
+        ("x" * (MAX_TEXT_CHARS + 1), "too_long"),
+        # CPython joins the parts of a dotted import one by one: quadratic.
+        ("\n    import a" + ".a" * 400_000, "unreadable"),
+    ],
+)
+async def test_a_completion_that_costs_too_much_to_read_is_a_failed_answer(
+    completion: str, status: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rayapp.tasks.text_process._shared", TextProcess(cpu_limit_s=0.1))
+
+    reward = await score(ScriptedSandboxes(), completion)
+
+    assert (reward.value, reward.valid, reward.status) == (-1.0, True, status)
+    assert reward.terms["solved"] == 0.0

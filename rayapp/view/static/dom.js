@@ -60,7 +60,7 @@ export function chip(text, kind = "") {
 
 const KINDS = {
   scored: "plain", completed: "plain", truncated: "warn", timeout: "warn", no_code: "warn", banned: "bad",
-  syntax_error: "bad", error: "bad", invalid: "bad",
+  too_long: "warn", unreadable: "warn", syntax_error: "bad", error: "bad", invalid: "bad",
 };
 
 export function statusChip(status) {
