@@ -304,7 +304,7 @@ async def test_only_the_spec_s_environment_is_there(provider: LocalProvider, mon
 
     done = await sandbox.run_code("import os\nprint(dict(os.environ))", timeout_s=5)
 
-    assert done.stdout == "{'WHO': 'me'}\n"
+    assert done.stdout == "{'PYTHONHASHSEED': '0', 'WHO': 'me'}\n"
 
 
 async def test_a_cancelled_call_ends_the_code_and_the_sandbox_works_on(sandbox: LocalSandbox) -> None:

@@ -168,7 +168,7 @@ def _set_input(stdin: int) -> None:
 
 
 def _set_environment(job: Job) -> None:
-    """It is empty until now."""
+    """It holds `harness.HASH_SEED` until now."""
     if job[1]:
         os.environ.update(job[1])
 

@@ -12,8 +12,8 @@ MAX_OPEN_FILES = 128
 """Of one execution. Not of the zygote: its own limit is also how many descriptors of its user may be in flight before
 it can send none, see unix(7), ETOOMANYREFS."""
 _NO_CORE = 1
-"""Bytes. With 0 the kernel still starts a helper that core_pattern names, as root and outside; 1 means none, see
-core(5)."""
+"""Bytes. With 0 the kernel still starts a helper that core_pattern names, as root and outside; 1 means none
+(fs/coredump.c)."""
 _MAX_SIGNALS = 128
 
 

@@ -37,6 +37,14 @@ _FS_IOC_SETFLAGS, _FS_IOC_FSSETXATTR = 0x40086602, 0x401C5820
 _F_SETOWN, _F_SETSIG, _F_SETOWN_EX = 8, 10, 15
 _F_SETLEASE, _F_NOTIFY, _F_SETPIPE_SZ, _F_OFD_SETLK, _F_OFD_SETLKW = 1024, 1026, 1031, 37, 38
 _PR_SCHED_CORE = 62
+_PRCTL_NEVER = (
+    kernel.PR_SET_PDEATHSIG,
+    kernel.PR_SET_DUMPABLE,
+    kernel.PR_SET_CHILD_SUBREAPER,
+    kernel.PR_SET_MM,
+    _PR_SCHED_CORE,
+)
+"""Outliving or adopting processes; core dumps; its memory's layout; keeping others off the twin of its core."""
 
 _NEVER = (
     "ptrace", "process_vm_readv", "process_vm_writev", "process_madvise", "process_mrelease", "kcmp", "pidfd_getfd",
@@ -112,9 +120,7 @@ def closing(*, own_pid: int | None = None, machine: str | None = None) -> bytes:
         own_pid: without a pid namespace, its process id: it may signal nobody else and fork no process, threads only.
     """
     rules: dict[str, Block] = {name: refuse() for name in _ZYGOTE_ONLY}
-    rules["prctl"] = not_with(
-        0, kernel.PR_SET_PDEATHSIG, kernel.PR_SET_DUMPABLE, kernel.PR_SET_CHILD_SUBREAPER, kernel.PR_SET_MM, _PR_SCHED_CORE
-    )
+    rules["prctl"] = not_with(0, *_PRCTL_NEVER)
     rules["clone"] = without_bits(0, _NAMESPACES)
     if own_pid is None:
         # As pid 1 of its namespace it would survive killing itself, unlike anywhere else.

@@ -4,9 +4,9 @@
              <-packet, memfd(out, err, frames)--  |   | pipes, spliced into the memfd; killed at deadline or flood
                                                   `-> template: forks the child for the next job
 
-Started by `slot.py` as `python -I -S` with an empty environment. The next job is most likely like the last one, so its
-child is forked and confined before it comes; where children can't reach each other two are kept, as making one takes
-longer than a short job does. No job is given out before all that ran the last one is dead.
+Started by `slot.py` as `python -s -P -S` with next to no environment. The next job is most likely like the last one, so
+its child is forked and confined before it comes; where children can't reach each other two are kept, as making one
+takes longer than a short job does. No job is given out before all that ran the last one is dead.
 """
 
 from __future__ import annotations
