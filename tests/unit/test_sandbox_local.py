@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
+import os
+import subprocess
 import sys
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
 
 from rayapp.errors import SandboxConfigError, SandboxGoneError, SandboxQuotaError
+from rayapp.sandbox.local.limits import MAX_OPEN_FILES
 from rayapp.sandbox.local.provider import LEVELS, LocalProvider
 from rayapp.sandbox.local.sandbox import LocalSandbox
 from rayapp.sandbox.local.slot import BootError, Slot
@@ -189,6 +193,105 @@ async def test_the_deadline_is_for_definition_and_all_calls_together(sandbox: Lo
     assert report.exec.stopped_for is StopCause.TIMEOUT
     assert [call.ok for call in report.calls] == [True, True, False, False]
     assert 0.9 < report.exec.duration_s < 5
+
+
+@contextlib.contextmanager
+def busy_core() -> Iterator[int]:
+    """A core for which two others compete, each in a session of its own: the scheduler shares it among the sessions."""
+    core = min(os.sched_getaffinity(0))
+    spin = f"import os\nos.sched_setaffinity(0, {{{core}}})\nprint(flush=True)\nwhile True: pass"
+    argv = [sys.executable, "-c", spin]
+    spinners = [subprocess.Popen(argv, start_new_session=True, stdout=subprocess.PIPE) for _ in range(2)]
+    try:
+        for spinner in spinners:
+            assert spinner.stdout is not None
+            spinner.stdout.readline()
+        yield core
+    finally:
+        for spinner in spinners:
+            spinner.kill()
+            spinner.communicate()
+
+
+@pytest.mark.parametrize("where", ["in its first thread", "in a thread"])
+async def test_waiting_for_a_processor_is_not_the_codes_time(sandbox: LocalSandbox, where: str) -> None:
+    code = (
+        "import os, threading, time\n"
+        "def work(core):\n"
+        "    os.sched_setaffinity(0, {core})\n"
+        "    while time.process_time() < 0.25: pass\n"
+        "def f(core, is_threaded):\n"
+        "    thread = threading.Thread(target=work, args=(core,))\n"
+        "    thread.start() if is_threaded else work(core)\n"
+        "    thread.join() if is_threaded else None\n"
+        "    return 'through'\n"
+    )
+
+    with busy_core() as core:
+        report = await sandbox.call_function(code, "f", [[core, where == "in a thread"]], timeout_s=0.45)
+
+    assert report.calls[0].value == "through", report
+
+
+async def test_sleeping_is_the_codes_time_whatever_the_neighbours_do(sandbox: LocalSandbox) -> None:
+    code = "import os, time\ndef f(core):\n    os.sched_setaffinity(0, {core})\n    time.sleep(60)"
+
+    with busy_core() as core:
+        report = await sandbox.call_function(code, "f", [[core]], timeout_s=0.3)
+
+    assert report.exec.stopped_for is StopCause.TIMEOUT
+    assert report.exec.duration_s < 2
+
+
+async def test_processes_share_the_time_of_their_execution(sandbox: LocalSandbox) -> None:
+    """Those, too, that nobody waits for, of which the kernel's own count knows nothing."""
+    if sandbox.isolation == "ll":
+        pytest.skip("level ll has no new processes")
+    code = (
+        "import os, signal, time\n"
+        "signal.signal(signal.SIGCHLD, signal.SIG_IGN)\n"
+        "def f():\n"
+        "    while True:\n"
+        "        if os.fork() == 0:\n"
+        "            while time.process_time() < 0.2: pass\n"
+        "            os._exit(0)\n"
+        "        time.sleep(0.4)\n"
+    )
+
+    report = await sandbox.call_function(code, "f", [[]], timeout_s=1.0)
+
+    assert report.exec.stopped_for is StopCause.TIMEOUT
+
+
+async def test_a_session_has_its_time_anew_for_each_job(sandbox: LocalSandbox) -> None:
+    work = "import time\nstart = time.process_time()\nwhile time.process_time() < start + 0.3: pass"
+
+    done = [await sandbox.run_code(work, timeout_s=0.6, stateful=True) for _ in range(3)]
+
+    assert [ran.stopped_for for ran in done] == [None] * 3
+
+
+async def test_an_execution_may_open_few_files_and_its_zygote_as_many_as_we(sandbox: LocalSandbox) -> None:
+    """The zygote's limit is also how many descriptors of its user may be in flight before it can send none."""
+    code = "from resource import *\ndef f(): return [getrlimit(RLIMIT_NOFILE)[1], getrlimit(RLIMIT_CORE)]"
+
+    report = await sandbox.call_function(code, "f", [[]], timeout_s=5)
+
+    assert report.calls[0].value == [MAX_OPEN_FILES, (1, 1)]
+    ours, zygotes = (Path(f"/proc/{pid}/limits").read_text() for pid in ("self", sandbox.slot.pid))
+    assert [line for line in zygotes.splitlines() if "open files" in line] == [
+        line for line in ours.splitlines() if "open files" in line
+    ]
+
+
+async def test_the_order_of_a_set_is_the_same_in_every_interpreter(provider: LocalProvider) -> None:
+    code = "def f(): return list({'alpha', 'beta', 'gamma', 'delta', 'epsilon'})"
+    both = await new(provider), await new(provider)
+    assert both[0].slot.pid != both[1].slot.pid
+
+    orders = [(await sandbox.call_function(code, "f", [[]], timeout_s=5)).calls[0].value for sandbox in both]
+
+    assert orders[0] == orders[1]
 
 
 async def test_a_script_has_output_input_and_an_exit_status(sandbox: LocalSandbox) -> None:

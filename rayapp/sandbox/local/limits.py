@@ -17,8 +17,15 @@ _NO_CORE = 1
 _MAX_SIGNALS = 128
 
 
+_MAX_WAIT_FACTOR, _MAX_WAIT_S = 9.0, 30.0
+
 Bounds = tuple[tuple[int, int], ...]
 """Resource limits: RLIMIT_… and its value."""
+
+
+def longest_s(timeout_s: float) -> float:
+    """How long code with this time limit may take by the wall clock, if it has to wait for a processor."""
+    return timeout_s + min(_MAX_WAIT_FACTOR * timeout_s, _MAX_WAIT_S)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

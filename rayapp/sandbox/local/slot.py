@@ -20,7 +20,7 @@ from pathlib import Path
 from rayapp.errors import SandboxDeadlineError, SandboxGoneError, SandboxProtocolError
 from rayapp.sandbox.harness import HASH_SEED
 from rayapp.sandbox.local import wire
-from rayapp.sandbox.local.limits import Limits
+from rayapp.sandbox.local.limits import Limits, longest_s
 
 GRACE_S = 5.0
 """The zygote enforces the deadline of a job; past this much more it is not answering and is killed."""
@@ -145,7 +145,7 @@ class Slot:
         header |= {"kind": kind, "limits": limits.as_dict(), "home": home, "session": session}
         try:
             self._send(header, job, *([stdin] if stdin else ()))
-            reply, bodies = await self._reply(timeout_s + GRACE_S)
+            reply, bodies = await self._reply(longest_s(timeout_s) + GRACE_S)
         except (EOFError, OSError) as error:
             raise SandboxGoneError(f"the sandbox's interpreter died: {self.close_and_explain()}") from error
         return _read_answer(reply, bodies, self._num_jobs)
