@@ -494,7 +494,6 @@ async def test_the_memory_of_the_whole_tree_is_bounded(provider: LocalProvider) 
     assert together.duration_s < 15
 
 
-@pytest.mark.skipif(sys.prefix.startswith("/tmp/"), reason="a sandbox sees its own /tmp, not this environment's")
 async def test_preloaded_packages_can_be_used(provider: LocalProvider) -> None:
     sandbox = await new(provider, SandboxSpec(packages=("numpy",)))
 
@@ -506,6 +505,44 @@ async def test_preloaded_packages_can_be_used(provider: LocalProvider) -> None:
     )
 
     assert report.calls[0].value == [[0.5, 0.0], [0.0, 0.25]], report
+
+
+async def test_a_package_below_tmp_is_there_read_only_in_a_tmp_of_the_sandboxs_own(
+    provider: LocalProvider, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # given: an environment below /tmp, with a space in its path; the sandbox has files of its own
+    package = tmp_path / "a b" / "site-packages" / "belowtmp"
+    assert str(package).startswith("/tmp/")
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text("here = __file__")
+    (package / "later.py").write_text("value = 7")
+    monkeypatch.syspath_prepend(package.parent)
+    sandbox = await new(provider, SandboxSpec(packages=("belowtmp",)))
+    await sandbox.write_file("own", b"1")
+
+    # when: it is imported in part; something writes to /tmp; another execution imports again
+    code = (
+        "import os, belowtmp\n"
+        "def f():\n"
+        "    import belowtmp.later\n"
+        "    try:\n"
+        "        open('/tmp/left', 'w').close()\n"
+        "    except PermissionError:\n"
+        "        pass\n"
+        "    for path in (belowtmp.here, os.path.dirname(belowtmp.here) + '/new'):\n"
+        "        try:\n"
+        "            open(path, 'a')\n"
+        "        except OSError:\n"
+        "            continue\n"
+        "        return 'writable'\n"
+        "    return belowtmp.later.value\n"
+    )
+    calls = [(await sandbox.call_function(code, "f", [[]], timeout_s=5)).calls[0] for _ in range(4)]
+    script = await sandbox.run_code(f"{code}print(f())", timeout_s=5)
+
+    # then
+    assert [call.value for call in calls] == [7] * 4, calls
+    assert script.stdout == "7\n"
 
 
 async def test_a_package_that_is_not_there_is_a_config_error(provider: LocalProvider) -> None:
