@@ -15,7 +15,7 @@ import statistics
 import sys
 import time
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, TextIO
 
 import typer
 
@@ -73,8 +73,8 @@ def run(
     code, given = _read(file), sys.stdin.read() if stdin else ""
     chosen = choose_provider(provider, config=config, url=url, levels=_levels(level), packages=packages)
     result = asyncio.run(run_once(chosen, code, stdin=given, timeout_s=timeout_s, packages=packages))
-    sys.stdout.write(result.stdout)
-    sys.stderr.write(result.stderr)
+    _show(result.stdout, sys.stdout)
+    _show(result.stderr, sys.stderr)
     if result.stopped_for is not None:
         sys.stderr.write(f"stopped for {result.stopped_for.value} after {result.duration_s:.2f} s\n")
         raise typer.Exit(_STOPPED)
@@ -119,6 +119,19 @@ def reap(
     if run is None and not dry_run and not yes and sys.stdin.isatty():
         typer.confirm("This ends the sandboxes of every run with this key, living ones too. Go on?", abort=True)
     raise typer.Exit(reap_command(run=run, kinds=provider or (), config=loaded, dry_run=dry_run))
+
+
+def _show(text: str, stream: TextIO) -> None:
+    """As it is, but for a person with control characters made visible: a terminal would obey them."""
+    stream.write(visible(text) if stream.isatty() else text)
+
+
+def visible(text: str) -> str:
+    """Printable characters, line ends and tabs as they are; the others as in a Python string."""
+    return "".join(
+        letter if letter.isprintable() or letter in "\n\t" else letter.encode("unicode_escape").decode()
+        for letter in text
+    )
 
 
 def _levels(level: str) -> tuple[str, ...]:

@@ -1,21 +1,28 @@
 """Rebuilds plain data from bytes that hostile code may have written. Called by providers, outside the sandbox.
 
-`decode_frames` never raises and never runs long, whatever the bytes: results that make no sense are results that are
-missing. Values are built here from JSON, one exact type after the other; no candidate object ever crosses.
+`decode_frames` never raises, and reads no more frames than an honest run has, whatever the bytes: results that make no
+sense are results that are missing. Large ones take a second, so callers on an event loop go through `off_the_loop`.
+Values are built here from JSON, one exact type after the other; no candidate object ever crosses.
 """
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
+from typing import TypeVar
 
-from rayapp.sandbox.harness import MAX_DEPTH, MAX_ERROR_CHARS, MAX_VALUE_BYTES, pack
+from rayapp.sandbox.harness import MAX_DEPTH, MAX_ERROR_CHARS, MAX_NODES, MAX_VALUE_BYTES, count_nodes, pack
 from rayapp.types import CallResult
 
-MAX_NODES = 200_000
-"""Values in one frame. A byte of JSON can cost 30 of memory, so bytes alone are no bound."""
+T = TypeVar("T")
+_OTHER_FRAMES = 4
+"""Frames of an honest run besides one per call."""
+_LITTLE_BYTES = 1 << 14
+"""Read in less than ten milliseconds."""
 _MAX_COLLISIONS = 100
 _LEAVES = (type(None), bool, int, float, str)
 _write = json.JSONEncoder(separators=(",", ":")).encode
@@ -44,15 +51,26 @@ def encode_inputs(inputs: Iterable[Sequence[object]]) -> list[str]:
     return [_write(pack(list(args))) for args in inputs]
 
 
+def max_frames(num_calls: int) -> int:
+    """Frames that are read of one run: more than an honest one has."""
+    return num_calls + _OTHER_FRAMES
+
+
+async def off_the_loop(num_bytes: int, read: Callable[[], T]) -> T:
+    """Read what hostile code wrote, in a thread unless it is little: it must not hold up everything else."""
+    return read() if num_bytes <= _LITTLE_BYTES else await asyncio.to_thread(read)
+
+
 def decode_frames(frames: Iterable[bytes], num_calls: int) -> Frames:
-    """Read frames in order. A second result for the same call makes that call fail: an honest harness sends one."""
+    """Read frames in order, up to the first that makes no sense: an honest harness sends none such. A second result for
+    the same call makes that call fail, for the same reason."""
     seen = Frames()
-    for raw in frames:
+    for raw in islice(frames, max_frames(num_calls)):
         try:
             _take(seen, _load(raw), num_calls)
         except (ValueError, TypeError, RecursionError, OverflowError):
             # Whatever hostile code sent, the calls it could have been about are simply without a result.
-            continue
+            break
     return seen
 
 
@@ -65,7 +83,7 @@ def call_results(seen: Frames, num_calls: int, why_missing: str) -> tuple[CallRe
 def _load(raw: bytes) -> list[object]:
     if len(raw) > MAX_VALUE_BYTES:
         raise ValueError("frame too large")
-    if raw.count(b",") + raw.count(b"[") + raw.count(b"{") > MAX_NODES:
+    if count_nodes(raw) > MAX_NODES:
         raise ValueError("frame has too many values")
     parsed = _read(raw.decode())
     if type(parsed) is not list:
@@ -80,13 +98,13 @@ def _take(seen: Frames, parts: list[object], num_calls: int) -> None:
         case ["done"]:
             seen.is_done = True
         case ["undefined", str(error)]:
-            seen.definition_error = _clean(error)
+            seen.definition_error = clean(error)
         case ["failed", str(error), int(status)]:
-            seen.script_error, seen.exit_status = _clean(error), status & 0xFF
+            seen.script_error, seen.exit_status = clean(error), status & 0xFF
         case ["exited", int(status)]:
             seen.exit_status = status & 0xFF
         case ["raised", int(index), str(error)] if type(index) is int and 0 <= index < num_calls:
-            _put(seen, index, CallResult(ok=False, error=_clean(error)))
+            _put(seen, index, CallResult(ok=False, error=clean(error)))
         case ["value", int(index), packed] if type(index) is int and 0 <= index < num_calls:
             _put(seen, index, _value(packed))
         case _:
@@ -102,7 +120,7 @@ def _value(packed: object) -> CallResult:
     try:
         return CallResult(ok=True, value=decode_value(packed))
     except (ValueError, TypeError, RecursionError, OverflowError) as error:
-        return CallResult(ok=False, error=_clean(f"the result can't be read: {error}"))
+        return CallResult(ok=False, error=clean(f"the result can't be read: {error}"))
 
 
 def decode_value(packed: object, depth: int = 0) -> object:
@@ -186,7 +204,7 @@ def _refuse(constant: str) -> object:
 _read = json.JSONDecoder(parse_constant=_refuse, object_pairs_hook=_one_pair).decode
 
 
-def _clean(text: str) -> str:
+def clean(text: str) -> str:
     """One line of printable text: it is shown to people and logged."""
     text = text[: MAX_ERROR_CHARS + 100]
     return "".join(letter if letter.isprintable() else " " for letter in text)

@@ -7,13 +7,13 @@ as if they had succeeded when the connection is lost, so nothing here is believe
 from __future__ import annotations
 
 import math
-import shlex
 import uuid
 from collections.abc import Coroutine
 from typing import Any, Protocol, TypeVar
 
 from rayapp.errors import SandboxDeadlineError, SandboxError, SandboxGoneError, SandboxProtocolError
 from rayapp.sandbox.daytona_errors import daytona_error, status_of
+from rayapp.sandbox.remote_program import shell_command, shell_command_of_file
 from rayapp.sandbox.remote_session import Sink, run_session
 from rayapp.types import ExecResult
 
@@ -37,15 +37,15 @@ class DaytonaChannel:
         self._service = service
         self._found: Any = None
 
-    async def run_python(self, program: str, *, timeout_s: float) -> str:
+    async def run_python(self, program: str, *, timeout_s: float, max_chars: int) -> str:
         sandbox = await self._sandbox()
         if len(program) <= _MAX_INLINE_CHARS:
-            command = f"exec python3 -I -c {shlex.quote(program)}"
+            command = shell_command(program)
         else:
             path = f"/tmp/rayapp-{uuid.uuid4().hex}.py"
             upload = sandbox.fs.upload_file(program.encode(), path, timeout=math.ceil(timeout_s))
             await self._guard(upload, "upload a program")
-            command = f"python3 -I {path}; rm -f {path}"
+            command = shell_command_of_file(path)
         answer = await self._guard(sandbox.process.exec(command, timeout=math.ceil(timeout_s)), "exec")
         return str(answer.result)
 

@@ -7,7 +7,6 @@ are kept by the server or not at all, so they are only a help: the deadline that
 from __future__ import annotations
 
 import asyncio
-import shlex
 import uuid
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import TypeVar
@@ -26,6 +25,7 @@ from rayapp.errors import (
 )
 from rayapp.sandbox.e2b_errors import is_surely_gone
 from rayapp.sandbox.leases import Connection
+from rayapp.sandbox.remote_program import shell_command, shell_command_of_file
 from rayapp.sandbox.remote_session import Sink, run_session
 from rayapp.types import ExecResult
 
@@ -35,6 +35,18 @@ _MAX_INLINE_CHARS = 90_000
 _PROBE_TIMEOUT_S = 10.0
 MakeConfig = Callable[[dict[str, str]], ConnectionConfig]
 """From headers of one sandbox to the SDK's configuration."""
+
+
+class _Counted:
+    """Ends a command that writes without end: the SDK keeps all that it reads."""
+
+    def __init__(self, max_chars: int) -> None:
+        self.room = max_chars
+
+    def take(self, text: str) -> None:
+        self.room -= len(text)
+        if self.room < 0:
+            raise SandboxProtocolError("a command wrote more than a report can have")
 
 
 class Lifecycle:
@@ -71,19 +83,26 @@ class E2BChannel:
             connection_config=make_config(headers),
         )
 
-    async def run_python(self, program: str, *, timeout_s: float) -> str:
+    async def run_python(self, program: str, *, timeout_s: float, max_chars: int) -> str:
         if len(program) <= _MAX_INLINE_CHARS:
-            return await self._command(f"exec python3 -I -c {shlex.quote(program)}", timeout_s)
+            return await self._command(shell_command(program), timeout_s, max_chars)
         path = f"/tmp/rayapp-{uuid.uuid4().hex}.py"
         await self._guard(self._sandbox.files.write(path, program, request_timeout=timeout_s), "write a program")
-        return await self._command(f"python3 -I {path}; rm -f {path}", timeout_s)
+        return await self._command(shell_command_of_file(path), timeout_s, max_chars)
 
-    async def _command(self, command: str, timeout_s: float) -> str:
+    async def _command(self, command: str, timeout_s: float, max_chars: int) -> str:
+        output = _Counted(max_chars)
         try:
-            run = self._sandbox.commands.run(command, timeout=timeout_s, request_timeout=timeout_s)
+            run = self._sandbox.commands.run(
+                command, timeout=timeout_s, request_timeout=timeout_s, on_stdout=output.take, on_stderr=output.take
+            )
             result = await self._guard(run, "run")
         except e2b.CommandExitException as error:
             return str(error.stdout)
+        except SandboxError:
+            if output.room < 0:
+                return ""  # code that wrote past its watcher; there is no report to be found in it
+            raise
         return str(result.stdout)
 
     async def run_session(self, code: str, *, timeout_s: float, max_output_bytes: int) -> ExecResult:

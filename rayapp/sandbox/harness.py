@@ -20,7 +20,12 @@ MAX_DEPTH = 100
 """Nesting of one value. Deeper ones are not an answer but an attack on whoever reads them."""
 MAX_VALUE_BYTES = 1 << 20
 """One packed value."""
+MAX_NODES = 200_000
+"""Values in one frame. A byte of JSON can cost its reader 30 of memory, so bytes alone are no bound."""
 MAX_ERROR_CHARS = 500
+HASH_SEED = {"PYTHONHASHSEED": "0"}
+"""Environment of every interpreter that runs candidate code, and of those that it starts: the order of a set of texts,
+and so a verdict, must not depend on which interpreter it was."""
 _EXACT_INT = 1 << 53
 _SIZED = (str, bytes, list, tuple, set, dict)
 _INFINITIES = (float("inf"), float("-inf"))
@@ -103,6 +108,11 @@ def describe(error: BaseException) -> str:
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
+def count_nodes(answer: bytes) -> int:
+    """At least as many as there are values in it."""
+    return answer.count(b",") + answer.count(b"[") + answer.count(b"{")
+
+
 def frame(*parts: object) -> bytes:
     return "".join(_encode(parts, 0)).encode()  # type: ignore[arg-type]
 
@@ -144,6 +154,8 @@ def _call(target: Callable[..., object], index: int, args: Sequence[object]) -> 
         return frame("raised", index, describe(error))
     if len(answer) > MAX_VALUE_BYTES:
         return frame("raised", index, f"ValueError: the value takes more than {MAX_VALUE_BYTES} bytes")
+    if count_nodes(answer) > MAX_NODES:
+        return frame("raised", index, f"ValueError: the value has more than {MAX_NODES} parts")
     return answer
 
 

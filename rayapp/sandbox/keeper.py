@@ -22,6 +22,7 @@ from rayapp.errors import (
     SandboxQuotaError,
     SandboxRateLimitError,
 )
+from rayapp.protocols import Sandbox
 from rayapp.sandbox.cleanliness import fingerprint
 from rayapp.sandbox.leases import ConnectedSandbox, RemoteProvider
 from rayapp.sandbox.supply import Member, State, Supply
@@ -154,7 +155,7 @@ class Keeper:
         except SandboxError:
             raise
         except Exception as error:  # boundary: a provider's SDK may raise anything; it is counted and shown
-            raise SandboxProtocolError(f"provider {self.supply.name}: {type(error).__name__}: {error}") from error
+            raise self._unexpected(error) from error
 
     def _count_down(self, spec: SandboxSpec) -> None:
         self.supply.num_creating[spec] -= 1
@@ -178,7 +179,7 @@ class Keeper:
             return
         if self._rules.max_uses > 1:
             try:
-                member.fingerprint = await fingerprint(sandbox, timeout_s=_CHECK_TIMEOUT_S)
+                member.fingerprint = await self._look(lambda: sandbox)
             except SandboxError:
                 self.retire(member)
                 raise
@@ -251,10 +252,11 @@ class Keeper:
 
     async def _check(self, member: Member) -> None:
         try:
-            sandbox = self._provider.attach(member.connection, member.spec)
-            is_same = await fingerprint(sandbox, timeout_s=_CHECK_TIMEOUT_S) == member.fingerprint
+            attach = self._provider.attach
+            is_same = await self._look(lambda: attach(member.connection, member.spec)) == member.fingerprint
         except SandboxError as error:
             self.supply.failures[type(error).__name__] += 1
+            self.supply.last_error = f"{type(error).__name__}: {error}"
             is_same = False
         if is_same and member.state is State.CHECKING and not self._is_closing:
             self.supply.put_ready(member)
@@ -262,6 +264,22 @@ class Keeper:
             self.num_soiled += 1
             self.retire(member)
         self._on_change()
+
+    async def _look(self, attach: Callable[[], Sandbox]) -> str:
+        """Fingerprint of a sandbox.
+
+        Raises:
+            SandboxError: it can't be told. Whoever asked has to go on: what stays CHECKING serves nobody, and counts.
+        """
+        try:
+            return await fingerprint(attach(), timeout_s=_CHECK_TIMEOUT_S)
+        except SandboxError:
+            raise
+        except Exception as error:  # boundary: a provider's SDK may raise anything; it is counted and shown
+            raise self._unexpected(error) from error
+
+    def _unexpected(self, error: Exception) -> SandboxProtocolError:
+        return SandboxProtocolError(f"provider {self.supply.name}: {type(error).__name__}: {error}")
 
     def tend(self, kinds_in_use: Collection[SandboxSpec]) -> None:
         """Keep those in use alive, end those nobody needs. Called every few seconds.
@@ -282,8 +300,8 @@ class Keeper:
                 self.retire(member)
 
     async def _extend(self, member: Member) -> None:
-        sandbox = self._provider.attach(member.connection, member.spec)
         try:
+            sandbox = self._provider.attach(member.connection, member.spec)
             async with self._calls, asyncio.timeout(self._rules.kill_timeout_s + self._rules.grace_s):
                 await sandbox.extend(self._rules.sandbox_ttl_s, timeout_s=self._rules.kill_timeout_s)
         except Exception as error:  # boundary: a provider's SDK may raise anything; a sandbox that is ready is replaced
@@ -323,7 +341,7 @@ class Keeper:
         except SandboxError:
             raise
         except Exception as error:  # boundary: a provider's SDK may raise anything; the caller counts it
-            raise SandboxProtocolError(f"provider {self.supply.name}: {type(error).__name__}: {error}") from error
+            raise self._unexpected(error) from error
 
     def _bury(self, gone: set[str]) -> None:
         for sandbox_id in gone:

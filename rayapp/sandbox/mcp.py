@@ -20,6 +20,7 @@ from rayapp.errors import SandboxConfigError, SandboxError, SandboxGoneError, Sa
 from rayapp.sandbox.config import McpConfig
 from rayapp.sandbox.leases import Connection
 from rayapp.sandbox.mcp_session import McpSession
+from rayapp.sandbox.remote_program import ADDED, KEPT, shell_command, shell_command_of_file
 from rayapp.sandbox.remote_sandbox import RemoteSandbox
 from rayapp.sandbox.remote_session import Sink, run_session
 from rayapp.types import ExecResult, SandboxSpec
@@ -106,7 +107,7 @@ class McpChannel:
         self._ends_at = ends_at
         self._on_end = on_end
 
-    async def run_python(self, program: str, *, timeout_s: float) -> str:
+    async def run_python(self, program: str, *, timeout_s: float, max_chars: int) -> str:
         if timeout_s > self._config.execution_timeout_s + 60:
             raise SandboxConfigError(
                 f"the task wants {timeout_s:g} s, the MCP server stops code after "
@@ -117,8 +118,8 @@ class McpChannel:
         if len(program) > _MAX_INLINE_CHARS:
             path = f"/tmp/rayapp-{uuid.uuid4().hex}.py"
             await self.write_file(path, program.encode(), timeout_s=timeout_s)
-            return await self._command(f"python3 -I {path}; rm -f {path}", timeout_s)
-        return await self._command(f"exec python3 -I -c {shlex.quote(program)}", timeout_s)
+            return await self._command(shell_command_of_file(path), timeout_s)
+        return await self._command(shell_command(program), timeout_s)
 
     async def _command(self, command: str, timeout_s: float) -> str:
         # The watcher sets the spec's environment itself, so the one argument that every server knows is enough.
@@ -128,8 +129,10 @@ class McpChannel:
     async def _run_once(self, program: str, timeout_s: float) -> str:
         # In an interpreter of its own: the server's is a notebook's, which catches what is printed on its own terms.
         code = (
-            "import subprocess, sys\n"
-            f"ran = subprocess.run([sys.executable, '-I', '-'], input={program!r}, stdout=-1, text=True)\n"
+            "import os, subprocess, sys\n"
+            f"env = {{name: os.environ[name] for name in {KEPT!r} if name in os.environ}} | {ADDED!r}\n"
+            "argv = [sys.executable, '-s', '-']\n"
+            f"ran = subprocess.run(argv, env=env, input={program!r}, stdout=-1, text=True)\n"
             "for line in ran.stdout.splitlines():\n    print(line, flush=True)\n"
         )
         arguments = {"code": code, "language": "python"}

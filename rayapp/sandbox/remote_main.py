@@ -206,6 +206,6 @@ def _open_stdin(text: str) -> None:
 
 
 def _clear_environment(env: Job) -> None:
-    kept = {name: os.environ[name] for name in ("HOME", "PATH") if name in os.environ}
+    kept = {name: os.environ[name] for name in ("HOME", "PATH", "PYTHONHASHSEED") if name in os.environ}
     os.environ.clear()
     os.environ.update({"LANG": "C.UTF-8", **kept, **env})

@@ -10,6 +10,7 @@ from __future__ import annotations
 import base64
 import json
 import secrets
+import shlex
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -20,13 +21,23 @@ from rayapp.errors import SandboxProtocolError
 from rayapp.sandbox import harness, remote_main
 from rayapp.sandbox.remote_main import MAX_FRAME_BYTES
 
-_SOURCE = """import base64, json, zlib
+_SOURCE = """import sys
+# The folder it was started in, before Python 3.11: what earlier code left there is not imported.
+sys.path[:] = [folder for folder in sys.path if folder]
+import base64, json, zlib
 parts = json.loads(zlib.decompress(base64.b64decode("{packed}")))
 harness, watcher = {{"__name__": "rayapp_harness"}}, {{"__name__": "rayapp_watcher"}}
 exec(compile(parts["harness"], "<harness>", "exec"), harness)
 exec(compile(parts["watcher"], "<watcher>", "exec"), watcher)
 watcher["main"](parts["job"], harness)
 """
+KEPT = ("PATH", "HOME", "LD_LIBRARY_PATH")
+"""What an interpreter gets of the sandbox's environment: nothing of Python's."""
+ADDED = {"LANG": "C.UTF-8", "PYTHONSAFEPATH": "1", **harness.HASH_SEED}
+"""What it gets besides, with -s in place of -I, which would ignore the hash seed. The watcher hands no more than that
+seed on."""
+_ENV = " ".join((*(f'${{{name}:+{name}="${name}"}}' for name in KEPT), *(f"{name}={ADDED[name]}" for name in ADDED)))
+_SPARE_CHARS = 1 << 16
 _MAX_DURATION_S = 86_400.0
 Job = Mapping[str, object]
 
@@ -41,7 +52,23 @@ class Report:
     duration_s: float
     stdout: bytes
     stderr: bytes
-    frames: tuple[bytes, ...]
+    frames: bytes
+    """One per line."""
+
+
+def shell_command(program: str) -> str:
+    """What a shell runs to start a program in an interpreter of its own."""
+    return f"exec env -i {_ENV} python3 -s -c {shlex.quote(program)}"
+
+
+def shell_command_of_file(path: str) -> str:
+    """The same for a file that holds the program; it is removed."""
+    return f"env -i {_ENV} python3 -s - < {path}; rm -f {path}"
+
+
+def max_report_chars(num_bytes: int) -> int:
+    """Longest output of a program that may hold a report of so many bytes: each is coded twice, in lines."""
+    return 2 * num_bytes + _SPARE_CHARS
 
 
 def new_nonce() -> str:
@@ -93,14 +120,13 @@ def read_report(found: dict[str, object], *, max_output_bytes: int) -> Report:
     status, stopped = found.get("status"), found.get("stopped")
     if type(status) is not int or stopped not in ("", "timeout", "output"):
         raise SandboxProtocolError(f"the sandbox's report makes no sense: {str(found)[:200]}")
-    frames = read_bytes(found, "frames", MAX_FRAME_BYTES)
     return Report(
         status=max(-64, min(255, status)),
         stopped=str(stopped),
         duration_s=_duration_s(found.get("duration_s")),
         stdout=read_bytes(found, "stdout", max_output_bytes),
         stderr=read_bytes(found, "stderr", max_output_bytes),
-        frames=tuple(frames.split(b"\n")),
+        frames=read_bytes(found, "frames", MAX_FRAME_BYTES),
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 
-from rayapp.sandbox.codec import call_results, decode_frames
+from rayapp.sandbox.codec import Frames, call_results, decode_frames, max_frames
 from rayapp.sandbox.remote_program import Report
 from rayapp.types import CallReport, CallResult, ExecOutcome, ExecResult, StopCause
 
@@ -13,13 +13,13 @@ NO_REPORT = "the code ended the process that watched it"
 
 def script_result(report: Report, provider: str) -> ExecResult:
     """Of code run as a script, or of a command."""
-    seen = decode_frames(report.frames, 0)
+    seen = _frames(report, 0)
     return _result(report, provider, error=seen.script_error, is_complete=True)
 
 
 def call_report(report: Report, provider: str, num_calls: int) -> CallReport:
     """Of a function called on several inputs; always one result per input."""
-    seen = decode_frames(report.frames, num_calls)
+    seen = _frames(report, num_calls)
     error = seen.definition_error if not seen.is_defined else ""
     result = _result(report, provider, error=error, is_complete=seen.is_defined and seen.is_done)
     return CallReport(exec=result, calls=call_results(seen, num_calls, _why_missing(result)))
@@ -42,6 +42,11 @@ def failure(error: str, provider: str, *, exit_code: int = 1, stopped_for: StopC
 def failed_calls(result: ExecResult, num_calls: int) -> CallReport:
     """No call has a result."""
     return CallReport(exec=result, calls=(CallResult(ok=False, error=_why_missing(result)),) * num_calls)
+
+
+def _frames(report: Report, num_calls: int) -> Frames:
+    # Not all lines there are: two million of them would take longer to split than the code took to write.
+    return decode_frames(report.frames.split(b"\n", max_frames(num_calls)), num_calls)
 
 
 def _result(report: Report, provider: str, *, error: str, is_complete: bool) -> ExecResult:

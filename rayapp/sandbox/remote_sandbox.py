@@ -14,8 +14,9 @@ from typing import Protocol, TypeVar
 
 from rayapp.errors import SandboxDeadlineError, SandboxGoneError, SandboxProtocolError
 from rayapp.sandbox import remote_program, remote_results
-from rayapp.sandbox.codec import encode_inputs
+from rayapp.sandbox.codec import encode_inputs, off_the_loop
 from rayapp.sandbox.leases import Connection
+from rayapp.sandbox.remote_main import MAX_FRAME_BYTES
 from rayapp.types import CallReport, ExecResult, SandboxSpec
 
 T = TypeVar("T")
@@ -26,10 +27,11 @@ _CALLS_OUTPUT_BYTES = 65536
 class Channel(Protocol):
     """What one provider can do with one sandbox. Errors are those of `rayapp.errors`."""
 
-    async def run_python(self, program: str, *, timeout_s: float) -> str:
+    async def run_python(self, program: str, *, timeout_s: float, max_chars: int) -> str:
         """Run a program with the sandbox's python3, in an interpreter of its own. Returns its stdout.
 
-        However the program ended: an exit status is no error. A sandbox that died is.
+        Output longer than `max_chars` may be cut, or end it. However the program ended: an exit status is no error. A
+        sandbox that died is.
         """
         ...
 
@@ -92,7 +94,8 @@ class RemoteSandbox:
         report = await self._report(job, timeout_s, _CALLS_OUTPUT_BYTES)
         if isinstance(report, ExecResult):
             return remote_results.failed_calls(report, len(inputs))
-        return remote_results.call_report(report, self._provider, len(inputs))
+        read = remote_results.call_report
+        return await off_the_loop(len(report.frames), lambda: read(report, self._provider, len(inputs)))
 
     async def run_command(
         self, argv: Sequence[str], *, timeout_s: float, stdin: str = "", max_output_bytes: int = 65536
@@ -107,7 +110,7 @@ class RemoteSandbox:
     async def read_file(self, path: str, *, max_bytes: int = 1 << 20, timeout_s: float = 10.0) -> bytes:
         nonce = remote_program.new_nonce()
         job = {"kind": "read", "path": path, "max_bytes": max_bytes, "nonce": nonce}
-        found = await self._find_report(job, nonce, timeout_s)
+        found = await self._find_report(job, nonce, timeout_s, max_bytes)
         if found is None:
             raise SandboxProtocolError(f"sandbox {self.id}: reading {path!r} gave no answer")
         if (error := found.get("error")) is not None:
@@ -131,7 +134,8 @@ class RemoteSandbox:
         report = await self._report(job, timeout_s, max_output_bytes)
         if isinstance(report, ExecResult):
             return report
-        return remote_results.script_result(report, self._provider)
+        read = remote_results.script_result
+        return await off_the_loop(len(report.frames), lambda: read(report, self._provider))
 
     async def _report(
         self, job: Mapping[str, object], timeout_s: float, max_output_bytes: int
@@ -144,7 +148,8 @@ class RemoteSandbox:
             "max_output_bytes": max_output_bytes,
             "env": dict(self._spec.env),
         }
-        found = await self._find_report(full, nonce, timeout_s + self._margin_s)
+        max_bytes = MAX_FRAME_BYTES + 2 * max_output_bytes
+        found = await self._find_report(full, nonce, timeout_s + self._margin_s, max_bytes)
         if found is not None:
             return remote_program.read_report(found, max_output_bytes=max_output_bytes)
         # The program ended and said nothing: the code killed its watcher, or the whole sandbox.
@@ -152,9 +157,15 @@ class RemoteSandbox:
             raise SandboxGoneError(f"sandbox {self.id} ended while code ran in it")
         return remote_results.failure(remote_results.NO_REPORT, self._provider, exit_code=-9)
 
-    async def _find_report(self, job: Mapping[str, object], nonce: str, timeout_s: float) -> dict[str, object] | None:
-        run = self._channel.run_python(remote_program.source(job), timeout_s=timeout_s)
-        return remote_program.find_report(await self._in_time(run, timeout_s), nonce)
+    async def _find_report(
+        self, job: Mapping[str, object], nonce: str, timeout_s: float, max_bytes: int
+    ) -> dict[str, object] | None:
+        max_chars = remote_program.max_report_chars(max_bytes)
+        run = self._channel.run_python(remote_program.source(job), timeout_s=timeout_s, max_chars=max_chars)
+        said = await self._in_time(run, timeout_s)
+        if len(said) > max_chars:
+            return None  # the watcher writes no such; the code did, past it
+        return await off_the_loop(len(said), lambda: remote_program.find_report(said, nonce))
 
     async def _in_time(self, call: Coroutine[object, object, T], timeout_s: float) -> T:
         try:

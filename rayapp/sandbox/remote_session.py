@@ -12,6 +12,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import replace
 
 from rayapp.errors import SandboxGoneError, SandboxProtocolError
+from rayapp.sandbox.codec import clean
 from rayapp.sandbox.remote_program import new_nonce
 from rayapp.sandbox.remote_results import failure
 from rayapp.types import ExecOutcome, ExecResult, StopCause
@@ -46,7 +47,7 @@ async def run_session(
     try:
         done, _ = await asyncio.wait({task, flooded}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
         if task in done:
-            error = task.result()
+            error = clean(task.result())
         else:
             stopped = StopCause.OUTPUT if flooded in done else StopCause.TIMEOUT
     finally:

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import pty
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -48,6 +52,19 @@ def test_code_that_is_stopped_says_why(tmp_path: Path) -> None:
     done = invoke("run", write(tmp_path, "while True: pass"), "--timeout-s", "0.3")
     assert done.exit_code == 124
     assert "stopped for timeout" in done.stderr
+
+
+def test_a_terminal_shows_control_characters_and_does_not_obey_them(tmp_path: Path) -> None:
+    file = write(tmp_path, r"print('\x1b]0;owned\x07\tgr\u00fcn\r\x9b2J\u202e')")
+    program = "from rayapp.sandbox.cli import app; app()"
+    ours, theirs = pty.openpty()
+    with os.fdopen(ours, "rb", 0) as terminal, os.fdopen(theirs, "wb", 0) as its_end:
+        argv = [sys.executable, "-c", program, "run", file]
+        subprocess.run(argv, check=True, stdout=its_end, env={**os.environ, "PYTHONUTF8": "1"})
+        shown = terminal.read(1000).decode()
+
+    assert shown == "\\x1b]0;owned\\x07\tgrün\\r\\x9b2J\\u202e\r\n"
+    assert "\x1b]0;owned\x07" in invoke("run", file).stdout, "a file or a pipe gets what was written"
 
 
 def test_a_file_that_is_missing_or_no_text_is_a_clear_error(tmp_path: Path) -> None:

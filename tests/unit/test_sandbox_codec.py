@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import math
 import time
@@ -10,9 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rayapp.sandbox.codec import call_results, decode_frames, encode_inputs
+from rayapp.sandbox.codec import call_results, decode_frames, encode_inputs, max_frames, off_the_loop
 from rayapp.sandbox.compare import equal
 from rayapp.sandbox.harness import MAX_DEPTH, frame, pack, run_calls, unpack
+from rayapp.sandbox.local.wire import split_frames
 
 leaves = st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.binary()
 keys = st.booleans() | st.integers() | st.text() | st.tuples(st.integers(), st.text())
@@ -94,6 +96,52 @@ def test_keys_made_to_collide_do_not_hold_up_the_reader() -> None:
 def test_two_results_for_one_call_are_a_failure() -> None:
     seen = decode_frames([frame("value", 0, 1), frame("value", 0, 2), frame("value", 0, 1)], 1)
     assert not seen.calls[0].ok
+
+
+def test_two_million_empty_frames_are_read_up_to_the_first() -> None:
+    empty = bytes(4)
+    honest = b"".join(len(raw).to_bytes(4, "little") + raw for raw in (frame("defined"), frame("value", 0, 7)))
+
+    started = time.perf_counter()
+    seen = decode_frames(split_frames(honest + empty * 2_000_000), 1)
+
+    assert seen.calls[0].value == 7
+    assert time.perf_counter() - started < 1
+
+
+def test_no_more_frames_are_read_than_an_honest_run_has() -> None:
+    frames = iter([frame("defined")] * 2_000_000)
+
+    decode_frames(frames, 3)
+
+    assert sum(1 for _ in frames) == 2_000_000 - max_frames(3)
+
+
+def test_a_value_of_too_many_parts_costs_its_own_call_only() -> None:
+    code = "def f(n): return [1] * n"
+
+    seen = decode_frames(frames_of(code, [[300_000], [3]]), 2)
+
+    assert [seen.calls[index].ok for index in (0, 1)] == [False, True]
+    assert seen.calls[0].error == "ValueError: the value has more than 200000 parts"
+
+
+async def test_the_event_loop_goes_on_while_large_results_are_read() -> None:
+    raw = frame("value", 0, [1.5] * 190_000)
+    ticks = 0
+
+    async def tick() -> None:
+        nonlocal ticks
+        while True:
+            await asyncio.sleep(0)
+            ticks += 1
+
+    ticking = asyncio.create_task(tick())
+    seen = await off_the_loop(len(raw), lambda: decode_frames([raw], 1))
+    ticking.cancel()
+
+    assert seen.calls[0].ok
+    assert ticks > 1
 
 
 def test_missing_results_are_counted_as_failed_calls() -> None:

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
+import os
+import subprocess
 import sys
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
 
 from rayapp.errors import SandboxConfigError, SandboxGoneError, SandboxQuotaError
+from rayapp.sandbox.local.limits import MAX_OPEN_FILES
 from rayapp.sandbox.local.provider import LEVELS, LocalProvider
 from rayapp.sandbox.local.sandbox import LocalSandbox
 from rayapp.sandbox.local.slot import BootError, Slot
@@ -191,6 +195,105 @@ async def test_the_deadline_is_for_definition_and_all_calls_together(sandbox: Lo
     assert 0.9 < report.exec.duration_s < 5
 
 
+@contextlib.contextmanager
+def busy_core() -> Iterator[int]:
+    """A core for which two others compete, each in a session of its own: the scheduler shares it among the sessions."""
+    core = min(os.sched_getaffinity(0))
+    spin = f"import os\nos.sched_setaffinity(0, {{{core}}})\nprint(flush=True)\nwhile True: pass"
+    argv = [sys.executable, "-c", spin]
+    spinners = [subprocess.Popen(argv, start_new_session=True, stdout=subprocess.PIPE) for _ in range(2)]
+    try:
+        for spinner in spinners:
+            assert spinner.stdout is not None
+            spinner.stdout.readline()
+        yield core
+    finally:
+        for spinner in spinners:
+            spinner.kill()
+            spinner.communicate()
+
+
+@pytest.mark.parametrize("where", ["in its first thread", "in a thread"])
+async def test_waiting_for_a_processor_is_not_the_codes_time(sandbox: LocalSandbox, where: str) -> None:
+    code = (
+        "import os, threading, time\n"
+        "def work(core):\n"
+        "    os.sched_setaffinity(0, {core})\n"
+        "    while time.process_time() < 0.25: pass\n"
+        "def f(core, is_threaded):\n"
+        "    thread = threading.Thread(target=work, args=(core,))\n"
+        "    thread.start() if is_threaded else work(core)\n"
+        "    thread.join() if is_threaded else None\n"
+        "    return 'through'\n"
+    )
+
+    with busy_core() as core:
+        report = await sandbox.call_function(code, "f", [[core, where == "in a thread"]], timeout_s=0.45)
+
+    assert report.calls[0].value == "through", report
+
+
+async def test_sleeping_is_the_codes_time_whatever_the_neighbours_do(sandbox: LocalSandbox) -> None:
+    code = "import os, time\ndef f(core):\n    os.sched_setaffinity(0, {core})\n    time.sleep(60)"
+
+    with busy_core() as core:
+        report = await sandbox.call_function(code, "f", [[core]], timeout_s=0.3)
+
+    assert report.exec.stopped_for is StopCause.TIMEOUT
+    assert report.exec.duration_s < 2
+
+
+async def test_processes_share_the_time_of_their_execution(sandbox: LocalSandbox) -> None:
+    """Those, too, that nobody waits for, of which the kernel's own count knows nothing."""
+    if sandbox.isolation == "ll":
+        pytest.skip("level ll has no new processes")
+    code = (
+        "import os, signal, time\n"
+        "signal.signal(signal.SIGCHLD, signal.SIG_IGN)\n"
+        "def f():\n"
+        "    while True:\n"
+        "        if os.fork() == 0:\n"
+        "            while time.process_time() < 0.2: pass\n"
+        "            os._exit(0)\n"
+        "        time.sleep(0.4)\n"
+    )
+
+    report = await sandbox.call_function(code, "f", [[]], timeout_s=1.0)
+
+    assert report.exec.stopped_for is StopCause.TIMEOUT
+
+
+async def test_a_session_has_its_time_anew_for_each_job(sandbox: LocalSandbox) -> None:
+    work = "import time\nstart = time.process_time()\nwhile time.process_time() < start + 0.3: pass"
+
+    done = [await sandbox.run_code(work, timeout_s=0.6, stateful=True) for _ in range(3)]
+
+    assert [ran.stopped_for for ran in done] == [None] * 3
+
+
+async def test_an_execution_may_open_few_files_and_its_zygote_as_many_as_we(sandbox: LocalSandbox) -> None:
+    """The zygote's limit is also how many descriptors of its user may be in flight before it can send none."""
+    code = "from resource import *\ndef f(): return [getrlimit(RLIMIT_NOFILE)[1], getrlimit(RLIMIT_CORE)]"
+
+    report = await sandbox.call_function(code, "f", [[]], timeout_s=5)
+
+    assert report.calls[0].value == [MAX_OPEN_FILES, (1, 1)]
+    ours, zygotes = (Path(f"/proc/{pid}/limits").read_text() for pid in ("self", sandbox.slot.pid))
+    assert [line for line in zygotes.splitlines() if "open files" in line] == [
+        line for line in ours.splitlines() if "open files" in line
+    ]
+
+
+async def test_the_order_of_a_set_is_the_same_in_every_interpreter(provider: LocalProvider) -> None:
+    code = "def f(): return list({'alpha', 'beta', 'gamma', 'delta', 'epsilon'})"
+    both = await new(provider), await new(provider)
+    assert both[0].slot.pid != both[1].slot.pid
+
+    orders = [(await sandbox.call_function(code, "f", [[]], timeout_s=5)).calls[0].value for sandbox in both]
+
+    assert orders[0] == orders[1]
+
+
 async def test_a_script_has_output_input_and_an_exit_status(sandbox: LocalSandbox) -> None:
     code = "import sys\nprint(input())\nprint('bad', file=sys.stderr)\nsys.exit(3)"
 
@@ -304,7 +407,7 @@ async def test_only_the_spec_s_environment_is_there(provider: LocalProvider, mon
 
     done = await sandbox.run_code("import os\nprint(dict(os.environ))", timeout_s=5)
 
-    assert done.stdout == "{'WHO': 'me'}\n"
+    assert done.stdout == "{'PYTHONHASHSEED': '0', 'WHO': 'me'}\n"
 
 
 async def test_a_cancelled_call_ends_the_code_and_the_sandbox_works_on(sandbox: LocalSandbox) -> None:
@@ -391,7 +494,6 @@ async def test_the_memory_of_the_whole_tree_is_bounded(provider: LocalProvider) 
     assert together.duration_s < 15
 
 
-@pytest.mark.skipif(sys.prefix.startswith("/tmp/"), reason="a sandbox sees its own /tmp, not this environment's")
 async def test_preloaded_packages_can_be_used(provider: LocalProvider) -> None:
     sandbox = await new(provider, SandboxSpec(packages=("numpy",)))
 
@@ -403,6 +505,44 @@ async def test_preloaded_packages_can_be_used(provider: LocalProvider) -> None:
     )
 
     assert report.calls[0].value == [[0.5, 0.0], [0.0, 0.25]], report
+
+
+async def test_a_package_below_tmp_is_there_read_only_in_a_tmp_of_the_sandboxs_own(
+    provider: LocalProvider, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # given: an environment below /tmp, with a space in its path; the sandbox has files of its own
+    package = tmp_path / "a b" / "site-packages" / "belowtmp"
+    assert str(package).startswith("/tmp/")
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text("here = __file__")
+    (package / "later.py").write_text("value = 7")
+    monkeypatch.syspath_prepend(package.parent)
+    sandbox = await new(provider, SandboxSpec(packages=("belowtmp",)))
+    await sandbox.write_file("own", b"1")
+
+    # when: it is imported in part; something writes to /tmp; another execution imports again
+    code = (
+        "import os, belowtmp\n"
+        "def f():\n"
+        "    import belowtmp.later\n"
+        "    try:\n"
+        "        open('/tmp/left', 'w').close()\n"
+        "    except PermissionError:\n"
+        "        pass\n"
+        "    for path in (belowtmp.here, os.path.dirname(belowtmp.here) + '/new'):\n"
+        "        try:\n"
+        "            open(path, 'a')\n"
+        "        except OSError:\n"
+        "            continue\n"
+        "        return 'writable'\n"
+        "    return belowtmp.later.value\n"
+    )
+    calls = [(await sandbox.call_function(code, "f", [[]], timeout_s=5)).calls[0] for _ in range(4)]
+    script = await sandbox.run_code(f"{code}print(f())", timeout_s=5)
+
+    # then
+    assert [call.value for call in calls] == [7] * 4, calls
+    assert script.stdout == "7\n"
 
 
 async def test_a_package_that_is_not_there_is_a_config_error(provider: LocalProvider) -> None:

@@ -15,6 +15,7 @@ from rayapp.sandbox.local.seccomp import program, refuse
 from rayapp.sandbox.local.syscalls import AUDIT_ARCH, HIGHEST, NUMBERS
 
 ALLOWED = "allowed"
+DONE = "done"
 KILLED = "killed"
 MACHINES = sorted(NUMBERS)
 
@@ -24,7 +25,7 @@ def verdict(code: bytes, machine: str, number: int, *args: int) -> str:
     data = struct.pack("<IIQ6Q", number, AUDIT_ARCH[machine], 0, *(*args, *[0] * (6 - len(args))))
     value = _run(code, data)
     if value & 0xFFFF0000 == 0x00050000:
-        return errno.errorcode[value & 0xFFFF]
+        return errno.errorcode[value & 0xFFFF] if value & 0xFFFF else DONE
     return {0x7FFF0000: ALLOWED, 0x80000000: KILLED}[value]
 
 
@@ -65,6 +66,46 @@ def test_calls_that_nobody_needs_are_refused_from_the_start(machine: str, name: 
 def test_calls_of_the_zygote_are_refused_once_code_runs(machine: str, name: str) -> None:
     assert named(rules.standing(machine), machine, name) == ALLOWED
     assert named(rules.closing(machine=machine), machine, name) == "EPERM"
+
+
+@pytest.mark.parametrize("name", ["sendmsg", "sendmmsg", "setsid"])
+def test_code_sends_no_descriptors_and_starts_no_sessions(machine: str, name: str) -> None:
+    assert named(rules.standing(machine), machine, name) == ALLOWED
+    for code in (rules.closing(machine=machine), rules.closing(own_pid=77, machine=machine)):
+        assert named(code, machine, name) == "EPERM"
+
+
+@pytest.mark.parametrize("name", ["io_setup", "io_submit", "flock"])
+def test_what_is_counted_for_the_whole_machine_or_held_against_others_is_refused(machine: str, name: str) -> None:
+    assert named(rules.standing(machine), machine, name) == "EPERM"
+
+
+@pytest.mark.parametrize("name", ["sync", "syncfs", "fsync", "fdatasync", "sync_file_range", "msync", "fadvise64"])
+def test_there_is_nothing_to_write_out_so_it_is_done_at_once(machine: str, name: str) -> None:
+    assert named(rules.standing(machine), machine, name) == DONE
+
+
+def test_files_are_locked_for_oneself_only_and_neither_watched_nor_leased(machine: str) -> None:
+    set_lock, lease, notify, pipe_size, open_file_lock = 6, 1024, 1026, 1031, 37
+
+    found = [
+        named(rules.standing(machine), machine, "fcntl", 0, what)
+        for what in (set_lock, lease, notify, pipe_size, open_file_lock)
+    ]
+
+    assert found == [ALLOWED, *["EPERM"] * 4]
+
+
+def test_code_can_not_make_itself_dumpable_or_keep_others_off_the_twin_of_its_core(machine: str) -> None:
+    dumpable, name, core_scheduling = 4, 15, 62
+
+    code = rules.closing(machine=machine)
+
+    assert [named(code, machine, "prctl", option) for option in (dumpable, name, core_scheduling)] == [
+        "EPERM",
+        ALLOWED,
+        "EPERM",
+    ]
 
 
 def test_calls_newer_than_the_table_do_not_exist(machine: str) -> None:

@@ -250,6 +250,24 @@ async def test_a_used_sandbox_serves_again_only_while_it_looks_as_new_and_not_pa
         assert pool.stats()["sandbox/fake/soiled"] == 1
 
 
+@pytest.mark.parametrize("which", ["new", "used"])
+async def test_a_sandbox_whose_check_fails_in_an_unexpected_way_is_ended(which: str) -> None:
+    looks = iter(["a" * 64] * (which == "used"))
+
+    def respond(code: str) -> str:
+        for look in looks:
+            return f"look:{look}\n"
+        raise RuntimeError("a bug of the SDK's")
+
+    provider = FakeProvider(respond=respond)
+    async with opened(provider, max_uses=10, fake={"max_sandboxes": 1}) as pool:
+        waiting = asyncio.ensure_future(pool.acquire("worker", SPEC, timeout_s=60))
+        if which == "used":
+            pool.release((await waiting).lease_id, Fate.CLEAN)
+        await until(lambda: provider.killed == ["fake-1"])
+        waiting.cancel()
+
+
 async def test_a_use_limit_of_two_ends_a_clean_sandbox_after_two_leases() -> None:
     provider = FakeProvider(respond=lambda code: f"look:{'a' * 64}\n")
     async with opened(provider, max_uses=2, fake={"max_sandboxes": 1}) as pool:

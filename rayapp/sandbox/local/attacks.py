@@ -82,7 +82,8 @@ class Expected:
     """It may end itself or be ended in any way, as long as it returns nothing."""
     any_end: bool = False
     """Whatever it returns: only the state afterwards counts."""
-    within_s: float = 10.0
+    within_s: float | None = None
+    """By the clock; None is as long as code with this time limit may take on a busy machine."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,7 +1,7 @@
 """First code of a zygote process: read the settings, warm up, become nobody, enter the isolation level, serve.
 
-Started as `python -I -S -c … FD` with an empty environment and one inherited socket; see `slot.py`. Answers one packet,
-{"ready": …} or {"failed": the step that this node refuses}, and then belongs to `zygote.py`.
+Started as `python -s -P -S -c … FD` with next to no environment and one inherited socket; see `slot.py`. Answers one
+packet, {"ready": …} or {"failed": the step that this node refuses}, and then belongs to `zygote.py`.
 """
 
 # Paths here are texts for mount(), hence os and not pathlib.
@@ -16,7 +16,7 @@ import socket
 import sys
 from collections.abc import Sequence
 
-from rayapp.sandbox.harness import describe
+from rayapp.sandbox.harness import HASH_SEED, describe
 from rayapp.sandbox.local import kernel, privileges, view, wire
 from rayapp.sandbox.local import level as levels
 from rayapp.sandbox.local.landlocked import Landlocked
@@ -78,6 +78,7 @@ def _import_packages(packages: Sequence[str], paths: Sequence[str]) -> None:
     for name in packages:
         importlib.import_module(name)
     os.environ.clear()
+    os.environ.update(HASH_SEED)
 
 
 def make_level(name: str, here: view.View) -> levels.Level:

@@ -48,7 +48,7 @@ Job = tuple[str, Mapping[str, str], tuple[object, ...]]
 """Kind, environment, and what the kind needs: see `_run`."""
 Order = tuple[Bounds, bool, bytes]
 """From the zygote: resource limits, whether this begins a session, and the token that goes before a status."""
-_HARMLESS: Order = ((resource.RLIMIT_CORE, 0),), False, b""
+_HARMLESS: Order = ((resource.RLIMIT_MEMLOCK, 0),), False, b""
 _REHEARSALS = 10
 _CODE = """
 import math
@@ -168,7 +168,7 @@ def _set_input(stdin: int) -> None:
 
 
 def _set_environment(job: Job) -> None:
-    """It is empty until now."""
+    """It holds `harness.HASH_SEED` until now."""
     if job[1]:
         os.environ.update(job[1])
 

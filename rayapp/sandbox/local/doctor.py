@@ -14,6 +14,7 @@ from rayapp.errors import IsolationUnavailableError, SandboxError
 from rayapp.sandbox.local import landlock
 from rayapp.sandbox.local.attacks import Attack, load_attacks
 from rayapp.sandbox.local.canary import Canary
+from rayapp.sandbox.local.limits import longest_s
 from rayapp.sandbox.local.provider import LEVELS, LocalProvider
 from rayapp.sandbox.local.sandbox import LocalSandbox
 from rayapp.types import CallReport, SandboxSpec
@@ -27,6 +28,7 @@ def f(items):
 _BATTERY_FAMILIES = ("files", "kernel", "network", "processes", "secrets")
 """Quick ones: the doctor's whole battery takes about a second."""
 _BOOT_TIMEOUT_S = 60.0
+_GRACE_S = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,8 +107,9 @@ def judge(attack: Attack, report: CallReport) -> list[str]:
     """What is wrong with how it ended; empty when the sandbox held."""
     expect, ran, call = attack.expect, report.exec, report.calls[0]
     problems = []
-    if ran.duration_s > expect.within_s:
-        problems.append(f"took {ran.duration_s:.2f} s, at most {expect.within_s:g} s were allowed")
+    within_s = expect.within_s if expect.within_s is not None else longest_s(attack.timeout_s) + _GRACE_S
+    if ran.duration_s > within_s:
+        problems.append(f"took {ran.duration_s:.2f} s, at most {within_s:g} s were allowed")
     if expect.any_end:
         return problems
     if expect.stopped:

@@ -1,4 +1,7 @@
-"""Watches one execution from the fork to its end: deadline, output caps, memory and processes of the whole tree.
+"""Watches one execution from the fork to its end: its time, output caps, memory and processes of the whole tree.
+
+Its time is up when the tree has used as much processor time as its limit allows, or when as much time has passed,
+waiting for a processor left out: how long code takes by the clock alone depends on its neighbours.
 
 Called by the zygote. What the execution writes goes from its pipes into the answer's memory file inside the kernel.
 """
@@ -15,6 +18,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from rayapp.sandbox.local import wire
+from rayapp.sandbox.local.limits import MIB, Limits, longest_s
+from rayapp.sandbox.local.usage import Use
 
 READY = b"."
 MAX_CONTROL_BYTES = 4096
@@ -101,10 +106,13 @@ class Execution:
     streams: list[Stream]
     target: int
     """The answer's memory file."""
-    deadline: float
+    limits: Limits
+    use: Use
+    look: Callable[[], None]
+    """Brings `use` up to date."""
+    started: float = 0.0
     """By the monotonic clock."""
-    excess: Callable[[], str | None]
-    """What it has more of than it may, if anything: see `Usage.excess`."""
+    timeout_s: float = 0.0
     stopped: str | None = None
     exit_code: int = 0
     """What it says itself, if it said that it is done; negative is the signal that ended it."""
@@ -114,6 +122,7 @@ class Execution:
     """Why candidate code could not begin."""
     _open: dict[int, Stream] = field(default_factory=dict)
     _look_at: float = 0.0
+    _ends_at: float = 0.0
     _is_listening: bool = False
 
     @property
@@ -126,7 +135,7 @@ class Execution:
         done."""
         poll = select.poll()
         pidfd = os.pidfd_open(self.pid)
-        self._look_at = time.monotonic() + _LOOK_EVERY_S
+        self._look_at, self._ends_at = time.monotonic() + _LOOK_EVERY_S, self.started + self.timeout_s
         try:
             self._open = {stream.source: stream for stream in self.streams}
             for source in (pidfd, channel.fileno(), self.done.source):
@@ -154,16 +163,10 @@ class Execution:
 
     def _wait(self, poll: select.poll, pidfd: int, channel: socket.socket) -> bool:
         """Handle one round of events; False when the execution is over."""
-        left_s = self.deadline - time.monotonic()
-        if left_s <= 0:
-            self.stopped = "timeout"
-            return False
+        left_s = max(0.0, self._ends_at - time.monotonic())
         events = poll.poll(min(left_s, _LOOK_EVERY_S if self._is_listening else _LISTEN_AFTER_S) * 1000)
         if not events and not self._is_listening:
             self._begin_to_listen(poll)
-            return True
-        if time.monotonic() >= self._look_at and self._has_excess():
-            return False
         ready = [source for source, _ in events]
         for source in ready:
             if source in self._open and not self._take(source, poll):
@@ -173,7 +176,8 @@ class Execution:
         if channel.fileno() in ready:
             self._take_cancel(channel)
             return False
-        return pidfd not in ready and not self.is_done
+        # First whether it has ended: this process may have waited for a processor, too.
+        return pidfd not in ready and not self.is_done and not self._has_to_end()
 
     def _begin_to_listen(self, poll: select.poll) -> None:
         """Most executions are over before this, and what they wrote fits into their pipes: woken by each line, we would
@@ -182,10 +186,25 @@ class Execution:
         for source in self._open:
             poll.register(source, select.POLLIN)
 
-    def _has_excess(self) -> bool:
-        self._look_at = time.monotonic() + _LOOK_EVERY_S
-        self.stopped = self.excess()
+    def _has_to_end(self) -> bool:
+        now = time.monotonic()
+        if now < min(self._look_at, self._ends_at):
+            return False
+        self.look()
+        self._look_at = now + _LOOK_EVERY_S
+        self._ends_at = self.started + min(self.timeout_s + self.use.waited_s, longest_s(self.timeout_s))
+        self.stopped = self._excess(now)
         return self.stopped is not None
+
+    def _excess(self, now: float) -> str | None:
+        use, limits = self.use, self.limits
+        if use.num_threads > limits.max_processes:
+            return "processes"
+        if use.memory_bytes > limits.memory_mib * MIB:
+            return "memory"
+        if now >= self._ends_at or use.cpu_s >= self.timeout_s:
+            return "timeout"
+        return None
 
     def _hear_ready(self) -> None:
         """What the child said before candidate code began, and nothing that came later: its end is closed since."""

@@ -9,11 +9,23 @@ from pathlib import Path
 
 MIB = 1 << 20
 MAX_OPEN_FILES = 128
+"""Of one execution. Not of the zygote: its own limit is also how many descriptors of its user may be in flight before
+it can send none, see unix(7), ETOOMANYREFS."""
+_NO_CORE = 1
+"""Bytes. With 0 the kernel still starts a helper that core_pattern names, as root and outside; 1 means none
+(fs/coredump.c)."""
 _MAX_SIGNALS = 128
 
 
+_MAX_WAIT_FACTOR, _MAX_WAIT_S = 9.0, 30.0
+
 Bounds = tuple[tuple[int, int], ...]
 """Resource limits: RLIMIT_… and its value."""
+
+
+def longest_s(timeout_s: float) -> float:
+    """How long code with this time limit may take by the wall clock, if it has to wait for a processor."""
+    return timeout_s + min(_MAX_WAIT_FACTOR * timeout_s, _MAX_WAIT_S)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,11 +52,10 @@ class Limits:
 def set_standing_limits() -> None:
     """Limits that are the same for every execution, on the zygote itself: its forks inherit them."""
     standing = (
-        (resource.RLIMIT_CORE, 0),
+        (resource.RLIMIT_CORE, _NO_CORE),
         (resource.RLIMIT_MEMLOCK, 0),
         (resource.RLIMIT_MSGQUEUE, 0),
         (resource.RLIMIT_SIGPENDING, _MAX_SIGNALS),
-        (resource.RLIMIT_NOFILE, MAX_OPEN_FILES),
     )
     lower(tuple((what, _at_most_ours(what, value)) for what, value in standing))
 
@@ -59,6 +70,7 @@ def resource_bounds(limits: Limits, *, num_running: int | None) -> Bounds:
         (resource.RLIMIT_CPU, limits.cpu_s),
         (resource.RLIMIT_AS, mapped_bytes() + limits.memory_mib * MIB),
         (resource.RLIMIT_FSIZE, limits.disk_mib * MIB),
+        (resource.RLIMIT_NOFILE, MAX_OPEN_FILES),
     ]
     if num_running is not None:
         bounds.append((resource.RLIMIT_NPROC, num_running + limits.max_processes))

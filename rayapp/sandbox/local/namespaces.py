@@ -21,6 +21,7 @@ from pathlib import Path
 from rayapp.sandbox.local import kernel, landlock, rules, seccomp, syscalls
 from rayapp.sandbox.local.level import Place
 from rayapp.sandbox.local.limits import MIB, Bounds, Limits, resource_bounds
+from rayapp.sandbox.local.privileges import make_mount_point
 from rayapp.sandbox.local.usage import Usage
 from rayapp.sandbox.local.view import DEVICES, SYSTEM, View, spare_mount_point
 
@@ -29,6 +30,8 @@ _ALL = (
     | kernel.CLONE_NEWIPC | kernel.CLONE_NEWUTS | kernel.CLONE_NEWCGROUP
 )  # fmt: skip
 _TMP = "/tmp"
+_BELOW_TMP = "/.below-tmp"
+"""Where what lies below the machine's /tmp is kept, numbered, to be shown again in each new /tmp."""
 _MAX_FILES = 1024
 _PLAIN = kernel.MS_NOSUID | kernel.MS_NODEV
 _seen = ctypes.create_string_buffer(kernel.STATX_BYTES)
@@ -45,6 +48,7 @@ class Namespaces:
     def __init__(self, view: View, *, with_proc: bool) -> None:
         self.name = "ns+proc" if with_proc else "ns"
         self._view = view
+        self._below_tmp = [path for path in view.extra() if path.startswith(f"{_TMP}/")]
         self._with_proc = with_proc
         self._disk_mib = 0
         """Of /tmp; 0 while there is none."""
@@ -101,7 +105,7 @@ class Namespaces:
         if own == "proc":
             kernel.mount("proc", "/proc", "proc", _PLAIN | kernel.MS_NOEXEC, "subset=pid")
         elif own == "tmp":
-            kernel.mount("tmpfs", _TMP, "tmpfs", _PLAIN, _tmpfs_options(place.disk_mib))
+            self._mount_tmp(_PLAIN, place.disk_mib)
             landlock.allow(self._ruleset, _TMP, landlock.read_write())
         if own:
             os.chdir(_TMP)
@@ -132,7 +136,7 @@ class Namespaces:
             kernel.umount(_TMP, kernel.MNT_DETACH)
             os.close(self._ruleset)
         # That it was read does not count.
-        kernel.mount("tmpfs", _TMP, "tmpfs", _PLAIN | kernel.MS_NOATIME, _tmpfs_options(disk_mib))
+        self._mount_tmp(_PLAIN | kernel.MS_NOATIME, disk_mib)
         os.chdir(_TMP)
         self._disk_mib, self._tmp_is_new, self._untouched = disk_mib, True, _look_at_tmp()
         self._ruleset = landlock.create_ruleset()
@@ -143,16 +147,24 @@ class Namespaces:
         closing = seccomp.installation(self._filter)
         self._steps = [landlock.restriction(self._ruleset), kernel.CLEAR_CAPABILITIES, closing]
 
+    def _mount_tmp(self, flags: int, disk_mib: int) -> None:
+        kernel.mount("tmpfs", _TMP, "tmpfs", flags, _tmpfs_options(disk_mib))
+        for number, path in enumerate(self._below_tmp):
+            kept = f"{_BELOW_TMP}/{number}"
+            make_mount_point(path, is_dir=os.path.isdir(kept))
+            kernel.mount(kept, path, "", kernel.MS_BIND | kernel.MS_REC)  # read-only, as what it shows
+
     def _build_root(self) -> None:
         kernel.mount("none", "/", "", kernel.MS_REC | kernel.MS_PRIVATE)
         root = spare_mount_point(self._view.sources())
         kernel.mount("tmpfs", root, "tmpfs", _PLAIN, "size=1m,mode=755")
         _bind_system(root)
-        _bind_read_only(self._view.library, root)
-        for folder in _installed_packages(root, self._view.library):
-            kernel.mount("tmpfs", folder, "tmpfs", _PLAIN, "size=64k,mode=755")
-        for source in (*self._view.shared, *self._view.packages):
-            _bind_read_only(source, root)
+        targets = {path: f"{_BELOW_TMP}/{number}" for number, path in enumerate(self._below_tmp)}
+        for source in self._view.extra():
+            _bind_read_only(source, root + targets.get(source, source))
+            if source == self._view.library:
+                for folder in _installed_packages(root, targets.get(source, source)):
+                    kernel.mount("tmpfs", folder, "tmpfs", _PLAIN, "size=64k,mode=755")
         _make_devices(root)
         _write_etc(root)
         for folder in (_TMP, "/proc", "/.old"):
@@ -210,23 +222,19 @@ def _bind_system(root: str) -> None:
         if os.path.islink(path):
             os.symlink(os.readlink(path), root + path)
         elif os.path.isdir(path):
-            _bind_read_only(path, root)
+            _bind_read_only(path, root + path)
 
 
-def _bind_read_only(source: str, root: str) -> None:
-    """Show a folder or file of the machine at the same path, read-only with all that is mounted beneath it."""
-    target = Path(root + source)
-    if os.path.isdir(source):
-        target.mkdir(parents=True, exist_ok=True)
-    elif not target.exists():
-        target.parent.mkdir(parents=True, exist_ok=True)
-        target.touch()
-    kernel.mount(source, str(target), "", kernel.MS_BIND | kernel.MS_REC)
+def _bind_read_only(source: str, target: str) -> None:
+    """Show a folder or file of the machine, read-only with all that is mounted beneath it."""
+    if not Path(target).exists():
+        make_mount_point(target, is_dir=os.path.isdir(source))
+    kernel.mount(source, target, "", kernel.MS_BIND | kernel.MS_REC)
     attributes = struct.pack("<QQQQ", _ATTR_RDONLY | _ATTR_NOSUID | _ATTR_NODEV, 0, 0, 0)
     kernel.syscall(
         syscalls.number("mount_setattr"),
         ctypes.c_int(kernel.AT_FDCWD),
-        str(target).encode(),
+        target.encode(),
         ctypes.c_uint(_AT_RECURSIVE),
         attributes,
         ctypes.c_size_t(len(attributes)),
@@ -271,4 +279,4 @@ def _write_etc(root: str) -> None:
     (etc / "hostname").write_text("sandbox\n")
     for name in ("ld.so.cache", "alternatives"):
         if os.access(f"/etc/{name}", os.R_OK):
-            _bind_read_only(f"/etc/{name}", root)
+            _bind_read_only(f"/etc/{name}", f"{root}/etc/{name}")

@@ -8,6 +8,7 @@ from dataclasses import replace
 from rayapp.errors import SandboxDeadlineError, SandboxGoneError
 from rayapp.sandbox.codec import Frames, call_results, decode_frames
 from rayapp.sandbox.local.slot import Answer
+from rayapp.sandbox.local.wire import split_frames
 from rayapp.types import CallReport, CallResult, ExecOutcome, ExecResult, StopCause
 
 
@@ -18,7 +19,7 @@ def script_result(answer: Answer, level: str) -> ExecResult:
         SandboxGoneError: the child never got as far as candidate code.
     """
     _check_started(answer)
-    seen = decode_frames(answer.frames, 0)
+    seen = decode_frames(split_frames(answer.results), 0)
     return _result(answer, level, error=seen.script_error, is_complete=True)
 
 
@@ -29,7 +30,7 @@ def session_result(answer: Answer, level: str) -> ExecResult:
         SandboxGoneError: the session never got as far as candidate code.
     """
     _check_started(answer)
-    seen = decode_frames(answer.frames, 0)
+    seen = decode_frames(split_frames(answer.results), 0)
     result = _result(answer, level, error=seen.script_error, is_complete=seen.exit_status is not None)
     if result.exit_code != 0 or not seen.exit_status:
         return result
@@ -43,7 +44,7 @@ def call_report(answer: Answer, level: str, num_calls: int) -> CallReport:
         SandboxGoneError: the child never got as far as candidate code.
     """
     _check_started(answer)
-    seen = decode_frames(answer.frames, num_calls)
+    seen = decode_frames(split_frames(answer.results), num_calls)
     result = _result(answer, level, error=_call_error(seen), is_complete=seen.is_defined and seen.is_done)
     return CallReport(exec=result, calls=call_results(seen, num_calls, _why_missing(result)))
 

@@ -16,6 +16,7 @@ from rayapp.sandbox.local.seccomp import (
     Block,
     both,
     dies_with,
+    no_effect,
     not_masked,
     not_with,
     null_pointer,
@@ -34,6 +35,16 @@ _AF_UNIX, _SOCK_STREAM, _SOCK_TYPE_MASK = 1, 1, 0xB
 _TIOCSTI, _TIOCLINUX, _FIOSETOWN, _SIOCSPGRP = 0x5412, 0x541C, 0x8901, 0x8902
 _FS_IOC_SETFLAGS, _FS_IOC_FSSETXATTR = 0x40086602, 0x401C5820
 _F_SETOWN, _F_SETSIG, _F_SETOWN_EX = 8, 10, 15
+_F_SETLEASE, _F_NOTIFY, _F_SETPIPE_SZ, _F_OFD_SETLK, _F_OFD_SETLKW = 1024, 1026, 1031, 37, 38
+_PR_SCHED_CORE = 62
+_PRCTL_NEVER = (
+    kernel.PR_SET_PDEATHSIG,
+    kernel.PR_SET_DUMPABLE,
+    kernel.PR_SET_CHILD_SUBREAPER,
+    kernel.PR_SET_MM,
+    _PR_SCHED_CORE,
+)
+"""Outliving or adopting processes; core dumps; its memory's layout; keeping others off the twin of its core."""
 
 _NEVER = (
     "ptrace", "process_vm_readv", "process_vm_writev", "process_madvise", "process_mrelease", "kcmp", "pidfd_getfd",
@@ -46,19 +57,27 @@ _NEVER = (
     "setdomainname", "iopl", "ioperm", "modify_ldt", "uselib", "vhangup", "personality", "lookup_dcookie",
     "fanotify_init", "fanotify_mark", "inotify_init", "inotify_init1", "mknod", "mknodat", "ioprio_set",
     "migrate_pages", "move_pages", "mbind", "set_mempolicy", "set_mempolicy_home_node", "vmsplice",
-    "lsm_set_self_attr", "statmount", "listmount",
+    "lsm_set_self_attr", "statmount", "listmount", "io_setup", "io_destroy", "io_submit", "io_cancel", "io_getevents",
+    "io_pgetevents", "flock",
 )  # fmt: skip
 """Other processes' memory; the network; files by handle; kernel subsystems with a record of holes; keys; shared memory,
-which no limit of the candidate counts; what only an administrator needs."""
+which no limit of the candidate counts; contexts of which the machine has a fixed number; locks that need no right to
+write; what only an administrator needs."""
+
+_NO_EFFECT = ("sync", "syncfs", "fsync", "fdatasync", "sync_file_range", "msync", "fadvise64")
+"""The only files that code can write are in memory, where there is nothing to do. On others these calls would make
+everybody wait for the disk, or forget what is cached."""
 
 _ZYGOTE_ONLY = (
     "mount", "umount2", "pivot_root", "chroot", "move_mount", "open_tree", "open_tree_attr", "fsopen", "fsconfig",
     "fsmount", "fspick", "mount_setattr", "unshare", "setns", "pidfd_open", "pidfd_send_signal", "memfd_create",
     "setuid", "setgid", "setreuid", "setregid", "setresuid", "setresgid", "setfsuid", "setfsgid", "setgroups",
-    "landlock_create_ruleset", "landlock_add_rule", "landlock_restrict_self",
+    "landlock_create_ruleset", "landlock_add_rule", "landlock_restrict_self", "setsid", "sendmsg", "sendmmsg",
 )  # fmt: skip
 """What the zygote calls to start an execution, and nothing in it may call. Memory files are memory that no
-limit of the candidate counts."""
+limit of the candidate counts. Each session is a group of its own to the scheduler, so fourteen would get fourteen
+neighbours' time. Messages can hold descriptors, which the kernel counts by user until they arrive: more than
+RLIMIT_NOFILE of them, and the zygote can send none. `send` and `sendto` remain."""
 
 _OWNERS_ONLY = (
     "chmod", "fchmod", "fchmodat", "fchmodat2", "chown", "lchown", "fchown", "fchownat", "utime", "utimes",
@@ -77,7 +96,14 @@ def standing(machine: str | None = None) -> bytes:
     rules["sendto"] = null_pointer(4)
     rules["ioctl"] = not_with(1, _TIOCSTI, _TIOCLINUX, _FIOSETOWN, _SIOCSPGRP, _FS_IOC_SETFLAGS, _FS_IOC_FSSETXATTR)
     # Signal-driven I/O sends any signal to any process of this uid, past every rule about kill.
-    rules["fcntl"] = not_with(1, _F_SETOWN, _F_SETSIG, _F_SETOWN_EX)
+    # Watching, leasing and locking files of others; buffers of pipes, of which a user may have so many. Locks by
+    # F_SETLK stay, for SQLite: for files that can't be written they exclude nobody who reads.
+    rules["fcntl"] = not_with(
+        1, _F_SETOWN, _F_SETSIG, _F_SETOWN_EX, _F_SETLEASE, _F_NOTIFY, _F_SETPIPE_SZ, _F_OFD_SETLK, _F_OFD_SETLKW
+    )
+    rules |= {name: no_effect() for name in _NO_EFFECT}
+    # Each holds one of the signals that a user may have on their way; programs that want one fall back to alarm.
+    rules["timer_create"] = refuse(errno.ENOSYS)
     for name in ("sched_setparam", "sched_setscheduler", "sched_setattr", "sched_setaffinity", "prlimit64"):
         # 0 is the caller: the limits and the priority of the zygote are not the candidate's to change.
         rules[name] = only_with(0, 0)
@@ -94,7 +120,7 @@ def closing(*, own_pid: int | None = None, machine: str | None = None) -> bytes:
         own_pid: without a pid namespace, its process id: it may signal nobody else and fork no process, threads only.
     """
     rules: dict[str, Block] = {name: refuse() for name in _ZYGOTE_ONLY}
-    rules["prctl"] = not_with(0, kernel.PR_SET_PDEATHSIG, kernel.PR_SET_CHILD_SUBREAPER, kernel.PR_SET_MM)
+    rules["prctl"] = not_with(0, *_PRCTL_NEVER)
     rules["clone"] = without_bits(0, _NAMESPACES)
     if own_pid is None:
         # As pid 1 of its namespace it would survive killing itself, unlike anywhere else.

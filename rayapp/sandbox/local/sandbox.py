@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from rayapp.errors import SandboxDeadlineError, SandboxError, SandboxGoneError
-from rayapp.sandbox.codec import encode_inputs
+from rayapp.sandbox.codec import encode_inputs, off_the_loop
 from rayapp.sandbox.local.limits import MIB, Limits
 from rayapp.sandbox.local.results import call_report, refusal, script_result, session_result
 from rayapp.sandbox.local.slot import Answer, Slot
@@ -61,7 +61,8 @@ class LocalSandbox:
         answer = await self._run(
             "script", (code,), timeout_s, max_output_bytes, home=True, session=stateful, stdin=stdin
         )
-        return session_result(answer, self.isolation) if stateful else script_result(answer, self.isolation)
+        read = session_result if stateful else script_result
+        return await off_the_loop(len(answer.results), lambda: read(answer, self.isolation))
 
     async def call_function(
         self, code: str, function: str, inputs: Sequence[Sequence[object]], *, timeout_s: float
@@ -71,7 +72,7 @@ class LocalSandbox:
         if (problem := _problem(code)) is not None:
             return refusal(problem, self.isolation, len(inputs))
         answer = await self._run("calls", (code, function, packed), timeout_s, _CALLS_OUTPUT_BYTES)
-        return call_report(answer, self.isolation, len(inputs))
+        return await off_the_loop(len(answer.results), lambda: call_report(answer, self.isolation, len(inputs)))
 
     async def run_command(
         self, argv: Sequence[str], *, timeout_s: float, stdin: str = "", max_output_bytes: int = 65536

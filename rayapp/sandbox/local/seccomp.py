@@ -34,6 +34,11 @@ def refuse(number: int = errno.EPERM) -> Block:
     return ((_RETURN, 0, 0, _ERRNO | number),)
 
 
+def no_effect() -> Block:
+    """The call returns 0 at once."""
+    return refuse(0)
+
+
 def _argument(index: int, *, high: bool = False) -> Instruction:
     return (_LOAD, 0, 0, _ARGS_AT + 8 * index + 4 * high)
 

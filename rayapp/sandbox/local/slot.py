@@ -18,15 +18,17 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rayapp.errors import SandboxDeadlineError, SandboxGoneError, SandboxProtocolError
+from rayapp.sandbox.harness import HASH_SEED
 from rayapp.sandbox.local import wire
-from rayapp.sandbox.local.limits import Limits
+from rayapp.sandbox.local.limits import Limits, longest_s
 
 GRACE_S = 5.0
 """The zygote enforces the deadline of a job; past this much more it is not answering and is killed."""
 BOOT_TIMEOUT_S = 60.0
 _CODE_PATH = str(Path(__file__).resolve().parents[3])
-_ENVIRONMENT = {"LD_BIND_NOW": "1"}
-"""Else each child would look up the functions of libc that it is the first to call. Not passed on to any."""
+_ENVIRONMENT = {"LD_BIND_NOW": "1", **HASH_SEED}
+"""LD_BIND_NOW: else each child would look up the functions of libc that it is the first to call. Not passed on to any.
+HASH_SEED: the same for every zygote, see there."""
 _PROGRAM = "import sys; sys.path.insert(0, {path!r}); from rayapp.sandbox.local.boot import main; main({descriptor})"
 
 
@@ -46,7 +48,8 @@ class Answer:
     stopped: str | None
     stdout: bytes
     stderr: bytes
-    frames: tuple[bytes, ...]
+    results: bytes
+    """What came through the result pipe; `wire.split_frames` reads it."""
     duration_s: float
     problem: str = ""
     """Why candidate code could not begin; empty when it did."""
@@ -142,7 +145,7 @@ class Slot:
         header |= {"kind": kind, "limits": limits.as_dict(), "home": home, "session": session}
         try:
             self._send(header, job, *([stdin] if stdin else ()))
-            reply, bodies = await self._reply(timeout_s + GRACE_S)
+            reply, bodies = await self._reply(longest_s(timeout_s) + GRACE_S)
         except (EOFError, OSError) as error:
             raise SandboxGoneError(f"the sandbox's interpreter died: {self.close_and_explain()}") from error
         return _read_answer(reply, bodies, self._num_jobs)
@@ -247,8 +250,9 @@ def _spawn() -> tuple[subprocess.Popen[bytes], socket.socket, int]:
     with theirs:
         ours.setblocking(False)
         program = _PROGRAM.format(path=_CODE_PATH, descriptor=theirs.fileno())
-        # -B: a zygote writes nowhere. -X utf8: the environment is empty, so the locale would be C.
-        argv = [sys.executable, "-I", "-S", "-B", "-X", "utf8", "-c", program]
+        # -s, -P and -S: as -I, which would ignore the hash seed; the environment holds nothing else of Python's.
+        # -B: a zygote writes nowhere. -X utf8: with so little in the environment the locale would be C.
+        argv = [sys.executable, "-s", "-P", "-S", "-B", "-X", "utf8", "-c", program]
         try:
             process = subprocess.Popen(
                 argv,
@@ -294,7 +298,7 @@ def _read_answer(reply: Mapping[str, object], bodies: list[int], number: int) ->
         stopped=None if stopped is None else str(stopped),
         stdout=out,
         stderr=err,
-        frames=tuple(wire.split_frames(results)),
+        results=results,
         duration_s=float(str(reply["duration_s"])),
         problem=str(reply["problem"]),
     )

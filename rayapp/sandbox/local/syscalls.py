@@ -27,6 +27,9 @@ _COMMON = {
 }  # fmt: skip
 
 _X86_64 = {
+    "msync": 26, "sendmsg": 46, "flock": 73, "fsync": 74, "fdatasync": 75, "setsid": 112, "sync": 162, "io_setup": 206,
+    "io_destroy": 207, "io_getevents": 208, "io_submit": 209, "io_cancel": 210, "fadvise64": 221, "timer_create": 222,
+    "sync_file_range": 277, "syncfs": 306, "sendmmsg": 307, "io_pgetevents": 333,
     "open": 2, "truncate": 76, "chmod": 90, "fchmod": 91, "chown": 92, "fchown": 93, "lchown": 94, "utime": 132,
     "setxattr": 188, "lsetxattr": 189, "fsetxattr": 190, "removexattr": 197, "lremovexattr": 198,
     "fremovexattr": 199, "utimes": 235, "openat": 257, "fchownat": 260, "futimesat": 261, "fchmodat": 268,
@@ -51,6 +54,9 @@ _X86_64 = {
 }  # fmt: skip
 
 _AARCH64 = {
+    "io_setup": 0, "io_destroy": 1, "io_submit": 2, "io_cancel": 3, "io_getevents": 4, "flock": 32, "sync": 81,
+    "fsync": 82, "fdatasync": 83, "sync_file_range": 84, "timer_create": 107, "setsid": 157, "sendmsg": 211,
+    "fadvise64": 223, "msync": 227, "syncfs": 267, "sendmmsg": 269, "io_pgetevents": 292,
     "setxattr": 5, "lsetxattr": 6, "fsetxattr": 7, "removexattr": 14, "lremovexattr": 15, "fremovexattr": 16,
     "truncate": 45, "fchmod": 52, "fchmodat": 53, "fchownat": 54, "fchown": 55, "openat": 56, "utimensat": 88,
     "lookup_dcookie": 18, "fcntl": 25, "inotify_init1": 26, "ioctl": 29, "ioprio_set": 30, "mknodat": 33,

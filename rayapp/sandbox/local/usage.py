@@ -1,7 +1,7 @@
-"""How much memory and how many processes an execution has, over its whole tree. Read from /proc, by the zygote.
+"""What an execution has used, over its whole tree: memory, processes, processor time. Read from /proc, by the zygote.
 
-Resource limits hold for each process by itself: sixteen processes may have sixteen times the memory. A cgroup would
-count them together, but a pod has none to write to.
+Resource limits hold for each process by itself: sixteen processes may have sixteen times the memory, and sixteen times
+the processor. A cgroup would count them together, but a pod has none to write to.
 """
 
 from __future__ import annotations
@@ -9,11 +9,50 @@ from __future__ import annotations
 import os
 import resource
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass
-
-from rayapp.sandbox.local.limits import MIB, Limits
+from dataclasses import dataclass, field
 
 _PAGE = resource.getpagesize()
+_TICK_S = 1 / os.sysconf("SC_CLK_TCK")
+_CPU_FIELDS, _ALL_CPU_FIELDS, _THREADS_FIELD, _RESIDENT_FIELD = slice(11, 13), slice(11, 15), 17, 21
+"""Of /proc/PID/stat, from the state on, see proc(5): its own ticks, and with those of children it has waited for."""
+
+
+@dataclass(slots=True)
+class Use:
+    """Of one execution so far."""
+
+    memory_bytes: int = 0
+    num_threads: int = 0
+    """Threads of all processes together."""
+    cpu_s: float = 0.0
+    """Of all processes together, those that have ended included."""
+    waited_s: float = 0.0
+    """What the thread that waited longest for a processor, able to run, has waited."""
+    _cpu: dict[str, int] = field(default_factory=dict)
+    """Ticks by process id."""
+    _ticks_before: int = 0
+    _waited_before: dict[str, int] = field(default_factory=dict)
+    """Nanoseconds by thread."""
+
+    def take(self, stats: dict[str, list[str]], waited: dict[str, int], warm_pages: int) -> None:
+        """A look at all processes that live: their /proc/PID/stat, and how long each thread has waited."""
+        # Each is a fork of the warm interpreter: what they share with it is no memory of theirs.
+        pages = sum(max(0, int(stat[_RESIDENT_FIELD]) - warm_pages) for stat in stats.values())
+        self.memory_bytes = pages * _PAGE
+        self.num_threads = sum(int(stat[_THREADS_FIELD]) for stat in stats.values())
+        self.cpu_s = (self._ticks(stats) - self._ticks_before) * _TICK_S
+        since = (ns - self._waited_before.get(thread, 0) for thread, ns in waited.items())
+        self.waited_s = max(self.waited_s, max(since, default=0) / 1e9)
+
+    def _ticks(self, stats: dict[str, list[str]]) -> int:
+        self._cpu |= {pid: sum(map(int, stat[_CPU_FIELDS])) for pid, stat in stats.items()}
+        # The kernel's own sum leaves out children that nobody waited for, ours those that no look has seen.
+        of_kernel = sum(sum(map(int, stat[_ALL_CPU_FIELDS])) for stat in stats.values())
+        return max(of_kernel, sum(self._cpu.values()))
+
+    def forget(self, stats: dict[str, list[str]], waited: dict[str, int]) -> None:
+        """What was until now: that was an earlier job of the same session."""
+        self._ticks_before, self._waited_before = self._ticks(stats), waited
 
 
 @dataclass(slots=True)
@@ -21,7 +60,7 @@ class Usage:
     """Sees a process's descendants, through a /proc opened before it went out of sight."""
 
     proc: int
-    """Descriptor of a /proc; -1 where there is none, and then nothing is ever in excess."""
+    """Descriptor of a /proc; -1 where there is none, and then nothing is ever used."""
     own_pid: str = ""
     """Id in that /proc, which may be of an outer pid namespace, of the process whose children are looked at."""
     _depth: int = 0
@@ -42,29 +81,31 @@ class Usage:
         """From now on: of this process, which they are forked from."""
         self.own_pid = pid
         if self.proc >= 0:
-            self._warm_pages = self._resident_pages(pid)
+            self._warm_pages = int(self._stat(pid)[_RESIDENT_FIELD])
             self._depth = len(self._ids(pid)) - 1
 
     def id_of_this_process(self) -> str:
         """Its id in that /proc; empty where there is none."""
         return os.readlink("self", dir_fd=self.proc) if self.proc >= 0 else ""
 
-    def excess(self, limits: Limits, apart: Collection[int]) -> str | None:
-        """`memory` or `processes` when the tree has more than it may.
+    def look(self, use: Use, apart: Collection[int]) -> None:
+        """At everything that the execution has running now.
 
         Args:
             apart: process ids, as that process knows them, of children that are not the execution's.
         """
-        if self.proc < 0:
-            return None
-        pages = threads = 0
-        for pid in self._tree(apart):
-            # Each is a fork of the warm interpreter: what they share with it is no memory of theirs.
-            pages += max(0, self._resident_pages(pid) - self._warm_pages)
-            threads += self._num_threads(pid)
-            if threads > limits.max_processes:
-                return "processes"
-        return "memory" if pages * _PAGE > limits.memory_mib * MIB else None
+        if self.proc >= 0:
+            use.take(*self._seen(apart), self._warm_pages)
+
+    def begin(self, use: Use, apart: Collection[int]) -> None:
+        """Count from here on, as another job of its session comes."""
+        if self.proc >= 0:
+            use.forget(*self._seen(apart))
+
+    def _seen(self, apart: Collection[int]) -> tuple[dict[str, list[str]], dict[str, int]]:
+        stats = {pid: stat for pid in self._tree(apart) if (stat := self._stat(pid))}
+        threads = [thread for pid, stat in stats.items() for thread in self._threads(pid, int(stat[_THREADS_FIELD]))]
+        return stats, {thread: self._waited_ns(thread) for thread in threads}
 
     def _tree(self, apart: Collection[int]) -> Iterator[str]:
         pending = [pid for pid in self._children(self.own_pid) if not apart or self._known_as(pid) not in apart]
@@ -86,15 +127,29 @@ class Usage:
         _, _, after = self._read(f"{pid}/status").partition("\nNSpid:")
         return after.partition("\n")[0].split()
 
-    def _resident_pages(self, pid: str) -> int:
-        fields = self._read(f"{pid}/statm").split()
-        return int(fields[1]) if len(fields) > 1 else 0
+    def _stat(self, pid: str) -> list[str]:
+        """Fields from the state on, as the name before them may be anything; empty when it has just ended."""
+        return self._read(f"{pid}/stat").rpartition(")")[2].split()
 
-    def _num_threads(self, pid: str) -> int:
+    def _threads(self, pid: str, num_threads: int) -> list[str]:
+        """Where each has its files in that /proc."""
+        if num_threads < 2:
+            return [f"{pid}/task/{pid}"]
         try:
-            return os.stat(f"{pid}/task", dir_fd=self.proc).st_nlink - 2
+            folder = os.open(f"{pid}/task", os.O_RDONLY | os.O_DIRECTORY, dir_fd=self.proc)
         except OSError:
-            return 0  # it has just ended
+            return []  # it has just ended
+        try:
+            return [f"{pid}/task/{thread}" for thread in os.listdir(folder)]  # noqa: PTH208  (of a descriptor)
+        except OSError:
+            return []
+        finally:
+            os.close(folder)
+
+    def _waited_ns(self, thread: str) -> int:
+        """0 where the kernel does not count it (CONFIG_SCHED_INFO)."""
+        fields = self._read(f"{thread}/schedstat").split()
+        return int(fields[1]) if len(fields) > 1 else 0
 
     def _read(self, path: str) -> str:
         try:
@@ -102,7 +157,7 @@ class Usage:
         except OSError:
             return ""  # it has just ended
         try:
-            return os.read(descriptor, 1 << 16).decode()
+            return os.read(descriptor, 1 << 16).decode(errors="replace")
         except OSError:
             return ""
         finally:

@@ -4,7 +4,8 @@
     <library>           Python's standard library, without site-packages (where this project's own tasks may be)
     <packages>          the extra packages that a spec names, one folder each, read-only
     /dev                null, zero, full, random, urandom
-    /tmp                private, in memory, with a quota; the only place to write
+    /tmp                private, in memory, with a quota; the only place to write. Where Python or a package lies below
+                        the machine's /tmp, that is there too, read-only
 
 Nothing of /home, /root, /etc, /var, /run, /proc or /sys.
 """
@@ -30,8 +31,12 @@ class View:
     packages: tuple[str, ...]
     """Folders and files of extra packages."""
 
+    def extra(self) -> tuple[str, ...]:
+        """What is shown besides the system's folders."""
+        return (self.library, *self.shared, *self.packages)
+
     def sources(self) -> tuple[str, ...]:
-        return (*SYSTEM, self.library, *self.shared, *self.packages)
+        return (*SYSTEM, *self.extra())
 
 
 def of_this_interpreter(packages: Sequence[str]) -> View:

@@ -12,6 +12,7 @@ import json
 import os
 import socket
 import struct
+from collections.abc import Iterator
 
 MAX_HEADER_BYTES = 32768
 _FIXED = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL
@@ -70,16 +71,15 @@ def read_memory_file(descriptor: int) -> bytes:
     return data
 
 
-def split_frames(raw: bytes) -> list[bytes]:
+def split_frames(raw: bytes) -> Iterator[bytes]:
     """The payloads of what `child.send` wrote; a cut or senseless tail is left out."""
-    frames, at = [], 0
+    at = 0
     while at + 4 <= len(raw):
         (size,) = struct.unpack_from("<I", raw, at)
         if at + 4 + size > len(raw):
-            break
-        frames.append(raw[at + 4 : at + 4 + size])
+            return
+        yield raw[at + 4 : at + 4 + size]
         at += 4 + size
-    return frames
 
 
 def _write_all(descriptor: int, data: bytes) -> None:

@@ -4,9 +4,9 @@
              <-packet, memfd(out, err, frames)--  |   | pipes, spliced into the memfd; killed at deadline or flood
                                                   `-> template: forks the child for the next job
 
-Started by `slot.py` as `python -I -S` with an empty environment. The next job is most likely like the last one, so its
-child is forked and confined before it comes; where children can't reach each other two are kept, as making one takes
-longer than a short job does. No job is given out before all that ran the last one is dead.
+Started by `slot.py` as `python -s -P -S` with next to no environment. The next job is most likely like the last one, so
+its child is forked and confined before it comes; where children can't reach each other two are kept, as making one
+takes longer than a short job does. No job is given out before all that ran the last one is dead.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from rayapp.sandbox.local.execution import Execution, Stream
 from rayapp.sandbox.local.level import Level, Place
 from rayapp.sandbox.local.limits import Limits
 from rayapp.sandbox.local.template import Template
+from rayapp.sandbox.local.usage import Use
 
 MAX_RESULT_BYTES = 8 << 20
 """All frames of one execution."""
@@ -77,9 +78,11 @@ class Zygote:
         self._order(ran, limits, descriptors, is_session=bool(header["session"]))
         if not ran.pid:
             self._template.settle()
-        deadline = started + float(header["timeout_s"])  # type: ignore[arg-type]
-        execution = self._execution(ran, limits, _integer(header, "max_output_bytes"), deadline)
+        execution = self._execution(ran, limits, _integer(header, "max_output_bytes"))
+        execution.started, execution.timeout_s = started, float(header["timeout_s"])  # type: ignore[arg-type]
         execution.is_ready = is_resumed
+        if is_resumed:
+            self._usage.begin(execution.use, self._others(ran))
         self._next_ends = self._next_ends or Ends()
         try:
             execution.watch(self._channel)
@@ -149,9 +152,10 @@ class Zygote:
         ends.close_given()
         return child
 
-    def _execution(self, ran: Child, limits: Limits, max_output: int, deadline: float) -> Execution:
+    def _execution(self, ran: Child, limits: Limits, max_output: int) -> Execution:
         caps = (max_output, max_output, MAX_RESULT_BYTES)
         starts = (0, max_output, 2 * max_output)
+        use = Use()
         return Execution(
             pid=ran.pid,
             end=lambda pid: self._end(pid)[0],
@@ -161,8 +165,9 @@ class Zygote:
                 Stream(source, start, cap) for source, start, cap in zip(ran.ends.sources, starts, caps, strict=True)
             ],
             target=os.memfd_create("answer", os.MFD_CLOEXEC),
-            deadline=deadline,
-            excess=lambda: self._usage.excess(limits, self._others(ran)),
+            limits=limits,
+            use=use,
+            look=lambda: self._usage.look(use, self._others(ran)),
         )
 
     def _num_running(self) -> int:

@@ -171,6 +171,27 @@ async def the_environment_is_the_specs(provider: SandboxProvider) -> None:
         assert result.stdout == "test True\n", result
 
 
+async def texts_are_hashed_alike_in_every_sandbox(provider: SandboxProvider) -> None:
+    """Or the order of a set of them, and so a verdict, would depend on the sandbox."""
+    outputs = []
+    for _ in range(2):
+        async with made(provider) as sandbox:
+            called = await sandbox.call_function("def f(): return hash('text')", "f", [[]], timeout_s=20)
+            printed = (await sandbox.run_code("print(hash('text'))", timeout_s=20)).stdout
+            command = (await sandbox.run_command(["sh", "-c", "echo $PYTHONHASHSEED"], timeout_s=20)).stdout
+            outputs.append((called.calls[0].value, printed, command))
+    assert outputs[0] == outputs[1], outputs
+    assert outputs[0][1:] == (f"{outputs[0][0]}\n", "0\n"), outputs
+
+
+async def what_lies_in_its_folder_replaces_no_module(provider: SandboxProvider) -> None:
+    async with made(provider) as sandbox:
+        for name in ("json.py", "base64.py", "sitecustomize.py"):
+            await sandbox.write_file(name, b"raise SystemExit('planted')", timeout_s=30)
+        result = await sandbox.run_code("print('ran')", timeout_s=20)
+        assert result.stdout == "ran\n", result
+
+
 async def ten_megabytes_of_code_are_refused_and_cost_nothing(provider: SandboxProvider) -> None:
     async with made(provider) as sandbox:
         result = await sandbox.run_code("x = 1\n" * 1_700_000, timeout_s=20)
@@ -234,6 +255,8 @@ CHECKS: tuple[Check, ...] = (
     a_command_runs_with_its_input,
     files_go_in_and_come_out_up_to_a_limit,
     the_environment_is_the_specs,
+    texts_are_hashed_alike_in_every_sandbox,
+    what_lies_in_its_folder_replaces_no_module,
     ten_megabytes_of_code_are_refused_and_cost_nothing,
     killed_is_gone_and_killing_twice_is_fine,
     a_list_holds_those_with_all_labels,
