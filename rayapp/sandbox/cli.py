@@ -126,14 +126,6 @@ def _show(text: str, stream: TextIO) -> None:
     stream.write(visible(text) if stream.isatty() else text)
 
 
-def visible(text: str) -> str:
-    """Printable characters, line ends and tabs as they are; the others as in a Python string."""
-    return "".join(
-        letter if letter.isprintable() or letter in "\n\t" else letter.encode("unicode_escape").decode()
-        for letter in text
-    )
-
-
 def _levels(level: str) -> tuple[str, ...]:
     if not level:
         return LEVELS
