@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from http import HTTPStatus
+from pathlib import Path
 from typing import Any
 
 from rayapp.config import Config
@@ -98,7 +99,10 @@ def _connect(config: Config) -> tuple[Any, bool]:
                 "listens there, its `ray start` may have failed (rayapp doctor: is the metrics port taken?), or "
                 f"it may refuse the token. {WRONG_TOKEN}"
             ) from None
-    if not address and (started_here := _address_of_ray_start()):
+    started_here = "" if address else _address_of_ray_start()
+    if not started_here:
+        _make_token_folder()
+    if started_here:
         return ray.init(address=started_here, **common), False
     with _processes_in_a_session_of_their_own():
         return ray.init(address="local", object_store_memory=config.cluster.object_store_mib * MIB, **common), True
@@ -123,6 +127,27 @@ def _processes_in_a_session_of_their_own() -> Iterator[None]:
         yield
     finally:
         services.ConsolePopen = theirs
+
+
+def _make_token_folder() -> None:
+    """Where Ray, from 2.60 on, keeps the token of the Ray that we start. All may read that file, so the folder is ours.
+
+    Raises:
+        ConfigError: Ray could not keep one.
+    """
+    is_asked_for = os.environ.get("RAY_AUTH_MODE", "token").lower() == "token"
+    if not is_asked_for or os.environ.get("RAY_AUTH_TOKEN") or os.environ.get("RAY_AUTH_TOKEN_PATH"):
+        return
+    try:
+        folder = Path.home() / ".ray"
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if not (folder / "auth_token").exists() and not os.access(folder, os.W_OK):
+            raise PermissionError(f"{folder} can't be written to")
+    except (OSError, RuntimeError) as error:
+        raise ConfigError(
+            f"Ray keeps the token of its dashboard and its API in ~/.ray/auth_token: {error}. Set HOME to a folder of "
+            "your own, or RAY_AUTH_TOKEN to a token (`openssl rand -hex 32`)"
+        ) from error
 
 
 def _address_of_ray_start() -> str:

@@ -37,7 +37,11 @@ def view_command(uris: Sequence[str], *, host: str, port: int, tokenizer: Path |
         actual_port = listening.getsockname()[1]
         typer.echo(f"{', '.join(run.name for run in runs)}: {address(host, actual_port, secret)}    (Ctrl-C ends it)")
         settings = uvicorn.Config(
-            make_app(runs, token=secret), log_level="warning", server_header=False, timeout_graceful_shutdown=2
+            make_app(runs, token=secret),
+            ws="none",
+            log_level="warning",
+            server_header=False,
+            timeout_graceful_shutdown=2,
         )
         uvicorn.Server(settings).run(sockets=[listening])
 

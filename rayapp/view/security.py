@@ -81,7 +81,8 @@ class Guard:
 
     def _welcome(self, scope: Scope) -> Response:
         """The token goes from the address, where it would be copied with a link, into a cookie."""
-        response = RedirectResponse(scope["path"], status_code=303)
+        # One slash: an address that begins with two is another host's.
+        response = RedirectResponse("/" + scope["path"].lstrip("/"), status_code=303)
         response.set_cookie(self._cookie, self._token, httponly=True, samesite="strict")
         return response
 

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import math
 import os
+import signal
 import subprocess
 import sys
 from collections import Counter
@@ -114,6 +115,30 @@ def template_of(sandbox: LocalSandbox) -> int:
     """The zygote's only child; in namespaces another process waits for the zygote."""
     (child,) = children_of(sandbox.slot.pid)
     return children_of(child)[0] if sandbox.isolation.startswith("ns") else child
+
+
+async def test_what_the_application_inherited_changes_neither_the_level_nor_the_code(provider: LocalProvider) -> None:
+    # given: a umask as hardened machines set it, and signals as some service managers leave them
+    umask = os.umask(0o077)
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGALRM, signal.SIGTERM))
+    child = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    try:
+        level = (await new(provider)).isolation
+        hardened = LocalProvider(levels=(level,), max_slots=1)
+        sandbox = await new(hardened)
+    finally:
+        os.umask(umask)
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        signal.signal(signal.SIGCHLD, child)
+
+    # when
+    code = "import os, signal, wave\ndef f(): return [os.umask(0), len(signal.pthread_sigmask(0, ()))]"
+    report = await sandbox.call_function(code, "f", [[]], timeout_s=5)
+    await hardened.close()
+
+    # then
+    assert report.exec.ok, report
+    assert report.calls[0].value == [0o022, 0]
 
 
 async def test_beside_an_execution_lives_nothing_but_the_child_that_waits_for_the_next_job(

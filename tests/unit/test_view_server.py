@@ -21,7 +21,7 @@ from rayapp.errors import InputError
 from rayapp.tracking.trajectories import write_trajectories
 from rayapp.view.command import address, bind
 from rayapp.view.run import ViewedRun
-from rayapp.view.security import is_loopback
+from rayapp.view.security import Guard, is_loopback
 from rayapp.view.server import answer, make_app
 from rayapp.view.source import open_source
 from rayapp.view.testing import hostile_group
@@ -115,6 +115,47 @@ async def test_with_a_token_nobody_looks_without_it_and_the_address_loses_it(run
     assert (welcome.status_code, welcome.headers["location"]) == (303, "/")
     assert "HttpOnly" in welcome.headers["set-cookie"]
     assert shown.status_code == 200
+
+
+async def test_an_address_with_the_token_never_leads_to_another_host(run: Path) -> None:
+    async with client(run, token="s3cret", host="node7") as browser:
+        welcome = await browser.get("http://node7:8088//evil.example/?token=s3cret")
+
+    assert welcome.headers["location"] == "/evil.example/"
+
+
+SPELLINGS = (
+    "/api/runs%0A",
+    "/api/runs/",
+    "//api/runs",
+    "/%61pi/runs",
+    "/static/app.js",
+    "/static%2fapp.js",
+    "/?x=token",
+    "/",
+)
+
+
+@pytest.mark.parametrize("method", ["GET", "HEAD", "OPTIONS", "POST", "TRACE"])
+async def test_no_spelling_of_a_path_is_shown_without_the_token(run: Path, method: str) -> None:
+    async with client(run, token="s3cret", host="node7") as browser:
+        answered = {path: (await browser.request(method, path)).status_code for path in SPELLINGS}
+
+    assert answered == dict.fromkeys(SPELLINGS, 401 if method in ("GET", "HEAD") else 405)
+
+
+async def test_a_websocket_reaches_nothing_behind_the_guard(run: Path) -> None:
+    sent: list[object] = []
+
+    async def receive() -> dict[str, str]:
+        raise AssertionError("nobody reads")
+
+    async def send(message: object) -> None:
+        sent.append(message)
+
+    await Guard(make_app([], token=""), "t")({"type": "websocket", "path": "/", "headers": []}, receive, send)
+
+    assert sent == []
 
 
 async def test_the_pages_of_a_group_a_trajectory_and_a_difference_are_answered(run: Path) -> None:

@@ -33,6 +33,7 @@ WARM_MODULES = (
 
 
 def main(descriptor: int) -> None:
+    _forget_inherited()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     with socket.socket(fileno=kernel.reserve_descriptors(descriptor)) as channel:
         settings, _ = wire.receive(channel)
@@ -45,6 +46,17 @@ def main(descriptor: int) -> None:
         zygote = Zygote(channel, level)
         zygote.serve()
         zygote.forget()
+
+
+def _forget_inherited() -> None:
+    """What a service manager or a shell gave this application: code and its sandbox are the same under all of them.
+
+    With a umask of 077 the folders of the sandbox's view could not be entered by the code's user, and no level but the
+    weakest would be offered; a blocked or ignored signal would reach the code so.
+    """
+    os.umask(0o022)
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
 
 
 def _prepare(settings: dict[str, object]) -> levels.Level:
