@@ -27,6 +27,8 @@ from rayapp.learner.packing import pack
 MAX_DIFFERENCE = 1e-2
 """Of log-probs in float32. Families that are computed rightly differ by 2e-4 at most, wrong ones by 0.9 and more."""
 ATTENTIONS = ("full_attention", "sliding_attention")
+RENAMED_IN_TRANSFORMERS = ("mixtral",)
+"""Their experts have other names in transformers 5 than on the hub, and vLLM knows those of the hub only."""
 _LAYERS, _HEADS, _VOCABULARY, _WIDTH = 6, 4, 64, 32
 _SHARED_TOKENS, _OWN_TOKENS = 8, (6, 9)
 
@@ -52,6 +54,11 @@ def read_architecture(config: Config) -> Any:
 def check_family(architecture: Any, config: Config) -> None:
     """Raises InputError: the learner would compute another model than this one."""
     text = architecture.get_text_config()
+    if text.model_type in RENAMED_IN_TRANSFORMERS:
+        raise InputError(
+            f"model_type {text.model_type!r} can't be trained: transformers 5 has other names for its weights than "
+            "vLLM, so a server would refuse them at the first sync."
+        )
     others = sorted(set(getattr(text, "layer_types", None) or ()) - set(ATTENTIONS))
     if others:
         raise InputError(

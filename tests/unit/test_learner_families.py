@@ -30,7 +30,7 @@ MLA = {
 EXPERTS = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 
 ACCEPTED: dict[str, dict[str, Any]] = {
-    "llama": {}, "qwen2": {}, "qwen3": {}, "qwen3_moe": EXPERTS, "mistral": {}, "ministral3": {}, "mixtral": EXPERTS,
+    "llama": {}, "qwen2": {}, "qwen3": {}, "qwen3_moe": EXPERTS, "mistral": {}, "ministral3": {},
     "gemma": {}, "gemma3_text": {}, "phi3": {"pad_token_id": 0, "resid_pdrop": 0.1, "embd_pdrop": 0.1},
     "phimoe": EXPERTS | {"input_jitter_noise": 0.1, "router_jitter_noise": 0.1},
     "olmo": {}, "olmo2": {}, "olmo3": {}, "olmoe": EXPERTS, "smollm3": {"pad_token_id": 0}, "glm": {"pad_token_id": 0},
@@ -41,6 +41,7 @@ ACCEPTED: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "mixtral": (EXPERTS, "other names for its weights than vLLM"),
     "gpt_oss": (EXPERTS, "GptOssAttention asks for s_aux: packed attention does not do that"),
     "gemma2": ({}, "Gemma2Attention asks for softcap: packed attention does not do that"),
     "qwen3_next": (EXPERTS, "layers of type linear_attention, .* would read their neighbours' tokens"),
