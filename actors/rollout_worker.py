@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
 
 from actors.group_calls import GroupCalls
 from actors.handles import SandboxPoolHandle, VllmServerHandle
 from actors.incarnation import INCARNATION
 from actors.metrics import Reporter
+from rayapp.algo.names import NEEDS_GREEDY_BASELINE
 from rayapp.config import Config
 from rayapp.errors import RayappError
 from rayapp.logs import about, label_logs
@@ -104,8 +106,9 @@ class RolloutWorker:
         """One group of training; Ray stores the two results as two objects."""
         config = self._config
         with about(step=request.policy_version + 1, group=request.group_id):
+            has_baseline = config.algorithm.adv_estimator in NEEDS_GREEDY_BASELINE
             group, summary = await self._sample(
-                request,
+                replace(request, has_greedy_baseline=has_baseline),
                 num_samples=config.rollout.group_size,
                 temperature=config.rollout.temperature,
                 seed=config.run.seed,

@@ -216,8 +216,14 @@ def _model_fits(config: Config) -> Iterator[Finding]:
     from rayapp.model_check import check_model
 
     try:
-        # One in object storage is looked for, not fetched: that is for the run.
-        check_remote_model(config) if is_remote_model(config) else check_model(config)
+        if is_remote_model(config):
+            # Looked for, not fetched: that is for the run.
+            check_remote_model(config)
+            return
+        check_model(config)
+        from rayapp.learner.family import check_family, read_architecture
+
+        check_family(read_architecture(config), config)
     except (UserError, StorageError) as error:
         yield Finding(level="problem", what="model", detail=str(error))
 

@@ -12,6 +12,8 @@ from rayapp.config import Config
 from rayapp.errors import ConfigError, InputError
 
 MAX_HEADER_BYTES = 100 << 20
+_ROPES_OF_COMPANY = ("longrope", "su", "dynamic")
+"""Rotary positions whose frequencies depend on the longest sequence computed together."""
 
 
 def check_model(config: Config) -> None:
@@ -130,16 +132,48 @@ def _hub_config(name: str) -> dict[str, Any]:
 
 
 def _check_fits(architecture: dict[str, Any], config: Config) -> None:
-    heads, tp = architecture.get("num_attention_heads"), config.server.tensor_parallel_size
+    # Models that read pictures too have the language model's numbers in a section of their own.
+    text = architecture.get("text_config") or architecture
+    heads, tp = text.get("num_attention_heads"), config.server.tensor_parallel_size
     if heads is not None and heads % tp:
         raise ConfigError(
             f"server.tensor_parallel_size {tp} does not divide the {heads} attention heads of {config.model.path}. "
             f"Use one of {', '.join(str(n) for n in range(1, min(heads, 16) + 1) if heads % n == 0)}."
         )
-    longest, needed = architecture.get("max_position_embeddings"), config.max_model_tokens
-    if longest is not None and needed > longest:
+    longest = text.get("max_position_embeddings")
+    _check_length(longest, config, "reads at most {}")
+    if (window := _window(text)) is not None:
+        # The last token is never read.
+        why = f"has a sliding window of {window}, and the learner attends to all tokens: it can have at most {{}}"
+        _check_length(window + 1, config, why)
+    for rope in _ropes(text):
+        if rope.get("rope_type", rope.get("type")) in _ROPES_OF_COMPANY:
+            name = "original_max_position_embeddings"
+            why = "turns positions by the longest sequence of the batch as soon as one has more than {}"
+            _check_length(rope.get(name) or text.get(name) or longest, config, why)
+
+
+def _check_length(limit: int | None, config: Config, why: str) -> None:
+    rollout, needed = config.rollout, config.max_model_tokens
+    if limit is not None and needed > limit:
         raise ConfigError(
-            f"rollout.max_prompt_tokens {config.rollout.max_prompt_tokens} + rollout.max_completion_tokens "
-            f"{config.rollout.max_completion_tokens} = {needed} tokens, but {config.model.path} reads at most "
-            f"{longest}."
+            f"rollout.max_prompt_tokens {rollout.max_prompt_tokens} + rollout.max_completion_tokens "
+            f"{rollout.max_completion_tokens} = {needed} tokens, but {config.model.path} {why.format(limit)}."
         )
+
+
+def _window(text: dict[str, Any]) -> int | None:
+    """Tokens that a layer sees, where one sees less than all."""
+    layers = text.get("layer_types")
+    is_used = text.get("use_sliding_window") is not False and (layers is None or "sliding_attention" in layers)
+    # Qwen's layers before this one see everything.
+    first = text.get("max_window_layers")
+    is_used = is_used and (first is None or layers is not None or first < text.get("num_hidden_layers", first + 1))
+    return text.get("sliding_window") if is_used else None
+
+
+def _ropes(text: dict[str, Any]) -> list[dict[str, Any]]:
+    """How positions are turned: one way, or one for each type of layer."""
+    found = text.get("rope_scaling") or text.get("rope_parameters") or {}
+    nested = [value for value in found.values() if isinstance(value, dict)]
+    return nested or [found]

@@ -114,11 +114,11 @@ def _gdpo_arguments(inputs: AdvantageInputs, mask: Tensor, algorithm: AlgorithmS
 
     if not algorithm.gdpo_reward_terms:
         return {"config": None}
-    missing = sorted(set(algorithm.gdpo_reward_terms) - set(inputs.reward_terms))
+    # A term that only some rewards have is NaN in the others.
+    whole = {name for name, values in inputs.reward_terms.items() if np.isfinite(values).all()}
+    missing = sorted(set(algorithm.gdpo_reward_terms) - whole)
     if missing:
-        raise ConfigError(
-            f"algorithm.gdpo_reward_terms names {missing}, but the rewards have only {sorted(inputs.reward_terms)}"
-        )
+        raise ConfigError(f"algorithm.gdpo_reward_terms names {missing}, but all rewards have only {sorted(whole)}")
     prompts = torch.zeros(mask.shape[0], 0)
     terms = {name: inputs.reward_terms[name] for name in algorithm.gdpo_reward_terms}
     return {"non_tensor_batch": terms, "batch": {"prompts": prompts, "attention_mask": mask.long()}}

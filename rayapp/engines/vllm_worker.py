@@ -49,11 +49,13 @@ class WeightUpdateExtension:
         # Layer-wise reload and not load_weights: on CPU vLLM repacks parameters after the first load, and a second
         # plain load finds no weight_loader on them.
         self.model_runner.reload_weights(weights_iterator=unpack(entries, data))
+        _pack_experts_again(self.model_runner.get_model())
         _tie_again(self.model_runner.get_model(), self.model_runner.model_config.hf_text_config)
         return self.check_weights(checksums)
 
     def seal_weights(self, checksums: dict[str, int]) -> int:
-        """After an update that went straight into the model: tie what is tied, then `check_weights`."""
+        """After an update that went straight into the model: pack and tie again, then `check_weights`."""
+        _pack_experts_again(self.model_runner.get_model())
         _tie_again(self.model_runner.get_model(), self.model_runner.model_config.hf_text_config)
         return self.check_weights(checksums)
 
@@ -96,6 +98,22 @@ def _check(what: str, tensors: dict[str, Any], checksums: dict[str, int]) -> Non
             f"{len(wrong)} of {len(tensors)} sampled tensors have another checksum where they {what} than where the "
             f"learner sent them: {', '.join(wrong[:3])}"
         )
+
+
+def _pack_experts_again(model: Any) -> None:
+    """Bring experts into the order that the CPU kernel reads.
+
+    vLLM 0.30 does so where it makes the kernel, at the first load only: after a second one the kernel would read plain
+    matrices as packed ones, and no norm or bias would show it.
+    """
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cpu():
+        return
+    for layer in model.modules():
+        kernel = getattr(getattr(layer, "quant_method", None), "moe_kernel", None)
+        if kernel is not None:
+            kernel.fused_experts.process_weights_after_loading(layer)
 
 
 def _tie_again(model: Any, architecture: Any) -> None:

@@ -15,11 +15,16 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from rayapp.errors import LearnerError
 from rayapp.learner.packing import Packing, Segment
 
 ATTENTION_NAME = "rayapp_packed"
+_HARMLESS = frozenset(
+    {"position_ids", "cache_position", "use_cache", "output_attentions", "output_hidden_states", "deterministic"}
+)
+"""Of what a model hands to its attention, what changes nothing here."""
 
 # scaled_dot_product_attention hides the log-sum-exp, which merging blocks needs: these two operators give and take it.
 _flash_forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu  # noqa: SLF001
@@ -76,28 +81,36 @@ def packed_attention(
     scaling: float | None = None,
     dropout: float = 0.0,
     sliding_window: int | None = None,
-    **_: Any,
+    is_causal: bool | None = None,
+    **others: Any,
 ) -> tuple[Tensor, None]:
     """What transformers calls.
 
     Args:
-        query: (1, Hq, N, D). key, value: (1, Hkv, N, D).
+        query: (1, Hq, N, D). key: (1, Hkv, N, D). value: (1, Hkv, N, Dv).
     Returns:
-        (1, N, Hq, D) and no attention weights.
+        (1, N, Hq, Dv) and no attention weights.
     Raises:
         LearnerError: the model asks for attention that packing does not do.
     """
-    if dropout or (sliding_window is not None and plan.max_length > sliding_window):
+    options = others | {"attention_mask": attention_mask, "dropout": dropout or None}
+    options |= {"is_causal": is_causal if is_causal is False else None}
+    if asked := sorted(name for name, value in options.items() if value is not None and name not in _HARMLESS):
+        raise LearnerError(f"{type(module).__name__} asks for {', '.join(asked)}: packed attention does not do that")
+    if sliding_window is not None and plan.max_length > sliding_window:
         raise LearnerError(
-            f"{type(module).__name__} asks for dropout {dropout:g} and sliding window {sliding_window} on sequences of "
-            f"{plan.max_length} tokens: packed attention has neither. Set attention_dropout to 0, and "
-            "rollout.max_prompt_tokens + rollout.max_completion_tokens to at most the window."
+            f"{type(module).__name__} has a sliding window of {sliding_window} tokens, and sequences may have "
+            f"{plan.max_length}: packed attention sees all of them. Set rollout.max_prompt_tokens + "
+            f"rollout.max_completion_tokens to at most {sliding_window + 1}: the last token is never read."
         )
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
+    width, own_width = max(query.shape[-1], value.shape[-1]), value.shape[-1]
+    # Multi-head latent attention has narrow values: the kernels want one width, and zeros change no product.
+    query, key, value = (pad(tensor, (0, width - tensor.shape[-1])) for tensor in (query, key, value))
     if plan.varlen is not None:
-        return _varlen_attention(query, key, value, plan.varlen, scale), None
+        return _varlen_attention(query, key, value, plan.varlen, scale)[..., :own_width], None
     output: Tensor = _TreeAttention.apply(query, key, value, plan.segments, scale)  # type: ignore[no-untyped-call]
-    return output, None
+    return output[..., :own_width], None
 
 
 def _varlen_plan(packing: Packing, device: torch.device) -> VarlenPlan:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from rayapp.config import Config
 from rayapp.config_learner import LoraSection
-from rayapp.errors import CheckpointError
+from rayapp.learner.family import persistent_buffers
 from rayapp.learner.lora import ADAPTER, BASE, adapter_weights, merged_weights
 from rayapp.learner.policy import PolicyModel, named_weights
 from rayapp.weights.buckets import WeightBucket, pack
@@ -45,7 +45,7 @@ class HfFolder:
     """Weights gathered on rank 0, ready to be written by any thread while training goes on."""
 
     weights: dict[str, Tensor]
-    """In bfloat16 on the host, under their Hugging Face names."""
+    """On the host, under their Hugging Face names: parameters in bfloat16, persistent buffers in their own dtype."""
     causal_lm: Any
     """A transformers model of its own config over the learner's parameters: only its config and names are read."""
     tokenizer_path: str
@@ -89,6 +89,8 @@ def not_finite(state: Mapping[str, Any]) -> str:
 def stage_hf(config: Config, model: PolicyModel, *, rank: int) -> HfFolder | None:
     """Gather the weights. Collective; None on ranks other than 0."""
     weights = dict(whole_weights(model, config.learner.lora))
+    # Not trained, and part of the model all the same: routers' correction biases, layers' scalars.
+    weights |= {name: buffer.to("cpu", copy=True) for name, buffer in persistent_buffers(model.causal_lm).items()}
     if rank != 0:
         return None
     causal_lm: Any = copy.copy(model.causal_lm)

@@ -89,7 +89,7 @@ def advantage_inputs(table: StepTable, summaries: Sequence[GroupSummary], config
         rewards=table.rewards[rows],
         num_response_tokens=table.num_response_tokens[rows],
         group_index=table.group[rows],
-        reward_terms=_reward_terms(summaries, rows),
+        reward_terms=_reward_terms(table, summaries),
         baselines=baselines,
     )
 
@@ -162,7 +162,13 @@ def needs_computing(item: TrainItem, config: Config) -> bool:
     return pulls_at_zero_advantage or bool(np.any(item.advantages))
 
 
-def _reward_terms(summaries: Sequence[GroupSummary], rows: NDArray[np.int64]) -> dict[str, FloatArray]:
-    """Terms that every group has, of these rows."""
-    names = set.intersection(*(set(summary.reward_terms) for summary in summaries)) if summaries else set()
-    return {name: np.concatenate([summary.reward_terms[name] for summary in summaries])[rows] for name in sorted(names)}
+def _reward_terms(table: StepTable, summaries: Sequence[GroupSummary]) -> dict[str, FloatArray]:
+    """Terms of the trained rows, as far as every group of theirs has them; one that failed as a whole has none."""
+    in_play = [set(summaries[group].reward_terms) for group in np.unique(table.group[table.trained])]
+    names = sorted(set.intersection(*in_play)) if in_play else []
+    return {name: np.concatenate([_term(summary, name) for summary in summaries])[table.trained] for name in names}
+
+
+def _term(summary: GroupSummary, name: str) -> FloatArray:
+    values = summary.reward_terms.get(name)
+    return np.full(summary.rewards.size, np.nan, np.float32) if values is None else values

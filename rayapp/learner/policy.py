@@ -20,6 +20,7 @@ from rayapp.config import Config
 from rayapp.errors import InputError
 from rayapp.learner.attention import ATTENTION_NAME, AttentionPlan, plan_attention, register_attention
 from rayapp.learner.batch import MicroBatch
+from rayapp.learner.family import check_family, read_architecture
 from rayapp.learner.log_probs import HeadOptions, Targets, token_log_probs
 from rayapp.learner.lora import add_adapters
 
@@ -122,14 +123,21 @@ def load_policy(config: Config, mesh: DeviceMesh, *, trainable: bool) -> PolicyM
 
 
 def load_causal_lm(config: Config) -> Any:
-    """The transformers model in float32 on CPU, with packed attention."""
+    """The transformers model in float32 on CPU, with packed attention.
+
+    Raises:
+        InputError: it can't be loaded, or the learner would compute another model.
+    """
     from transformers import AutoModelForCausalLM
 
     register_attention()
     path = config.model.path
+    architecture = read_architecture(config)
+    check_family(architecture, config)
     try:
         causal_lm = AutoModelForCausalLM.from_pretrained(
             path,
+            config=architecture,
             dtype=torch.float32,
             attn_implementation=ATTENTION_NAME,
             trust_remote_code=config.model.trust_remote_code,
@@ -145,8 +153,9 @@ def check_head(causal_lm: Any) -> None:
     """Raises InputError for heads that do more than multiply by the output embedding."""
     if getattr(causal_lm.get_output_embeddings(), "bias", None) is not None:
         raise InputError(f"{type(causal_lm).__name__} has a bias in its output embedding, which the learner lacks")
+    text = causal_lm.config.get_text_config()
     for name, neutral in (("final_logit_softcapping", None), ("logits_scaling", 1.0), ("logit_scale", 1.0)):
-        value = getattr(causal_lm.config, name, neutral)
+        value = getattr(text, name, neutral)
         if value not in (None, neutral):
             raise InputError(f"{type(causal_lm).__name__} sets {name} = {value}, which the learner does not compute")
 

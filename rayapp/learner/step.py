@@ -191,7 +191,9 @@ class _Step:
         """Old and reference log-probs, where the update itself does not give them."""
         learner = self.learner
         needs_old = self.config.train.num_minibatches > 1 or self.algorithm.policy_loss in BATCH_COUPLED_LOSSES
-        if needs_old and not self.old:
+        # Asked of the config and not of `self.old`, which is empty on a rank that was dealt only failed groups: the
+        # others would wait for it.
+        if needs_old and self.algorithm.adv_estimator not in NEEDS_LOG_PROBS:
             with self.watch("old_log_probs"):
                 self.old = learner.score(items, learner.model, learner.head_options())
         if learner.reference is not None:
@@ -204,12 +206,13 @@ class _Step:
             batches = learner.micro_batches(items)
             actor_config = make_actor_config(self.config, scale)
         coupled = self._coupled_gradients(items, scale, actor_config)
+        num_before = len(self.micro_facts)
         with self.watch("forward_backward"):
             for number, batch in enumerate(batches):
                 reduce_gradients(learner.model, learner.ranks.device, is_last=number == len(batches) - 1)
                 self._forward_backward(batch, scale, actor_config, coupled)
         with self.watch("optimizer"):
-            self._update()
+            self._update([facts.loss for facts in self.micro_facts[num_before:]])
 
     def _coupled_gradients(
         self, items: Sequence[TrainItem], scale: LossScale, actor_config: Any
@@ -297,14 +300,15 @@ class _Step:
                 ref_log_probs=None if ref is None else ref[i, :size],
             )
 
-    def _update(self) -> None:
+    def _update(self, losses: Sequence[float]) -> None:
+        """Move the weights, unless the gradient or a loss of this mini-batch is not finite on any rank."""
         learner, section = self.learner, self.config.learner.optimizer
         learner.optimizer_steps += 1
         num_steps = self.config.train.num_steps * self.config.train.num_minibatches
         set_learning_rate(learner.optimizer, learning_rate(learner.optimizer_steps, num_steps, section))
         self._fill_missing_gradients()
         norm = clip_gradients(learner.model, section.max_grad_norm)
-        finite = all(learner.ranks.gather(all(math.isfinite(facts.loss) for facts in self.micro_facts)))
+        finite = all(learner.ranks.gather(all(math.isfinite(loss) for loss in losses)))
         self.grad_norms.append(norm)
         if math.isfinite(norm) and finite:
             learner.optimizer.step()
@@ -315,7 +319,7 @@ class _Step:
                 self.number,
                 learner.optimizer_steps,
                 norm,
-                [facts.loss for facts in self.micro_facts],
+                losses,
             )
         learner.optimizer.zero_grad()
 

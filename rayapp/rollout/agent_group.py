@@ -22,7 +22,7 @@ from rayapp.data.data_row import DataRow
 from rayapp.errors import EngineDeadError, EngineError, StaleVersionError
 from rayapp.protocols import RolloutEngine
 from rayapp.rollout.group import failed_trajectory, gather_trajectories, late_trajectory, summarize_group
-from rayapp.rollout.order import GroupRequest, sampling_seed
+from rayapp.rollout.order import GroupRequest, sampling_of
 from rayapp.tasks.answers import Answer, AnswerRewards, score_answer
 from rayapp.types import Completion, Group, GroupSummary, Prompt, Reward, SamplingParams, Trajectory
 
@@ -60,7 +60,9 @@ async def run_agent_group(
     """
     started = time.monotonic()
     loop = work.loops.of(row.agent_name)
-    group_of_row = _RowGroup(request=request, row=row, work=work, loop=loop, engine=engine, sampling=sampling)
+    group_of_row = _RowGroup(
+        request=request, row=row, work=work, loop=loop, engine=engine, sampling=sampling, group_size=group_size
+    )
     trajectories = await gather_trajectories([group_of_row.trajectory(index) for index in range(group_size)])
     group = Group(group_id=request.group_id, prompt=group_of_row.prompt, trajectories=tuple(trajectories))
     return group, summarize_group(group, time_total_s=time.monotonic() - started)
@@ -74,6 +76,7 @@ class _RowGroup:
     loop: AgentLoop
     engine: RolloutEngine
     sampling: SamplingParams
+    group_size: int
 
     @property
     def prompt(self) -> Prompt:
@@ -104,7 +107,7 @@ class _RowGroup:
         return to_trajectory(episode, reward, asked_version=request.policy_version)
 
     def _sampling(self, index: int) -> SamplingParams:
-        return replace(self.sampling, seed=sampling_seed(self.request.group_id, index, seed=self.work.seed))
+        return sampling_of(self.request, self.sampling, index, group_size=self.group_size, seed=self.work.seed)
 
     def _prompt_of_loop(self) -> AgentPrompt:
         row = self.row

@@ -16,7 +16,7 @@ import numpy as np
 
 from rayapp.errors import EngineDeadError, EngineError, StaleVersionError, first_error
 from rayapp.protocols import RolloutEngine, SandboxSource, Task
-from rayapp.rollout.order import GroupRequest, sampling_seed, scoring_seed
+from rayapp.rollout.order import GroupRequest, sampling_of, scoring_seed
 from rayapp.types import (
     Completion,
     Group,
@@ -57,7 +57,7 @@ async def run_group(
     sampling = replace(sampling, stop=prompt.stop)
 
     async def one(index: int) -> Trajectory:
-        own = replace(sampling, seed=sampling_seed(request.group_id, index, seed=seed))
+        own = sampling_of(request, sampling, index, group_size=group_size, seed=seed)
         request_id = f"{request.purpose}={request.group_id}/trajectory={index}"
         started_at_s = time.time()
         try:

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import functools
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
 
 from rayapp.config import Config
+from rayapp.types import SamplingParams
 
 MAX_SEED = 2**31 - 1
 MAX_TRAJECTORIES_PER_WORKER = 8192
@@ -50,6 +51,8 @@ class GroupRequest:
     """Place of its prompt in the first epoch's order, where a curriculum chose it. None: the group's own in turn."""
     server: int | None = None
     """Index of the server that samples it, all turns of all its trajectories. None: whoever runs it deals it out."""
+    has_greedy_baseline: bool = False
+    """Its last trajectory is sampled at temperature 0: what ReMax compares the others with."""
     purpose: Literal["group", "eval"] = "group"
     """First word of its requests' ids: evaluation meets training neither in a server's queue nor in its cache."""
 
@@ -75,6 +78,14 @@ def _order_of_epoch(epoch: int, num_prompts: int, seed: int) -> tuple[int, ...]:
 def sampling_seed(group_id: int, index: int, *, seed: int) -> int:
     """Seed of the `index`-th trajectory of a group."""
     return _mix(seed, group_id, 1 + index)
+
+
+def sampling_of(
+    request: GroupRequest, sampling: SamplingParams, index: int, *, group_size: int, seed: int
+) -> SamplingParams:
+    """How the `index`-th trajectory of a group is sampled, where all are sampled by `sampling`."""
+    own = replace(sampling, seed=sampling_seed(request.group_id, index, seed=seed))
+    return replace(own, temperature=0.0) if request.has_greedy_baseline and index == group_size - 1 else own
 
 
 def scoring_seed(group_id: int, *, seed: int) -> int:

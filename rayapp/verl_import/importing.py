@@ -14,7 +14,7 @@ from rayapp.config import Config
 from rayapp.config_loading import load_config
 from rayapp.errors import ConfigError
 from rayapp.verl_import.reading import read_verl
-from rayapp.verl_import.rules import Landing, Rule, no_effect
+from rayapp.verl_import.rules import Landing, Rule, Values, no_effect
 from rayapp.verl_import.table import DEFAULTS, TABLE
 
 OURS = "rayapp."
@@ -65,7 +65,7 @@ def import_verl(path: str | Path, overrides: Sequence[str] = ()) -> Imported:
     values = given | {key: value for key, value in DEFAULTS.items() if key not in given}
     rules = _rules_of(values)
     rows = tuple(
-        Row(key=key, value=value, landing=rules[key](key, value, values), is_default=key not in given)
+        Row(key=key, value=value, landing=_landing(rules[key], key, value, values), is_default=key not in given)
         for key, value in values.items()
     )
     settings = _settings(rows)
@@ -74,6 +74,15 @@ def import_verl(path: str | Path, overrides: Sequence[str] = ()) -> Imported:
     settings |= dict(_our_setting(override) for override in ours)
     config = load_config(None, [f"{key}={_shown(value)}" for key, value in settings.items()])
     return Imported(config=config, settings=settings, rows=rows)
+
+
+def _landing(rule: Rule, key: str, value: Any, values: Values) -> Landing:
+    try:
+        return rule(key, value, values)
+    except ConfigError:
+        raise
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"{key} = {value!r} can't be imported: {error}") from error
 
 
 def _rules_of(values: Mapping[str, Any]) -> dict[str, Rule]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from pathlib import Path
 from typing import Any
@@ -90,17 +89,33 @@ def _num_rows(file: str) -> int:
 
 
 def warmup(key: str, value: Any, values: Values) -> Landing:
-    """Steps, or where there are none a share of all steps."""
+    """Training steps, or where there are none a share of all; we count optimizer steps, of which each has several."""
     optim = "actor_rollout_ref.actor.optim"
-    steps = values[f"{optim}.lr_warmup_steps"]
-    if steps is not None and int(steps) >= 0:
-        return Landing(settings={"learner.optimizer.warmup_steps": int(steps)})
-    ratio = float(values[f"{optim}.lr_warmup_steps_ratio"])
-    if ratio == 0.0:
-        return Landing(settings={"learner.optimizer.warmup_steps": 0})
-    total = num_steps("trainer.total_training_steps", values["trainer.total_training_steps"], values)
-    steps = math.floor(ratio * total.settings["train.num_steps"] * minibatch_count(values))
-    return Landing(settings={"learner.optimizer.warmup_steps": steps}, note=f"{ratio:g} of all optimizer steps")
+    steps = max(0, int(values[f"{optim}.lr_warmup_steps"] or 0))
+    ratio = float(values[f"{optim}.lr_warmup_steps_ratio"] or 0.0)
+    if steps == 0 and ratio > 0.0:
+        total = num_steps("trainer.total_training_steps", values["trainer.total_training_steps"], values)
+        steps = int(ratio * total.settings["train.num_steps"])
+    count = minibatch_count(values)
+    note = f"{steps} training steps x {count} mini-batches; verl's first step is at 0" if steps else ""
+    return Landing(settings={"learner.optimizer.warmup_steps": steps * count}, note=note)
+
+
+def clip_ratio(key: str, value: Any, values: Values) -> Landing:
+    """One side of the clip; without a value of its own it is clip_ratio."""
+    side = value if value is not None else values["actor_rollout_ref.actor.clip_ratio"]
+    note = "" if value is not None else "from clip_ratio"
+    return Landing(settings={f"algorithm.{key.rpartition('.')[2]}": float(side)}, note=note)
+
+
+def correction_threshold(key: str, value: Any, values: Values) -> Landing:
+    """verl takes two bounds too, as text: IcePop drops tokens outside of them."""
+    if isinstance(value, str) and "_" in value:
+        raise ConfigError(
+            f"{key} = {value!r} can't be imported: two bounds drop tokens outside of them, and here large weights are "
+            "truncated. Give the upper bound alone."
+        )
+    return Landing(settings={"algorithm.rollout_correction.threshold": float(value)})
 
 
 def minibatch_count(values: Values) -> int:
@@ -130,13 +145,9 @@ def before_training(key: str, value: Any, values: Values) -> Landing:
 
 
 def turns(key: str, value: Any, values: Values) -> Landing:
-    """Without multi_turn.enable the policy speaks once."""
-    section = "actor_rollout_ref.rollout.multi_turn"
-    if not values[f"{section}.enable"]:
-        return Landing(settings={"agent.max_assistant_turns": 1}, note="multi_turn.enable is off")
-    limit = values[f"{section}.max_assistant_turns"]
-    note = "" if limit is not None else "no limit in verl"
-    return Landing(settings={"agent.max_assistant_turns": int(limit or _MAX_TURNS_WITHOUT_LIMIT)}, note=note)
+    """verl 0.9.1's agent loops count these whether multi_turn.enable is on or not; 0 and null are no limit."""
+    settings = {"agent.max_assistant_turns": int(value or _MAX_TURNS_WITHOUT_LIMIT)}
+    return Landing(settings=settings, note="" if value else "no limit in verl")
 
 
 def custom_reward(key: str, value: Any, values: Values) -> Landing:

@@ -32,6 +32,7 @@ DEFAULTS: dict[str, Any] = {
     f"{_ACTOR}.ppo_micro_batch_size_per_gpu": None,
     f"{_ACTOR}.use_dynamic_bsz": False,
     f"{_ACTOR}.ppo_max_token_len_per_gpu": 16384,
+    f"{_ACTOR}.clip_ratio": 0.2,
     f"{_ACTOR}.use_kl_loss": False,
     f"{_ACTOR}.kl_loss_coef": 0.001,
     f"{_ACTOR}.kl_loss_type": "low_var_kl",
@@ -48,7 +49,6 @@ DEFAULTS: dict[str, Any] = {
     f"{_ROLLOUT}.max_num_seqs": 256,
     f"{_ROLLOUT}.agent.num_workers": 8,
     f"{_ROLLOUT}.agent.default_agent_loop": "single_turn_agent",
-    f"{_TURNS}.enable": False,
     f"{_TURNS}.max_assistant_turns": None,
     f"{_TURNS}.max_parallel_calls": 1,
     f"{_TURNS}.max_tool_response_length": 256,
@@ -113,9 +113,9 @@ ALGORITHM: dict[str, Rule] = {
         {"kl": "k1", "k1": "k1", "mse": "k2", "k2": "k2", "k3": "k3", "low_var_kl": "low_var_kl"},
     ),
     f"{_ACTOR}.entropy_coeff": to("algorithm.entropy_coef", float),
-    f"{_ACTOR}.clip_ratio": no_effect("verl reads clip_ratio_low and clip_ratio_high"),
-    f"{_ACTOR}.clip_ratio_low": to("algorithm.clip_ratio_low", float),
-    f"{_ACTOR}.clip_ratio_high": to("algorithm.clip_ratio_high", float),
+    f"{_ACTOR}.clip_ratio": no_effect("counts where clip_ratio_low or clip_ratio_high is null"),
+    f"{_ACTOR}.clip_ratio_low": sums.clip_ratio,
+    f"{_ACTOR}.clip_ratio_high": sums.clip_ratio,
     f"{_ACTOR}.clip_ratio_c": to("algorithm.clip_ratio_c", float),
     f"{_ACTOR}.loss_agg_mode": to("algorithm.loss_agg_mode"),
     f"{_ACTOR}.policy_loss.loss_mode": to("algorithm.policy_loss"),
@@ -124,7 +124,7 @@ ALGORITHM: dict[str, Rule] = {
     "algorithm.rollout_correction.rollout_is": choice(
         "algorithm.rollout_correction.level", {None: "none", "token": "token", "sequence": "sequence"}
     ),
-    "algorithm.rollout_correction.rollout_is_threshold": to("algorithm.rollout_correction.threshold", float),
+    "algorithm.rollout_correction.rollout_is_threshold": sums.correction_threshold,
 }
 
 LEARNER: dict[str, Rule] = {
@@ -214,9 +214,9 @@ ROLLOUT: dict[str, Rule] = {
         {"tool_agent": "tool_agent", "single_turn_agent": "single_turn_agent"},
         note="for rows without agent_name",
     ),
-    f"{_TURNS}.enable": no_effect("max_assistant_turns counts if it is on"),
+    f"{_TURNS}.enable": no_effect("verl's agent loops don't read it: max_assistant_turns counts"),
     f"{_TURNS}.max_assistant_turns": sums.turns,
-    f"{_TURNS}.max_user_turns": only(None, why="tools are the only ones that answer the policy"),
+    f"{_TURNS}.max_user_turns": only(None, 0, why="tools are the only ones that answer the policy"),
     f"{_TURNS}.tool_config_path": optional("agent.tool_file"),
     f"{_TURNS}.max_parallel_calls": to("agent.max_calls_per_turn", int),
     f"{_TURNS}.max_tool_response_length": to("agent.max_tool_output_chars", int),

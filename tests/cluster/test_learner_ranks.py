@@ -16,6 +16,7 @@ pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(240)]
 RANK = '''
 """One rank: two steps on the same groups, a checkpoint, and rank 0's weights to a file."""
 import sys
+from dataclasses import replace
 from pathlib import Path
 import numpy as np
 import time
@@ -23,6 +24,7 @@ import time
 from actors.learner import Learner
 from actors.learner_group import assign_by_tokens
 from rayapp.config import Config
+from rayapp.types import Reward, RolloutStatus
 from rayapp.rollout.group import summarize_group
 from rayapp.tracking.trajectories import read_groups
 from rayapp.weights.buckets import unpack
@@ -37,6 +39,13 @@ config = Config.model_validate({
                 "optimizer": {"lr": 1e-3}},
 })
 groups = read_groups(Path(trajectories))
+if sys.argv[8] == "failed":
+    lost = {"reward": Reward.invalid("sandbox", "gone"), "status": RolloutStatus.ERROR_SANDBOX}
+    groups = [groups[0], replace(groups[1], trajectories=tuple(replace(t, **lost) for t in groups[1].trajectories))]
+    config = config.model_copy(update={
+        "algorithm": config.algorithm.model_copy(update={"adv_estimator": "optimal_token_baseline"}),
+        "train": config.train.model_copy(update={"num_minibatches": 2}),
+    })
 summaries = tuple(summarize_group(group, time_total_s=0.0) for group in groups)
 learner = Learner(config, rank, world, "127.0.0.1", port)
 first = 1
@@ -44,6 +53,8 @@ if Path(checkpoint).exists() and sys.argv[8] == "resume":
     first = learner.load_checkpoint(checkpoint) + 1
 for step in range(first, 3):
     assignment = assign_by_tokens([int(s.num_tokens.sum()) for s in summaries], world)
+    if sys.argv[8] == "failed" and world == 2:
+        assignment = ((0,), (1,))
     metrics = learner.train_step(step, summaries, assignment, *(groups[i] for i in assignment[rank]))
     if step == 1 and sys.argv[8] == "save":
         learner.begin_checkpoint(checkpoint, 1)  # written while the second step is trained
@@ -117,3 +128,11 @@ def test_two_ranks_take_the_step_of_one(
     # ... and what two ranks saved after the first step, one rank goes on with
     resumed = run_ranks(1, tmp_path, tiny_model, trajectories, "resume")
     assert_same_model(resumed, one_rank)
+
+
+def test_a_rank_with_failed_groups_only_keeps_step_with_the_others(
+    tiny_model: Path, trajectories: Path, tmp_path: Path
+) -> None:
+    # An estimator that scores everything first: what each rank then holds must not decide what it does next.
+    one, two = (run_ranks(world, tmp_path, tiny_model, trajectories, "failed") for world in (1, 2))
+    assert_same_model(two, one)

@@ -5,9 +5,11 @@ from __future__ import annotations
 import math
 import re
 import resource
+import shutil
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +25,7 @@ from rayapp.errors import CheckpointDamagedError, CheckpointError, InputError, L
 from rayapp.learner.optimizer import learning_rate
 from rayapp.learner.testing import sampled
 from rayapp.rollout.group import summarize_group
-from rayapp.types import Group, Prompt
+from rayapp.types import Group, Prompt, Reward, RolloutStatus
 from rayapp.weights.buckets import unpack
 
 GROUP_SIZE = 4
@@ -379,6 +381,56 @@ def test_the_exported_folder_computes_the_learners_log_probs(tiny_model: Path, t
         expected = logits.log_softmax(-1).gather(1, tokens[1:, None])[:, 0].numpy()[trajectory.response_mask[1:]]
         # the export rounds weights to bfloat16: 8 bits, in a model of two layers
         np.testing.assert_allclose(own, expected, atol=0.05)
+
+
+def test_an_exported_folder_keeps_what_is_not_trained(tiny_model: Path, tmp_path: Path) -> None:
+    from transformers import Glm4MoeConfig, Glm4MoeForCausalLM
+
+    torch.manual_seed(0)
+    shape: dict[str, Any] = {
+        "vocab_size": 97, "hidden_size": 32, "intermediate_size": 32, "moe_intermediate_size": 16, "head_dim": 8,
+        "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "n_routed_experts": 4,
+        "num_experts_per_tok": 2, "first_k_dense_replace": 1,
+    }  # fmt: skip
+    model = Glm4MoeForCausalLM(Glm4MoeConfig(**shape))
+    bias = model.model.layers[1].mlp.gate.e_score_correction_bias
+    bias.copy_(torch.randn(bias.shape))
+    model.save_pretrained(tmp_path / "model")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(tiny_model / name, tmp_path / "model" / name)
+    with learner_of(tmp_path / "model") as learner:
+        learner.export_hf(str(tmp_path / "hf"))
+    exported = Glm4MoeForCausalLM.from_pretrained(tmp_path / "hf")
+    assert torch.equal(exported.model.layers[1].mlp.gate.e_score_correction_bias.float(), bias)
+
+
+def test_a_group_that_failed_as_a_whole_does_not_end_a_run_that_weighs_reward_terms(tiny_model: Path) -> None:
+    failed = make_group(1)
+    lost = [
+        replace(t, reward=Reward.invalid("sandbox", "gone"), status=RolloutStatus.ERROR_SANDBOX)
+        for t in failed.trajectories
+    ]
+    changes = {"algorithm": {"adv_estimator": "gdpo", "gdpo_reward_terms": ["solved"]}}
+    with learner_of(tiny_model, changes) as learner:
+        metrics = step(learner, 1, [make_group(0), replace(failed, trajectories=tuple(lost))])
+    assert metrics["learner/num_trajectories"] == GROUP_SIZE
+    assert metrics["learner/skipped_steps"] == 0
+
+
+def test_a_mini_batch_that_is_not_finite_is_skipped_alone(tiny_model: Path) -> None:
+    first = make_group(0)
+    poisoned = [replace(t, rollout_log_probs=t.rollout_log_probs + np.float32(np.nan)) for t in first.trajectories]
+    changes: dict[str, Any] = {
+        "train": {"num_minibatches": 2},
+        "algorithm": {"rollout_correction": {"level": "token"}},
+        "learner": {"optimizer": {"lr": 1e-3}},
+    }
+    with learner_of(tiny_model, changes) as learner:
+        before = weights(learner)
+        metrics = step(learner, 1, [replace(first, trajectories=tuple(poisoned)), make_group(1)])
+        after = weights(learner)
+    assert metrics["learner/skipped_steps"] == 1
+    assert any((before[name] != after[name]).any() for name in before)
 
 
 def test_a_missing_model_is_an_input_error(tmp_path: Path) -> None:

@@ -206,6 +206,51 @@ def test_a_sequence_longer_than_the_model_reads_shows_the_sum(model: Path) -> No
         check_model(config_of(model, rollout=rollout))
 
 
+def with_architecture(model: Path, changes: dict[str, Any], *, nested: bool) -> Path:
+    """The model's config.json with these keys; `nested` as in models that read pictures too."""
+    file = model / "config.json"
+    whole = json.loads(file.read_text()) | changes
+    outer = {name: whole[name] for name in ("architectures", "model_type")}
+    file.write_text(json.dumps(outer | {"text_config": whole} if nested else whole))
+    return model
+
+
+@pytest.mark.parametrize("nested", [False, True])
+@pytest.mark.parametrize(
+    ("architecture", "message"),
+    [
+        ({"max_position_embeddings": 127}, r"64 \+ rollout\.max_completion_tokens 64 = 128 tokens, .* at most 127"),
+        (
+            {"sliding_window": 126},
+            "sliding window of 126, and the learner attends to all tokens: it can have at most 127",
+        ),
+        ({"rope_scaling": {"type": "longrope"}, "original_max_position_embeddings": 100}, "one has more than 100"),
+        ({"rope_parameters": {"full_attention": {"rope_type": "dynamic"}}, "max_position_embeddings": 90}, "90"),
+    ],
+)
+def test_what_a_model_can_do_only_with_shorter_sequences_is_refused(
+    model: Path, architecture: dict[str, Any], message: str, *, nested: bool
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        check_model(config_of(with_architecture(model, architecture, nested=nested)))
+
+
+@pytest.mark.parametrize(
+    "architecture",
+    [
+        {"sliding_window": 127},
+        {"sliding_window": 8, "use_sliding_window": False},
+        {"sliding_window": 8, "layer_types": ["full_attention"]},
+        {"sliding_window": 8, "use_sliding_window": True, "max_window_layers": 28, "num_hidden_layers": 28},
+        {"rope_scaling": {"rope_type": "longrope"}, "original_max_position_embeddings": 128},
+    ],
+)
+def test_windows_and_positions_that_no_sequence_reaches_are_no_trouble(
+    model: Path, architecture: dict[str, Any]
+) -> None:
+    check_model(config_of(with_architecture(model, architecture, nested=False)))
+
+
 def test_checking_a_local_folder_loads_neither_torch_nor_vllm(model: Path) -> None:
     program = (
         "import sys\n"

@@ -59,9 +59,11 @@ class Task:
         return Reward(value=float(len(completion_text)), terms={"pass_rate": 1.0, "seed": float(seed)})
 
 
-async def run(engine: Engine, *, group_size: int = 4, deadline_s: float = 30.0) -> tuple[Group, GroupSummary]:
+async def run(
+    engine: Engine, *, group_size: int = 4, deadline_s: float = 30.0, has_greedy_baseline: bool = False
+) -> tuple[Group, GroupSummary]:
     return await run_group(
-        GroupRequest(group_id=11, policy_version=3),
+        GroupRequest(group_id=11, policy_version=3, has_greedy_baseline=has_greedy_baseline),
         task=Task(),
         prompt=PROMPT,
         engine=engine,
@@ -144,6 +146,14 @@ async def test_every_trajectory_has_its_own_sampling_seed_and_the_prompts_stop_t
     assert all(sampling.stop == ("\n",) for _, sampling in engine.seen)
     # ... and all of them face the same hidden tests
     assert len({t.reward.terms["seed"] for t in group.trajectories if t.is_trainable}) == 1
+
+
+@pytest.mark.parametrize("has_greedy_baseline", [False, True])
+async def test_remax_compares_with_a_greedy_completion_the_last_of_its_group(*, has_greedy_baseline: bool) -> None:
+    engine = Engine()
+    await run(engine, has_greedy_baseline=has_greedy_baseline)
+    temperatures = {int(request_id.rpartition("=")[2]): sampling.temperature for request_id, sampling in engine.seen}
+    assert temperatures == {0: 1.0, 1: 1.0, 2: 1.0, 3: 0.0 if has_greedy_baseline else 1.0}
 
 
 def test_an_epoch_visits_every_prompt_once_and_the_next_one_in_another_order() -> None:

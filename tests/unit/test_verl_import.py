@@ -187,11 +187,47 @@ def test_an_unknown_key_fails_and_every_unknown_key_is_named(seed_yaml: Path) ->
         ("actor_rollout_ref.actor.qat.enable=True", "learner.compute_dtype"),
         ("trainer.v1.trainer_mode=separate_async", "max_staleness"),
         ("data.max_prompt_length='${data.nobody}'", "nobody"),
+        ("algorithm.rollout_correction.rollout_is_threshold=0.5_5.0", "Give the upper bound alone"),
+        ("actor_rollout_ref.actor.optim.lr=null", r"optim\.lr = None can't be imported"),
+        ("trainer.save_freq=often", r"save_freq = 'often' can't be imported"),
     ],
 )
 def test_what_cannot_be_honoured_is_refused_with_its_reason(seed_yaml: Path, override: str, reason: str) -> None:
     with pytest.raises(ConfigError, match=reason):
         imported(seed_yaml, *shlex.split(override))
+
+
+_OPTIM = "actor_rollout_ref.actor.optim"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "warmup_steps"),
+    [
+        # The seed's batch has 2 mini-batches, and verl's scheduler steps once for both.
+        ((f"{_OPTIM}.lr_warmup_steps=3",), 6),
+        ((f"{_OPTIM}.lr_warmup_steps=0", f"{_OPTIM}.lr_warmup_steps_ratio=0.25", "trainer.total_training_steps=10"), 4),
+        ((f"{_OPTIM}.lr_warmup_steps=null", f"{_OPTIM}.lr_warmup_steps_ratio=0"), 0),
+    ],
+)
+def test_warm_up_takes_as_many_training_steps_as_in_verl(
+    seed_yaml: Path, overrides: tuple[str, ...], warmup_steps: int
+) -> None:
+    assert imported(seed_yaml, *overrides).config.learner.optimizer.warmup_steps == warmup_steps
+
+
+def test_a_side_of_the_clip_without_a_value_is_clip_ratio(seed_yaml: Path) -> None:
+    actor = "actor_rollout_ref.actor"
+    found = imported(
+        seed_yaml, f"{actor}.clip_ratio=0.3", f"{actor}.clip_ratio_low=null", f"{actor}.clip_ratio_high=0.4"
+    )
+    assert (found.config.algorithm.clip_ratio_low, found.config.algorithm.clip_ratio_high) == (0.3, 0.4)
+
+
+@pytest.mark.parametrize("limit", ["5", "0"])
+def test_turns_are_limited_whether_multi_turn_is_on_or_not_as_in_verl(seed_yaml: Path, limit: str) -> None:
+    turns = "actor_rollout_ref.rollout.multi_turn"
+    found = imported(seed_yaml, f"{turns}.enable=False", f"{turns}.max_assistant_turns={limit}")
+    assert found.config.agent.max_assistant_turns == (int(limit) or 32)
 
 
 def test_dapo_comes_over(seed_yaml: Path) -> None:

@@ -1,0 +1,201 @@
+"""Whether the learner computes a family of models as transformers does: found out from its config, without weights.
+
+`check_family` is asked by `rayapp doctor`, and by `load_policy` before a weight is read. It makes a small model of
+the same config, scores two sequences that share a prefix packed as training packs them, and compares that with plain
+eager attention, one sequence at a time. What the learner lacks (a convolution that reads the neighbour's tokens, an
+attention option, noise of the training mode) shows as a difference, whether anybody has heard of the family or not.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from rayapp.config import Config
+from rayapp.errors import InputError, RayappError
+from rayapp.learner.attention import ATTENTION_NAME, plan_attention, register_attention
+from rayapp.learner.packing import pack
+
+MAX_DIFFERENCE = 1e-2
+"""Of log-probs in float32. Families that are computed rightly differ by 2e-4 at most, wrong ones by 0.9 and more."""
+ATTENTIONS = ("full_attention", "sliding_attention")
+RENAMED_IN_TRANSFORMERS = ("mixtral",)
+"""Their experts have other names in transformers 5 than on the hub, and vLLM knows those of the hub only."""
+_LAYERS, _HEADS, _VOCABULARY, _WIDTH = 6, 4, 64, 32
+_SHARED_TOKENS, _OWN_TOKENS = 8, (6, 9)
+
+
+def read_architecture(config: Config) -> Any:
+    """The transformers config at `model.path`, without noise: dropout and jitter would be on while training.
+
+    Raises:
+        InputError: it can't be read.
+    """
+    from transformers import AutoConfig
+
+    try:
+        architecture = AutoConfig.from_pretrained(config.model.path, trust_remote_code=config.model.trust_remote_code)
+    except (OSError, ValueError, KeyError) as error:
+        raise InputError(f"model.path {config.model.path!r} can't be loaded: {error}") from error
+    for section in _sections(architecture):
+        for name in [name for name, value in vars(section).items() if _is_noise(name) and value]:
+            setattr(section, name, 0.0)
+    return architecture
+
+
+def check_family(architecture: Any, config: Config) -> None:
+    """Raises InputError: the learner would compute another model than this one."""
+    text = architecture.get_text_config()
+    if text.model_type in RENAMED_IN_TRANSFORMERS:
+        raise InputError(
+            f"model_type {text.model_type!r} can't be trained: transformers 5 has other names for its weights than "
+            "vLLM, so a server would refuse them at the first sync."
+        )
+    others = sorted(set(getattr(text, "layer_types", None) or ()) - set(ATTENTIONS))
+    if others:
+        raise InputError(
+            f"model_type {text.model_type!r} can't be trained: it has layers of type {', '.join(others)}, and the "
+            "learner packs sequences for full and sliding attention only: others would read their neighbours' tokens."
+        )
+    try:
+        difference = largest_difference(text, num_tokens=config.max_model_tokens - 1)
+    except RayappError as error:
+        raise InputError(f"model_type {text.model_type!r} can't be trained: {error}") from error
+    except Exception as error:  # boundary: any model's code
+        raise InputError(
+            f"model_type {text.model_type!r} can't be trained: a small model of its config can't be computed by the "
+            f"learner: {type(error).__name__}: {error}"
+        ) from error
+    if not difference <= MAX_DIFFERENCE:
+        raise InputError(
+            f"model_type {text.model_type!r} can't be trained: log-probs of a small model of its config differ by "
+            f"{difference:.2g} between the learner's packed sequences and plain ones; {MAX_DIFFERENCE:g} is allowed."
+        )
+
+
+def largest_difference(text: Any, *, num_tokens: int) -> float:
+    """Largest difference of log-probs between packed and plain.
+
+    Args:
+        text: config of the language model.
+        num_tokens: of the longest sequence that training will have, for attention that asks how long it may be.
+    Raises:
+        LearnerError: the attention has an option that packing does not do.
+    """
+    with _one_thread(), torch.random.fork_rng(devices=[]):
+        return _difference(_small_model(text), num_tokens)
+
+
+def _difference(causal_lm: Any, num_tokens: int) -> float:
+    first, second = _sequences()
+    plain = [_plain(causal_lm, tokens) for tokens in (first, second)]
+    causal_lm.set_attn_implementation(ATTENTION_NAME)
+    packing = pack([[first, second]], share_prefixes=True)
+    plan = replace(plan_attention(packing, torch.device("cpu")), max_length=num_tokens)
+    with torch.no_grad():
+        hidden = causal_lm.train().get_decoder()(
+            input_ids=torch.from_numpy(packing.token_ids)[None],
+            position_ids=torch.from_numpy(packing.position_ids)[None],
+            use_cache=False,
+            plan=plan,
+        )
+        packed = _scores(hidden.last_hidden_state[0] @ causal_lm.get_output_embeddings().weight.t())
+    return max(float((packed[path] - own).abs().max()) for path, own in zip(packing.paths, plain, strict=True))
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Models this small are no faster on two threads, and 20 times as slow where others use the cores too."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _sections(architecture: Any) -> Iterator[Any]:
+    """A config and those nested in it."""
+    yield architecture
+    for name in getattr(architecture, "sub_configs", {}):
+        if (section := getattr(architecture, name, None)) is not None:
+            yield from _sections(section)
+
+
+def _is_noise(name: str) -> bool:
+    return "dropout" in name or "jitter" in name or name.endswith(("_pdrop", "layerdrop"))
+
+
+def _sequences() -> tuple[Any, Any]:
+    rng = np.random.default_rng(0)
+    shared, first, second = (rng.integers(1, _VOCABULARY, n).astype(np.int32) for n in (_SHARED_TOKENS, *_OWN_TOKENS))
+    return np.concatenate([shared, first]), np.concatenate([shared, second])
+
+
+def _small_model(text: Any) -> Any:
+    """Random weights, large enough that every part of the model moves the scores."""
+    from transformers import AutoModelForCausalLM
+
+    register_attention()
+    causal_lm: nn.Module = AutoModelForCausalLM.from_config(
+        _small(text), dtype=torch.float32, attn_implementation="eager"
+    )
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for tensor in (*causal_lm.parameters(), *persistent_buffers(causal_lm).values()):
+            if tensor.is_floating_point():
+                noise = torch.randn(tensor.shape, generator=generator)
+                tensor.copy_(noise / math.sqrt(tensor.shape[-1]) if tensor.ndim >= 2 else tensor + 0.3 * noise)
+    return causal_lm.eval()
+
+
+def persistent_buffers(module: nn.Module) -> dict[str, Tensor]:
+    """Buffers that are saved with the model, by name: all but those that it computes again."""
+    names = module.state_dict().keys()
+    return {name: buffer for name, buffer in module.named_buffers() if name in names}
+
+
+def _small(text: Any) -> Any:
+    """The config with few layers, heads and words. Heads keep their width, which scales of positions are lists over."""
+    small = copy.deepcopy(text)
+    num_layers, heads = min(text.num_hidden_layers, _LAYERS), text.num_attention_heads
+    key_heads = getattr(text, "num_key_value_heads", None) or heads
+    changed: dict[str, Any] = {
+        "num_hidden_layers": num_layers,
+        "num_attention_heads": _HEADS,
+        "num_key_value_heads": _HEADS if key_heads == heads else min(key_heads, _HEADS // 2),
+        "hidden_size": _HEADS * (getattr(text, "head_dim", None) or text.hidden_size // heads),
+        "first_k_dense_replace": min(getattr(text, "first_k_dense_replace", 0) or 0, num_layers - 1),
+        "num_kv_shared_layers": min(getattr(text, "num_kv_shared_layers", 0) or 0, num_layers // 4),
+    }
+    for name, value in vars(text).items():
+        if isinstance(value, list | tuple) and len(value) == text.num_hidden_layers:
+            changed[name] = list(value)[:num_layers]
+        elif name.startswith("vocab_size"):
+            changed[name] = _VOCABULARY
+        elif name.endswith("intermediate_size") and value:
+            changed[name] = _WIDTH
+        elif name.endswith("_token_id"):
+            changed[name] = None if name == "pad_token_id" else 0
+    for name, value in changed.items():
+        if hasattr(text, name):
+            setattr(small, name, value)
+    return small
+
+
+def _plain(causal_lm: Any, tokens: Sequence[int]) -> Tensor:
+    with torch.no_grad():
+        return _scores(causal_lm(torch.as_tensor(tokens, dtype=torch.long)[None], use_cache=False).logits[0])
+
+
+def _scores(logits: Tensor) -> Tensor:
+    """(T, V) log-probs."""
+    return logits.float().log_softmax(-1)

@@ -1,0 +1,86 @@
+"""The real vLLM on CPU with a mixture of experts: it computes the learner's log-probs after every sync."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from actors.learner import Learner
+from actors.vllm_server import VllmServer
+from rayapp.config import Config
+from rayapp.learner.testing import sampled
+from rayapp.types import Group, Prompt
+from rayapp.weights.buckets import WeightBucket
+
+References = Callable[[Iterable[WeightBucket]], list[Any]]
+pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(900)]
+
+MAX_LOG_PROB_DIFFERENCE = 0.05
+"""As in test_vllm_server.py: two orders of summation in bfloat16."""
+TOKENS = [72, 75, 84, 85, 86, 28, 2, 89]
+
+
+def save_model(folder: Path, tokenizer: Path, *, seed: int) -> Path:
+    import torch
+    from transformers import AutoTokenizer, Glm4MoeConfig, Glm4MoeForCausalLM
+
+    torch.manual_seed(seed)
+    model = Glm4MoeForCausalLM(
+        Glm4MoeConfig(
+            vocab_size=len(AutoTokenizer.from_pretrained(tokenizer)), hidden_size=128, intermediate_size=128,
+            moe_intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=32,
+            n_routed_experts=4, num_experts_per_tok=2, first_k_dense_replace=1, max_position_embeddings=256,
+            initializer_range=0.1,
+        )
+    )  # fmt: skip
+    # Not trained, so never sent: what the server read at its start must stay.
+    model.model.layers[1].mlp.gate.e_score_correction_bias.copy_(torch.tensor([3.0, -3.0, 3.0, -3.0]))
+    model.bfloat16().save_pretrained(folder)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(tokenizer / name, folder / name)
+    return folder
+
+
+def config_of(model: Path) -> Config:
+    rollout = {"group_size": 2, "max_prompt_tokens": 64, "max_completion_tokens": 32}
+    learner = {"max_tokens_per_microbatch": 256, "compute_dtype": "float32", "cpu_threads": 1}
+    return Config.model_validate(
+        {
+            "model": {"path": str(model)}, "cluster": {"device": "cpu"}, "rollout": rollout, "learner": learner,
+            "server": {"kv_cache_gib": 1},
+        }
+    )  # fmt: skip
+
+
+def exported(model: Path) -> tuple[list[WeightBucket], np.ndarray]:
+    """What a learner of this model sends, and its log-probs of TOKENS after the first four."""
+    prompt = Prompt(task="t", text="", token_ids=np.array(TOKENS[:4], np.int32))
+    learner = Learner(config_of(model), 0, 1, "", 0)
+    try:
+        group = Group(group_id=0, prompt=prompt, trajectories=(sampled(TOKENS, 4),))
+        return list(learner.export_weights(1 << 20)), learner.log_probs_of(group)[0]
+    finally:
+        learner.close()
+
+
+async def test_experts_are_the_learners_after_every_sync(
+    tiny_model: Path, tmp_path: Path, references: References
+) -> None:
+    models = [save_model(tmp_path / str(seed), tiny_model, seed=seed) for seed in (0, 1)]
+    sent = [exported(model) for model in models]
+    assert np.abs(sent[0][1] - sent[1][1]).max() > 4 * MAX_LOG_PROB_DIFFERENCE
+    server = VllmServer(config_of(models[0]), 0)
+    try:
+        await server.start()
+        for version in (0, 1, 0):
+            buckets, expected = sent[version]
+            await server.load_weights(version, references(buckets))
+            found = (await server.prompt_log_probs([TOKENS]))[0][3:]
+            assert np.abs(found - expected).max() < MAX_LOG_PROB_DIFFERENCE, f"weights {version}"
+    finally:
+        await server.close()
