@@ -16,6 +16,7 @@ from torch import Tensor
 
 from rayapp.config import Config
 from rayapp.config_learner import LoraSection
+from rayapp.errors import CheckpointError
 from rayapp.learner.family import persistent_buffers
 from rayapp.learner.lora import ADAPTER, BASE, adapter_weights, merged_weights
 from rayapp.learner.policy import PolicyModel, named_weights
