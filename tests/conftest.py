@@ -17,6 +17,11 @@ os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
 # A Ray of our own for every test, never the one that happens to run on this machine.
 os.environ["RAY_ADDRESS"] = "local"
 os.environ["RAY_AUTH_MODE"] = "disabled"
+# Servers of tests are on this machine, whatever proxy leads out of it.
+os.environ["no_proxy"] = os.environ["NO_PROXY"] = "localhost,127.0.0.1,::1"
+# What a test reads is no terminal, though some CI runners say so.
+for name in ("FORCE_COLOR", "CLICOLOR_FORCE", "PY_COLORS", "GITHUB_ACTIONS", "TTY_COMPATIBLE", "TTY_INTERACTIVE"):
+    os.environ.pop(name, None)
 
 
 LONGEST_FIRST = ("e2e", "cluster", "browser", "contracts", "adversarial", "unit")
