@@ -25,6 +25,11 @@ def cut(text: str, max_chars: int, side: CutSide) -> str:
     return text[:head] + "...(truncated)..." + text[len(text) - max_chars // 2 :]
 
 
+def readable(text: str) -> str:
+    """A text that UTF-8 and tokenizers can hold: half of a surrogate pair, which JSON can name, is spelled out."""
+    return text.encode("utf-8", "backslashreplace").decode()
+
+
 class Neutralizer:
     """Breaks up the model's control tokens: a tool that prints `<|im_end|>` must not end a turn or begin another's.
 
