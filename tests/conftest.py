@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -115,13 +116,25 @@ def letter_tasks(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 @pytest.fixture(scope="session")
 def chat_tokenizer() -> Any:
     """Bytes as tokens, and ChatML's two control tokens: any text goes in and comes out. No chat template."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    return byte_tokenizer("<|im_start|>", "<|im_end|>")
+
+
+@pytest.fixture(scope="session")
+def make_chat_tokenizer() -> Callable[..., Any]:
+    """The same with other control tokens; see `byte_tokenizer`."""
+    return byte_tokenizer
+
+
+def byte_tokenizer(*special: str, added: Sequence[str] = ()) -> Any:
+    """Bytes as tokens, control tokens of which the last ends a turn, and added ones that are not marked as special."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE({letter: i for i, letter in enumerate(alphabet)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_tokens([AddedToken(token, special=False) for token in added])
     return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, eos_token="<|im_end|>", additional_special_tokens=["<|im_start|>", "<|im_end|>"]
+        tokenizer_object=tokenizer, eos_token=special[-1], additional_special_tokens=list(special)
     )

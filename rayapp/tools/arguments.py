@@ -12,9 +12,8 @@ from itertools import islice
 from typing import Any
 
 import regex
-from jsonschema import Draft202012Validator
+from jsonschema import Draft202012Validator, validators
 from jsonschema.exceptions import SchemaError, ValidationError, best_match
-from jsonschema.validators import extend
 from referencing.jsonschema import EMPTY_REGISTRY
 
 from rayapp.tools.base import ToolFailedError
@@ -143,4 +142,5 @@ def _key(value: object) -> object:
     return isinstance(value, bool), value
 
 
-_Validator: Any = extend(Draft202012Validator, {"pattern": _pattern, "uniqueItems": _unique_items})
+_extend: Any = validators.extend  # untyped
+_Validator = _extend(Draft202012Validator, {"pattern": _pattern, "uniqueItems": _unique_items})

@@ -260,7 +260,7 @@ async def test_calls_of_the_last_turn_are_not_run(chat_tokenizer: Any) -> None:
 
     episode, _ = await bench.run(call("echo", text="1"), call("echo", text="2"))
 
-    assert (episode.end, episode.status, len(episode.calls)) == (EpisodeEnd.MAX_TURNS, RolloutStatus.TRUNCATED, 1)
+    assert (episode.end, episode.status, len(episode.calls)) == (EpisodeEnd.MAX_TURNS, RolloutStatus.MAX_TURNS, 1)
 
 
 async def test_calls_beyond_the_limit_of_a_turn_get_an_error(chat_tokenizer: Any) -> None:
