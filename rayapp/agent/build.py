@@ -26,9 +26,7 @@ _ANY_TOOL = ToolSchema(
 log = logging.getLogger(__name__)
 
 
-def _vllm_parser(
-    name: str, tokenizer: Any, tools: Sequence[ToolSchema], sample: SampleCall | None
-) -> ToolCallParser:
+def _vllm_parser(name: str, tokenizer: Any, tools: Sequence[ToolSchema], sample: SampleCall | None) -> ToolCallParser:
     from rayapp.engines.vllm_tool_parser import load_parser  # imports vLLM: seconds
 
     return load_parser(name, tokenizer, tools, sample)

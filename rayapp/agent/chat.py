@@ -11,9 +11,10 @@ templates (Mistral, gpt-oss) write results only after calls: for them stand-in c
 from __future__ import annotations
 
 import json
-import os
+import re
 from collections.abc import Mapping, Sequence
 from importlib.resources import files
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -26,6 +27,7 @@ Message = Mapping[str, Any]
 _STAND_IN = "Stand-in-for-what-was-sampled"
 _QUESTION: Message = {"role": "user", "content": "Question"}
 _ANSWER: Message = {"role": "assistant", "content": _STAND_IN}
+_WORD, _NO_WORD = re.compile(r"\w"), re.compile(r"[^\w\s\u2581]")
 _RESULTS = ("result-of-the-first-call", "result-of-the-second-call")
 
 
@@ -152,7 +154,8 @@ class ChatFormat:
             return ""
         asked_ids, told_ids = self._encode(asked), self._encode(told)
         # Not all of what was asked need be there: the prompt may open a thought that a finished turn has not.
-        return self.turn_text(told_ids[len(os.path.commonprefix([asked_ids, told_ids])) :])
+        shared = takewhile(lambda pair: pair[0] == pair[1], zip(asked_ids, told_ids, strict=False))
+        return self.turn_text(told_ids[len(list(shared)) :])
 
     def _encode(self, text: str) -> list[int]:
         return self.tokenizer.encode(text, add_special_tokens=False)
@@ -208,9 +211,10 @@ class ChatFormat:
             ) from error
         if not self._is_whole(rest):
             raise ConfigError(f"the chat template of {self._name} leaves out the results of tools. {cure}.")
-        parts = [*rest.replace(_RESULTS[1], _RESULTS[0]).split(_RESULTS[0]), *self._plain([_QUESTION]).split("Question")]
-        self._head_ids = self._encode(parts[0])
-        self._neutralize = Neutralizer({*_added_tokens(self.tokenizer), *marks(parts)})
+        head, between, end = re.split("|".join(_RESULTS), rest, maxsplit=2)
+        self._head_ids = self._encode(head)
+        written = [head, between, end, *self._plain([_QUESTION]).split(_QUESTION["content"])]
+        self._neutralize = Neutralizer({*_added_tokens(self.tokenizer), *marks(written)})
 
     def _choose_form(self) -> str:
         """Results after a text, or else after calls; what the template writes of two."""
@@ -266,7 +270,7 @@ def _special_ids(tokenizer: ChatTokenizer) -> set[int]:
 def _added_tokens(tokenizer: ChatTokenizer) -> set[str]:
     """Control tokens as text. Not only those marked special: DeepSeek's <｜User｜> is not. Words and blanks stay."""
     tokens = {*tokenizer.all_special_tokens, *(str(token) for token in _added(tokenizer).values())}
-    return {token for token in tokens if not token.replace("▁", " ").replace(" ", "").isalnum() and token.strip(" \t\n\r▁")}
+    return {token for token in tokens if _WORD.search(token) and _NO_WORD.search(token)}
 
 
 def _call_id(index: int) -> str:

@@ -60,7 +60,7 @@ MAX_CALLS = 64
 
 def after_thoughts(text: str) -> str:
     """The part of a turn where calls count: after the last `</think>`. One quoted while thinking is not meant."""
-    thoughts, end, rest = text.rpartition("</think>")
+    _, end, rest = text.rpartition("</think>")
     return "" if not end and text.lstrip().startswith("<think>") else rest
 
 

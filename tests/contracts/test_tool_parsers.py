@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rayapp.agent.parsing import HermesParser, ToolCallParser
+from rayapp.agent.chat import ChatFormat
+from rayapp.agent.parsing import MAX_CALLS, HermesParser, ToolCallParser
 from rayapp.errors import ConfigError
 from rayapp.tools.base import ToolSchema
 
@@ -66,6 +67,58 @@ fragment = st.one_of(
 def test_no_text_makes_a_parser_raise(text: str, vllm_parser: ToolCallParser) -> None:
     for parser in (HermesParser(), vllm_parser):
         assert all(call.problem or call.name for call in parser.parse(text))
+
+
+def probed(family: Any, parser: str) -> ToolCallParser:
+    from rayapp.engines.vllm_tool_parser import load_parser
+
+    chat = ChatFormat(family.tokenizer, TOOLS, template=family.template)
+    return load_parser(parser, family.tokenizer, TOOLS, chat.sample_call())
+
+
+@pytest.mark.parametrize(
+    ("family", "parser", "said"),
+    [
+        ("llama", "llama3_json", '{"name": "add", "parameters": {"a": 1}}'),
+        ("deepseek_v3", "deepseek_v3", None),
+        ("qwen3_coder", "qwen3_coder", None),
+        ("glm45", "glm45", None),
+        ("mistral", "mistral", '[TOOL_CALLS] [{"name": "add", "arguments": {"a": 1}}]'),
+    ],
+)
+def test_a_parser_that_fits_its_family_finds_the_calls_its_template_writes(
+    chat_family: Any, vllm_parser: ToolCallParser, family: str, parser: str, said: str | None
+) -> None:
+    model = chat_family(family)
+    found = probed(model, parser)
+    if said is None:
+        sample = ChatFormat(model.tokenizer, TOOLS, template=model.template).sample_call()
+        assert sample is not None
+        assert sample.is_found_by(found)
+    else:
+        assert [(call.name, json.loads(call.arguments)) for call in found.parse(said)] == [("add", {"a": 1})]
+    assert found.parse("The answer is 4.") == ()
+
+
+@pytest.mark.parametrize(
+    ("family", "parser", "message"),
+    [
+        ("qwen3_coder", "hermes", r"'hermes' doesn't find a call.*<function=add>.*one that does: .*qwen3_coder"),
+        ("llama", "hermes", r"'hermes' doesn't find a call.*one that does: llama3_json"),
+        ("deepseek_v3", "deepseek_v31", r"'deepseek_v31' doesn't find.*one that does: deepseek_v3"),
+        ("gpt_oss", "openai", r"'openai' doesn't find.*one that does: vLLM has none"),
+    ],
+)
+def test_a_parser_that_does_not_fit_is_refused_with_those_that_do(
+    chat_family: Any, vllm_parser: ToolCallParser, family: str, parser: str, message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        probed(chat_family(family), parser)
+
+
+def test_a_turn_of_nothing_but_calls_is_read_up_to_a_limit(vllm_parser: ToolCallParser) -> None:
+    for parser in (HermesParser(), vllm_parser):
+        assert len(parser.parse(block('{"name": "add", "arguments": {}}') * 5000)) == MAX_CALLS + 1
 
 
 def test_unknown_parser_is_refused_with_those_there_are(chat_tokenizer: Any, vllm_parser: ToolCallParser) -> None:
