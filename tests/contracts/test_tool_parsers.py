@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +13,8 @@ from hypothesis import strategies as st
 
 from rayapp.agent.chat import ChatFormat
 from rayapp.agent.parsing import MAX_CALLS, HermesParser, ToolCallParser
+from rayapp.config import Config
+from rayapp.doctor import fitness
 from rayapp.errors import ConfigError
 from rayapp.tools.base import ToolSchema
 
@@ -114,6 +118,27 @@ def test_a_parser_that_does_not_fit_is_refused_with_those_that_do(
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         probed(chat_family(family), parser)
+
+
+def test_the_doctor_finds_a_parser_that_does_not_fit_the_model(
+    chat_family: Any, vllm_parser: ToolCallParser, tmp_path: Path
+) -> None:
+    tokenizer = copy.deepcopy(chat_family("qwen3_coder").tokenizer)
+    tokenizer.chat_template = chat_family("qwen3_coder").template
+    tokenizer.save_pretrained(tmp_path)
+
+    def found(parser: str) -> list[str]:
+        config = {
+            "cluster": {"device": "cpu"},
+            "model": {"path": str(tmp_path)},
+            "data": {"train_files": ["train.parquet"]},
+            "agent": {"tool_file": "tools.yaml", "tool_parser": parser},
+        }
+        return [finding.detail for finding in fitness(Config.model_validate(config)) if finding.what == "tools"]
+
+    (detail,) = found("hermes")
+    assert "Set agent.tool_parser to one that does" in detail
+    assert found("qwen3_coder") == []
 
 
 def test_a_turn_of_nothing_but_calls_is_read_up_to_a_limit(vllm_parser: ToolCallParser) -> None:
