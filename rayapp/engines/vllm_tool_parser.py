@@ -9,9 +9,14 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Sequence
+import sys
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import islice
 from typing import Any
+
+import regex
 
 from rayapp.agent.parsing import MAX_CALLS, RawCall, SampleCall
 from rayapp.errors import ConfigError
@@ -20,6 +25,9 @@ from rayapp.tools.base import ToolSchema
 log = logging.getLogger(__name__)
 _START = ("tool_call_start_token", "tool_calls_start_token", "bot_token", "start_token")
 _END = ("tool_call_end_token", "tool_calls_end_token", "end_token")
+_SEARCHES = ("search", "match", "fullmatch", "findall", "finditer", "split", "sub", "subn")
+_PARSE_TIMEOUT_S = 1.0
+"""Of processor time, for one turn: the event loop waits for it. Not of the clock, which a busy machine runs down."""
 _MALFORMED = "the parser {name} can't read it: it must be complete, valid JSON in the form the system prompt shows"
 
 
@@ -48,12 +56,14 @@ class VllmToolParser:
         self._start = _token(self._parser, _START)
         self._is_gated = by_call
         self._block = _block_pattern(self._start, _token(self._parser, _END)) if by_call else None
+        _set_deadlines(self._parser)
         # It logs a traceback for each malformed call, which is daily bread here.
         logging.getLogger(type(self._parser).__module__).setLevel(logging.CRITICAL)
 
     def parse(self, text: str) -> tuple[RawCall, ...]:
         if self._is_gated and self._start and self._start not in text:
             return ()
+        _DEADLINE.begin()
         if self._block is None:
             return self._read(text)
         blocks = islice(self._block.finditer(text), MAX_CALLS + 1)
@@ -61,7 +71,7 @@ class VllmToolParser:
 
     def _read(self, text: str) -> tuple[RawCall, ...]:
         try:
-            found = self._parser.extract_tool_calls(text, self._request)
+            found = _DEADLINE.keep(self._parser.extract_tool_calls, text, self._request)
         except Exception as error:  # boundary: what the policy wrote may break any parser
             return (RawCall(problem=f"{_MALFORMED.format(name=self._name)} ({type(error).__name__})"),)
         if not found.tools_called:
@@ -126,6 +136,60 @@ def _make(name: str, tokenizer: Any, tools: Any) -> Any:
         ) from error
 
 
+class _Deadline:
+    """Of the parse that the process is at: its event loop waits, so there is one at a time.
+
+    Parsers are quadratic or cubic in what a policy can write: GLM's took 14 s for 6 kB, and holds the GIL in regular
+    expressions. Those get a timeout, and every call of a function is a moment to stop.
+    """
+
+    def __init__(self) -> None:
+        self._ends_at = 0.0
+        self._is_kept = False
+
+    def begin(self) -> None:
+        self._ends_at = time.thread_time() + _PARSE_TIMEOUT_S
+
+    def left_s(self) -> float | None:
+        """None where nobody waits."""
+        return max(0.001, self._ends_at - time.thread_time()) if self._is_kept else None
+
+    def keep(self, extract: Callable[..., Any], *args: Any) -> Any:
+        """Call it. Raises TimeoutError, again for every call made by a parser that has caught it."""
+        before, self._is_kept = sys.getprofile(), True
+        sys.setprofile(self._check)
+        try:
+            return extract(*args)
+        finally:
+            sys.setprofile(before)
+            self._is_kept = False
+
+    def _check(self, frame: object, event: str, called: object) -> None:
+        if called is not sys.setprofile and time.thread_time() > self._ends_at:
+            raise TimeoutError("the parser took too long")
+
+
+class _TimedPattern:
+    """A pattern of the package regex, which all of vLLM's parsers use, under the deadline."""
+
+    def __init__(self, pattern: Any) -> None:
+        self._pattern = pattern
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._pattern, name)
+        return partial(found, timeout=_DEADLINE.left_s()) if name in _SEARCHES else found
+
+
+def _set_deadlines(parser: Any) -> None:
+    """On the patterns of a parser and of the modules that it uses."""
+    kind = type(regex.compile(""))
+    modules = [module for name, module in sys.modules.items() if name.startswith(("vllm.parser", "vllm.tool_parsers"))]
+    for owner in [parser, *modules]:
+        for name in dir(owner):
+            if isinstance(pattern := getattr(owner, name, None), kind):
+                setattr(owner, name, _TimedPattern(pattern))
+
+
 def _token(parser: Any, names: Sequence[str]) -> str:
     found = (getattr(parser, name, None) for name in names)
     return next((token for token in found if isinstance(token, str) and token), "")
@@ -136,3 +200,6 @@ def _block_pattern(start: str, end: str) -> re.Pattern[str] | None:
         return None
     begin, stop = re.escape(start), re.escape(end)
     return re.compile(f"{begin}.*?(?:{stop}|(?={begin})|\\Z)", re.DOTALL)
+
+
+_DEADLINE = _Deadline()

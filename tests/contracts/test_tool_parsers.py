@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import json
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -118,6 +120,27 @@ def test_a_parser_that_does_not_fit_is_refused_with_those_that_do(
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         probed(chat_family(family), parser)
+
+
+@pytest.mark.parametrize(
+    ("family", "parser", "said"),
+    [
+        ("glm45", "glm45", "<tool_call>add\n" + "<arg_key>a</arg_key><arg_value>" * 2000),
+        ("qwen3_coder", "qwen3_coder", "<tool_call><function=add>" + "<parameter=" * 5000),
+        ("deepseek_v3", "deepseek_v3", "<｜tool▁calls▁begin｜>" + "<｜tool▁call▁begin｜>a<｜tool▁sep｜>" * 5000),
+    ],
+)
+def test_a_turn_that_a_parser_would_read_for_minutes_is_a_malformed_call(
+    chat_family: Any, vllm_parser: ToolCallParser, family: str, parser: str, said: str
+) -> None:
+    found = probed(chat_family(family), parser)
+    started = time.perf_counter()
+
+    calls = found.parse(said)
+
+    assert time.perf_counter() - started < 5.0
+    assert [bool(call.problem) for call in calls] == [True]
+    assert sys.getprofile() is None
 
 
 def test_the_doctor_finds_a_parser_that_does_not_fit_the_model(
