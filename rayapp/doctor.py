@@ -92,7 +92,7 @@ def machine() -> Iterator[Finding]:
 def fitness(config: Config) -> Iterator[Finding]:
     """Whether this config can run here: only what is wrong, or one line that nothing is."""
     problems = [*_device_fits(config), *_model_fits(config), *_memory_fits(config), *_folder_fits(config)]
-    problems += [*_storage_answers(config), *_data_fits(config)]
+    problems += [*_storage_answers(config), *_data_fits(config), *_tool_parser_fits(config)]
     sandbox = _sandbox(config.sandbox, level_if_none="problem")
     problems += [sandbox] if sandbox.level != "ok" else []
     yield from problems
@@ -239,6 +239,23 @@ def _data_fits(config: Config) -> Iterator[Finding]:
         check_data(config, [file for file in files if not Location.parse(file).is_remote])
     except (UserError, StorageError) as error:
         yield Finding(level="problem", what="data", detail=str(error))
+
+
+def _tool_parser_fits(config: Config) -> Iterator[Finding]:
+    if not config.agent.tool_file or is_remote_model(config):
+        return
+    from rayapp.agent.build import check_parser
+    from rayapp.rollout.prompts import load_tokenizer
+
+    agent = config.agent
+    try:
+        tokenizer = load_tokenizer(config)
+    except (OSError, ValueError):
+        return  # the model's own check has told
+    try:
+        check_parser(tokenizer, model=config.model.path, parser=agent.tool_parser, chat_template=agent.chat_template)
+    except UserError as error:
+        yield Finding(level="problem", what="tools", detail=str(error))
 
 
 def _storage_answers(config: Config) -> Iterator[Finding]:

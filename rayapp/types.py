@@ -71,6 +71,8 @@ class RolloutStatus(StrEnum):
     COMPLETED = "completed"
     TRUNCATED = "truncated"
     """Ran into max_completion_tokens."""
+    MAX_TURNS = "max_turns"
+    """Called tools in its last turn too: it ended by itself, only not with an answer."""
     ERROR_ENGINE = "error_engine"
     ERROR_SANDBOX = "error_sandbox"
     ERROR_TASK = "error_task"

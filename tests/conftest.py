@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -126,13 +129,63 @@ def letter_tasks(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 @pytest.fixture(scope="session")
 def chat_tokenizer() -> Any:
     """Bytes as tokens, and ChatML's two control tokens: any text goes in and comes out. No chat template."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    return byte_tokenizer("<|im_start|>", "<|im_end|>")
+
+
+@dataclass(frozen=True)
+class ChatFamily:
+    """A tokenizer with the control tokens of a model family, and a chat template in its form."""
+
+    tokenizer: Any
+    template: str
+
+
+CONTROL_TOKENS: dict[str, tuple[str, str]] = {
+    "llama": (
+        "<|begin_of_text|> <|start_header_id|> <|end_header_id|> <|python_tag|> <|eom_id|> <|eot_id|>",
+        "",
+    ),
+    "deepseek_v3": (
+        "<｜begin▁of▁sentence｜> <｜end▁of▁sentence｜>",
+        (
+            "<｜User｜> <｜Assistant｜> <｜tool▁sep｜> <｜tool▁calls▁begin｜> <｜tool▁call▁begin｜> "
+            "<｜tool▁call▁end｜> <｜tool▁calls▁end｜>"
+        ),
+    ),
+    "glm45": (
+        "<|user|> <|assistant|> <|observation|> <|endoftext|>",
+        "<think> </think> <tool_call> </tool_call> <arg_key> </arg_key> <arg_value> </arg_value>",
+    ),
+    "qwen3_coder": ("<|im_start|> <|endoftext|> <|im_end|>", "<tool_call> </tool_call> <think> </think>"),
+    "mistral": ("<s> [INST] [/INST] [TOOL_CALLS] [AVAILABLE_TOOLS] [/AVAILABLE_TOOLS] </s>", ""),
+    "gpt_oss": ("<|start|> <|channel|> <|message|> <|constrain|> <|call|> <|end|> <|return|>", ""),
+}
+"""By family in tests/data/chat_templates: special ones, of which the last ends a turn, and those only added."""
+
+
+@pytest.fixture(scope="session")
+def chat_family() -> Callable[[str], ChatFamily]:
+    """A model family by name."""
+
+    @cache
+    def family(name: str) -> ChatFamily:
+        special, added = CONTROL_TOKENS[name]
+        template = (Path(__file__).parent / "data" / "chat_templates" / f"{name}.jinja").read_text()
+        return ChatFamily(byte_tokenizer(*special.split(), added=added.split()), template)
+
+    return family
+
+
+def byte_tokenizer(*special: str, added: Sequence[str] = ()) -> Any:
+    """Bytes as tokens, control tokens of which the last ends a turn, and added ones that are not marked as special."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE({letter: i for i, letter in enumerate(alphabet)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_tokens([AddedToken(token, special=False) for token in added])
     return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, eos_token="<|im_end|>", additional_special_tokens=["<|im_start|>", "<|im_end|>"]
+        tokenizer_object=tokenizer, eos_token=special[-1], additional_special_tokens=list(special)
     )

@@ -11,6 +11,7 @@ tool does wrong is text for the policy; what infrastructure does wrong ends the 
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -18,7 +19,7 @@ from dataclasses import dataclass, field, replace
 from rayapp.agent.calls import run_call, too_many
 from rayapp.agent.chat import ChatFormat
 from rayapp.agent.episode import AgentLimits, AgentPrompt, Episode, EpisodeEnd
-from rayapp.agent.parsing import RawCall, ToolCallParser
+from rayapp.agent.parsing import MAX_CALLS, RawCall, ToolCallParser, after_thoughts
 from rayapp.agent.transcript import Transcript
 from rayapp.errors import (
     InputError,
@@ -32,9 +33,10 @@ from rayapp.tools.base import ToolFailedError
 from rayapp.tools.toolset import ToolSet, ToolStates
 from rayapp.types import CallRecord, Completion, RolloutStatus, SamplingParams, TurnRecord
 
+log = logging.getLogger(__name__)
 _STATUS = {
     EpisodeEnd.ANSWERED: RolloutStatus.COMPLETED,
-    EpisodeEnd.MAX_TURNS: RolloutStatus.TRUNCATED,
+    EpisodeEnd.MAX_TURNS: RolloutStatus.MAX_TURNS,
     EpisodeEnd.MAX_TOKENS: RolloutStatus.TRUNCATED,
 }
 
@@ -103,7 +105,7 @@ class _Episode:
                 return EpisodeEnd.MAX_TURNS
             records = await self._run_calls(calls, states)
             self.turns[-1] = replace(self.turns[-1], calls=records)
-            suffix = self.loop.chat.suffix_ids(completion.token_ids.tolist(), [record.output for record in records])
+            suffix = self._suffix(completion, records)
             if self._left() <= len(suffix):
                 # Results that leave no room to answer are not appended: nobody would learn from them.
                 return EpisodeEnd.MAX_TOKENS
@@ -129,7 +131,26 @@ class _Episode:
                 version_spans=completion.version_spans,
             )
         )
-        return completion, self.loop.parser.parse(text)
+        return completion, self._calls(text)
+
+    def _calls(self, text: str) -> tuple[RawCall, ...]:
+        try:
+            calls = self.loop.parser.parse(after_thoughts(text))
+        except Exception as error:  # boundary: a parser is a program that reads whatever a policy writes
+            log.warning("%s: the tool parser failed: %s: %s", self.request_id, type(error).__name__, error)
+            return (RawCall(problem=f"the parser failed ({type(error).__name__})"),)
+        if len(calls) <= MAX_CALLS:
+            return calls
+        return (*calls[:MAX_CALLS], RawCall(problem=f"calls after the first {MAX_CALLS} of a turn are not read"))
+
+    def _suffix(self, completion: Completion, records: Sequence[CallRecord]) -> list[int]:
+        names = [record.name if self.loop.tools.get(record.name) else "unknown" for record in records]
+        try:
+            return self.loop.chat.suffix_ids(
+                completion.token_ids.tolist(), [record.output for record in records], names
+            )
+        except Exception as error:  # boundary: a template is a program, and reads what a tool has said
+            raise ToolFailedError(f"the chat template can't write these results: {error}", "template") from error
 
     async def _run_calls(self, calls: Sequence[RawCall], states: ToolStates) -> tuple[CallRecord, ...]:
         limits, tools = self.loop.limits, self.loop.tools

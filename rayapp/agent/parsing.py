@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import dataclass
+from itertools import islice
 from typing import Protocol
 
 
@@ -32,6 +33,37 @@ class ToolCallParser(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampleCall:
+    """One call as a model's chat template writes it: what a parser must find."""
+
+    texts: tuple[str, ...]
+    """What an assistant says that calls. Several, where templates differ in what they take: one of them is right."""
+    name: str
+    arguments: dict[str, object]
+
+    def is_found_by(self, parser: ToolCallParser) -> bool:
+        return any(self._is_read(parser.parse(after_thoughts(text))) for text in self.texts)
+
+    def _is_read(self, calls: tuple[RawCall, ...]) -> bool:
+        if len(calls) != 1 or calls[0].problem or calls[0].name != self.name:
+            return False
+        try:
+            return bool(json.loads(calls[0].arguments) == self.arguments)
+        except ValueError:
+            return False
+
+
+MAX_CALLS = 64
+"""Of one turn that are read. A token or two begin a call, and each costs a parse, a record and a result."""
+
+
+def after_thoughts(text: str) -> str:
+    """The part of a turn where calls count: after the last `</think>`. One quoted while thinking is not meant."""
+    _, end, rest = text.rpartition("</think>")
+    return "" if not end and text.lstrip().startswith("<think>") else rest
+
+
 _BLOCK = re.compile(r"<tool_call>(.*?)(?:</tool_call>|(?=<tool_call>)|\Z)", re.DOTALL)
 
 
@@ -39,14 +71,14 @@ class HermesParser:
     """`<tool_call>{"name": …, "arguments": {…}}</tool_call>`, as Hermes and Qwen models write calls."""
 
     def parse(self, text: str) -> tuple[RawCall, ...]:
-        return tuple(_read_block(match.group(1)) for match in _BLOCK.finditer(text))
+        return tuple(_read_block(match.group(1)) for match in islice(_BLOCK.finditer(text), MAX_CALLS + 1))
 
 
 def _read_block(block: str) -> RawCall:
     try:
         call = json.loads(block)
+        if not isinstance(call, dict) or not isinstance(call.get("name"), str) or "arguments" not in call:
+            return RawCall(problem='a call must be a JSON object with "name" and "arguments"')
+        return RawCall(name=call["name"], arguments=json.dumps(call["arguments"], ensure_ascii=False))
     except (ValueError, RecursionError) as error:
         return RawCall(problem=f"not valid JSON: {error}")
-    if not isinstance(call, dict) or not isinstance(call.get("name"), str) or "arguments" not in call:
-        return RawCall(problem='a call must be a JSON object with "name" and "arguments"')
-    return RawCall(name=call["name"], arguments=json.dumps(call["arguments"], ensure_ascii=False))

@@ -19,7 +19,7 @@ from rayapp.agent.loop import AgentLoop
 from rayapp.agent.loops import AgentLoops
 from rayapp.agent.outcome import to_trajectory
 from rayapp.data.data_row import DataRow
-from rayapp.errors import EngineDeadError, EngineError, StaleVersionError
+from rayapp.errors import DeadlineError, EngineDeadError, EngineError, StaleVersionError
 from rayapp.protocols import RolloutEngine
 from rayapp.rollout.group import failed_trajectory, gather_trajectories, late_trajectory, summarize_group
 from rayapp.rollout.order import GroupRequest, sampling_of
@@ -96,14 +96,14 @@ class _RowGroup:
                 )
                 reward = await self._score(episode)
             await seat.fill()
-        except TimeoutError:
-            await seat.fill()
-            return late_trajectory(self.prompt, request, work.deadline_s)
         except (StaleVersionError, EngineDeadError):
             # Its server's trouble: the whole group is sampled again on one that works.
             raise
-        except EngineError as error:
+        except (EngineError, DeadlineError) as error:  # a DeadlineError is a TimeoutError too, and not the group's
             return failed_trajectory(self.prompt, request, "engine", str(error))
+        except TimeoutError:
+            await seat.fill()
+            return late_trajectory(self.prompt, request, work.deadline_s)
         return to_trajectory(episode, reward, asked_version=request.policy_version)
 
     def _sampling(self, index: int) -> SamplingParams:

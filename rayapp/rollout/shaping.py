@@ -1,7 +1,8 @@
 """Changes of rewards that follow from a trajectory's length: DAPO's soft overlong punishment (arXiv:2503.14476, §3.4).
 
 Called by the rollout worker on every group of training, never on evaluation. Off unless
-`algorithm.overlong.buffer_tokens` is set.
+`algorithm.overlong.buffer_tokens` is set. Length is what `rollout.max_completion_tokens` limits, as in verl: everything
+after the prompt, tool results included.
 """
 
 from __future__ import annotations
@@ -30,16 +31,20 @@ def shape_group(group: Group, summary: GroupSummary, config: Config) -> tuple[Gr
     """The group with the penalty in its rewards, as a term of its own; as it is where none is configured."""
     if config.algorithm.overlong.buffer_tokens == 0:
         return group, summary
-    shaped = replace(group, trajectories=tuple(_shaped(trajectory, config) for trajectory in group.trajectories))
+    num_prompt_tokens = group.prompt.token_ids.size
+    shaped = replace(
+        group,
+        trajectories=tuple(_shaped(t, t.num_tokens - num_prompt_tokens, config) for t in group.trajectories),
+    )
     return shaped, summarize_group(shaped, time_total_s=summary.time_total_s)
 
 
-def _shaped(trajectory: Trajectory, config: Config) -> Trajectory:
+def _shaped(trajectory: Trajectory, num_tokens: int, config: Config) -> Trajectory:
     if not trajectory.reward.valid:
         return trajectory
     section, reward = config.algorithm.overlong, trajectory.reward
     change = overlong_penalty(
-        trajectory.num_response_tokens,
+        num_tokens,
         max_tokens=config.rollout.max_completion_tokens,
         buffer_tokens=section.buffer_tokens,
         penalty=section.penalty,

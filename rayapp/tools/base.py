@@ -8,6 +8,7 @@ one file with one class (see docs/tools.md).
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -64,6 +65,17 @@ class ToolOutput:
     """What ran in sandboxes for it, for the trace of the rollout."""
 
 
+def finite(value: float) -> float:
+    """A reward as a float.
+
+    Raises:
+        TypeError, ValueError, OverflowError: it is none that can be trained on.
+    """
+    if not math.isfinite(value):
+        raise ValueError(f"a reward of {value}")
+    return float(value)
+
+
 class ToolFailedError(Exception):
     """A call failed in a way that the policy should read: it becomes the tool's result, and the trajectory goes on.
 
@@ -95,7 +107,7 @@ class Tool(Protocol):
 
     Raises, from create, execute and reward:
         ToolFailedError: the policy reads the message.
-        ToolUnavailableError, SandboxError: the trajectory fails, and says nothing about the policy.
+        RayappError: the trajectory fails, and says nothing about the policy.
         Anything else counts as a crash of the tool; the policy reads that it failed.
     """
 

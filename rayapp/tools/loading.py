@@ -110,7 +110,14 @@ async def _mcp_tools(
 
 def _connector(name: str, server: McpServer, config: McpToolConfig, context: ToolContext) -> Callable[[], McpLink]:
     headers = server.all_headers(context.environ, where=f"MCP server {name!r}")
-    return partial(McpLink, name, server.url, headers, reconnect_timeout_s=config.reconnect_timeout)
+    return partial(
+        McpLink,
+        name,
+        server.url,
+        headers,
+        reconnect_timeout_s=config.reconnect_timeout,
+        keeps_state=config.session == "trajectory",
+    )
 
 
 def _load_class(name: str, folder: Path, where: str) -> Callable[..., Any]:

@@ -34,10 +34,22 @@ class McpLink:
         url: its endpoint.
         headers: with the key.
         reconnect_timeout_s: how long a lost server is tried again before callers are told.
+        keeps_state: calls build on earlier ones of their session, so another session can't take its place once it has
+            answered: its names would be gone, and the policy would be taught that it had used undefined ones.
     """
 
-    def __init__(self, name: str, url: str, headers: Mapping[str, str], *, reconnect_timeout_s: float) -> None:
+    def __init__(
+        self,
+        name: str,
+        url: str,
+        headers: Mapping[str, str],
+        *,
+        reconnect_timeout_s: float,
+        keeps_state: bool = False,
+    ) -> None:
         self._name = name
+        self._keeps_state = keeps_state
+        self._has_state = False
         self._url = url
         self._headers = dict(headers)
         self._reconnect_timeout_s = reconnect_timeout_s
@@ -70,21 +82,27 @@ class McpLink:
     async def call(self, tool: str, arguments: Mapping[str, Any], *, timeout_s: float) -> Any:
         """The server's answer. A call whose session is lost under it is sent once more, so it may run twice.
 
+        Where sessions keep state that holds only until the first answer.
+
         Raises:
             TimeoutError: no answer in time, though the server lives.
-            ToolUnavailableError: the server is gone.
+            ToolUnavailableError: the server is gone, or the session's state is.
             RpcError: it answered with an error of the protocol.
         """
         for attempt in range(2):
             session = await self._open_session()
             try:
-                return await session.call(tool, arguments, timeout_s=timeout_s)
+                answer = await session.call(tool, arguments, timeout_s=timeout_s)
+                self._has_state = self._keeps_state
+                return answer
             except TimeoutError:
+                self._has_state = self._keeps_state
                 if not await session.ping():
                     self._drop(session)
                     raise ToolUnavailableError(f"{self.where} does not answer any more") from None
                 raise
             except RpcError:
+                self._has_state = self._keeps_state
                 raise
             except Exception as error:  # boundary: as above; what is not an answer is a lost session
                 self._drop(session)
@@ -112,6 +130,8 @@ class McpLink:
             raise ToolUnavailableError(f"{self.where}: this link is closed")
         if self._session is not None and self._session.is_open:
             return self._session
+        if self._has_state:
+            raise ToolUnavailableError(f"{self.where}: the session of this trajectory is lost, and its state with it")
         if self._opening is None or self._opening.done():
             self._opening = asyncio.create_task(self._reopen(), name=f"reconnect to {self._url}")
         # Shielded: others wait for the same attempt.

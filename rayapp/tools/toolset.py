@@ -11,11 +11,11 @@ import logging
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from typing import Any, Self
 
-from jsonschema import Draft202012Validator
-from jsonschema.exceptions import SchemaError, best_match
+from jsonschema.exceptions import SchemaError
 
-from rayapp.errors import ConfigError, RayappError
-from rayapp.tools.base import Tool, ToolFailedError, ToolSchema
+from rayapp.errors import ConfigError, InputError, RayappError, SandboxError, ToolUnavailableError
+from rayapp.tools.arguments import ArgumentChecker
+from rayapp.tools.base import Tool, ToolFailedError, ToolSchema, finite
 
 log = logging.getLogger(__name__)
 _CREATE_TIMEOUT_S = 30.0
@@ -34,7 +34,7 @@ class ToolSet:
 
     def __init__(self, tools: Sequence[Tool] = (), *, on_close: Sequence[Callable[[], Awaitable[None]]] = ()) -> None:
         self._tools: dict[str, Tool] = {}
-        self._validators: dict[str, Draft202012Validator] = {}
+        self._checkers: dict[str, ArgumentChecker] = {}
         self._on_close = tuple(on_close)
         for tool in tools:
             self._add(tool)
@@ -44,11 +44,10 @@ class ToolSet:
         if name in self._tools:
             raise ConfigError(f"tool {name!r} is there twice: leave one out, e.g. by tool_selected_list")
         try:
-            Draft202012Validator.check_schema(dict(tool.schema.parameters))
+            self._checkers[name] = ArgumentChecker(tool.schema.parameters)
         except SchemaError as error:
             raise ConfigError(f"tool {name!r}: its parameters are no JSON schema: {error.message}") from error
         self._tools[name] = tool
-        self._validators[name] = Draft202012Validator(dict(tool.schema.parameters))
 
     @property
     def schemas(self) -> tuple[ToolSchema, ...]:
@@ -59,11 +58,7 @@ class ToolSet:
 
     def problem(self, name: str, arguments: object) -> str:
         """Why these arguments don't fit the tool's schema; empty if they do."""
-        error = best_match(self._validators[name].iter_errors(arguments))
-        if error is None:
-            return ""
-        where = "/".join(str(part) for part in error.absolute_path)
-        return f"{where}: {error.message}" if where else str(error.message)
+        return self._checkers[name].problem(arguments)
 
     def trajectory(self, tools_kwargs: Mapping[str, Mapping[str, Any]]) -> ToolStates:
         """What one trajectory holds of the tools; enter it before the first call."""
@@ -100,13 +95,13 @@ class ToolStates:
         """Verdicts on the whole trajectory, from the tools that have one.
 
         Raises:
-            ToolFailedError: a tool crashed.
+            ToolFailedError: a tool crashed, or gave no finite number.
         """
         found = {
-            name: await _guarded(self._tools[name].reward(state), f"tool {name}: reward")
+            name: await _guarded(_verdict(self._tools[name], state), f"tool {name}: reward")
             for name, state in self._states.items()
         }
-        return {name: float(value) for name, value in found.items() if value is not None}
+        return {name: value for name, value in found.items() if value is not None}
 
     async def __aexit__(self, *exc: object) -> None:
         # Shielded: a cancelled trajectory must give its sandboxes back.
@@ -122,11 +117,28 @@ class ToolStates:
                 log.warning("tool %s: its state was not released: %s: %s", name, type(error).__name__, error)
 
 
+def infrastructure(error: RayappError, what: str) -> RayappError:
+    """An error of ours that left a tool, as the agent loop knows it: it says nothing about the policy.
+
+    A lost sandbox pool or another process that died, or does not answer, is the service behind the tool.
+    """
+    if isinstance(error, SandboxError | ToolUnavailableError | InputError):
+        return error
+    return ToolUnavailableError(f"{what}: {type(error).__name__}: {error}")
+
+
+async def _verdict(tool: Tool, state: Any) -> float | None:
+    value = await tool.reward(state)
+    return None if value is None else finite(value)
+
+
 async def _guarded(call: Coroutine[Any, Any, Any], what: str) -> Any:
     try:
         async with asyncio.timeout(_CREATE_TIMEOUT_S):
             return await call
-    except (RayappError, ToolFailedError):
+    except RayappError as error:
+        raise infrastructure(error, what) from error
+    except ToolFailedError:
         raise
     except Exception as error:  # boundary: a tool is foreign code, and one trajectory's crash is not the group's
         log.warning("%s crashed", what, exc_info=True)

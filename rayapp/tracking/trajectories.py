@@ -108,6 +108,9 @@ SCHEMA = pa.schema(
 )
 
 
+_ROW = pa.struct(list(SCHEMA))
+
+
 def write_trajectories(
     path: Path, step: int, groups: Sequence[Group], learner_log_probs: Mapping[int, FloatArray] = _NOTHING
 ) -> None:
@@ -120,9 +123,38 @@ def write_trajectories(
     rows = [
         _row(step, group, index, learner_log_probs.get(position)) for position, (group, index) in enumerate(members)
     ]
-    table = pa.Table.from_pylist(rows, schema=SCHEMA)
+    table = pa.Table.from_pylist([_storable(row, _ROW) for row in rows], schema=SCHEMA)
     with replacing(path) as pending:
         pq.write_table(table, pending, compression="zstd", row_group_size=ROWS_PER_ROW_GROUP, write_page_checksum=True)
+
+
+def _storable(value: Any, kind: pa.DataType) -> Any:
+    """A value as a column of this type takes it, whatever a policy wrote, a tool said or a reward function returned.
+
+    Half of a surrogate pair is spelled out; what is no number, or too large for a float, is NaN or infinite.
+    """
+    if value is None or isinstance(value, np.ndarray):
+        return value
+    if pa.types.is_string(kind):
+        return str(value).encode("utf-8", "backslashreplace").decode()
+    if pa.types.is_floating(kind):
+        return _number(value)
+    if pa.types.is_struct(kind):
+        return {field.name: _storable(value[field.name], field.type) for field in kind}
+    if pa.types.is_map(kind):
+        return [(_storable(key, kind.key_type), _storable(item, kind.item_type)) for key, item in value]
+    if pa.types.is_list(kind):
+        return [_storable(item, kind.value_type) for item in value]
+    return value
+
+
+def _number(value: Any) -> float:
+    try:
+        return float(value)
+    except OverflowError:
+        return float("inf") if value > 0 else float("-inf")
+    except (TypeError, ValueError):
+        return float("nan")
 
 
 def _over_all_tokens(trajectory: Trajectory, of_response: FloatArray | None) -> FloatArray | None:

@@ -170,6 +170,25 @@ async def test_session_that_drops_is_opened_again(tmp_path: Path) -> None:
         await tools.close()
 
 
+async def test_a_session_that_is_lost_with_its_names_is_not_replaced(tmp_path: Path) -> None:
+    yaml = TOOLS.replace("type: mcp", "type: mcp\n      session: trajectory").replace("run_code_once", "run_code")
+    async with serving(SANDBOXES, api_key=KEY) as url:
+        port = int(url.split(":")[2].split("/")[0])
+        tools = await opened(tmp_path, url, yaml)
+        tool: Any = tools.get("run_code")
+        states = [await tool.create({}) for _ in range(2)]
+        await tool.execute(states[0], {"code": "x = 41"})
+    async with serving(SANDBOXES, api_key=KEY, port=port):
+        with pytest.raises(ToolUnavailableError, match="the session of this trajectory is lost"):
+            await tool.execute(states[0], {"code": "print(x)"})
+
+        # The other trajectory has nothing to lose yet.
+        assert (await tool.execute(states[1], {"code": "print(2)"})).text == "2"
+        for state in states:
+            await tool.release(state)
+        await tools.close()
+
+
 async def test_server_that_stays_away_fails_each_call_after_backoff(tmp_path: Path) -> None:
     quick = TOOLS.replace("timeout: 120", "timeout: 120\n      reconnect_timeout: 0.5")
     async with serving(SANDBOXES, api_key=KEY) as url:

@@ -30,7 +30,7 @@ async def test_settings_become_a_loop(chat_tokenizer: Any, tool_file: Path) -> N
         model="tiny",
         tool_file=tool_file,
         chat_template="chatml_hermes",
-        make_parser=lambda name, tokenizer, tools: HermesParser(),
+        make_parser=lambda *args: HermesParser(),
     )
 
     assert [schema.name for schema in loop.tools.schemas] == ["calc_gsm8k_reward"]
@@ -52,7 +52,7 @@ async def test_no_tool_file_is_a_policy_without_tools(chat_tokenizer: Any) -> No
         limits=LIMITS,
         model="tiny",
         chat_template="chatml_hermes",
-        make_parser=lambda name, tokenizer, tools: HermesParser(),
+        make_parser=lambda *args: HermesParser(),
     )
 
     assert loop.tools.schemas == ()

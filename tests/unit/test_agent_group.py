@@ -21,7 +21,7 @@ from rayapp.config import Config
 from rayapp.config_loading import load_config
 from rayapp.data.data_row import DataRow
 from rayapp.engines.scripted import ScriptedEngine
-from rayapp.errors import ConfigError, EngineDeadError, InputError, ToolUnavailableError
+from rayapp.errors import ConfigError, DeadlineError, EngineDeadError, InputError, ToolUnavailableError
 from rayapp.protocols import RolloutEngine
 from rayapp.rollout.agent_group import AgentWork, run_agent_group
 from rayapp.rollout.check import check_inputs, num_sandboxes, trajectories_at_once
@@ -196,6 +196,16 @@ async def test_the_deadline_costs_a_trajectory_and_not_its_group(chat_tokenizer:
     assert summary.failure_kinds == ("", "deadline", "")
     # The one that hangs asked for its first turn: nobody asks in its stead.
     assert engine.asked.count("group=7/trajectory=1/turn=0") == 1
+
+
+async def test_a_server_that_misses_its_own_deadline_is_named(chat_tokenizer: Any) -> None:
+    def hangs(request_id: str, prompt_ids: Sequence[int]) -> str:
+        raise DeadlineError("vllm-server-0.generate did not answer within 600 s")
+
+    group, summary = await play(work_of(chat_tokenizer, Gsm8kTool()), engine_of(chat_tokenizer, hangs))
+
+    assert summary.failure_kinds == ("engine",) * 3
+    assert "vllm-server-0" in group.trajectories[0].reward.detail
 
 
 async def test_a_dead_server_fails_the_group_which_is_then_sampled_elsewhere(chat_tokenizer: Any) -> None:

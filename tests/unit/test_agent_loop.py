@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -16,15 +16,31 @@ from hypothesis import strategies as st
 from rayapp.agent.chat import ChatFormat, load_template
 from rayapp.agent.episode import AgentLimits, AgentPrompt, Episode, EpisodeEnd
 from rayapp.agent.loop import AgentLoop
-from rayapp.agent.parsing import HermesParser
+from rayapp.agent.parsing import HermesParser, RawCall
 from rayapp.engines.scripted import ScriptedEngine
-from rayapp.errors import EngineError, InputError, SandboxGoneError, ToolUnavailableError
+from rayapp.errors import (
+    DeadlineError,
+    EngineError,
+    InputError,
+    ProcessDiedError,
+    ProcessUnavailableError,
+    SandboxGoneError,
+    ToolUnavailableError,
+)
 from rayapp.tools.base import ToolBase, ToolFailedError, ToolOutput, ToolSchema
 from rayapp.tools.toolset import ToolSet
 from rayapp.types import RolloutStatus, SamplingParams
 
 MESSAGES = ({"role": "system", "content": "Be brief."}, {"role": "user", "content": "2 + 2?"})
 PARAMETERS = {"type": "object", "properties": {"text": {"type": "string"}}, "required": ["text"]}
+
+
+ODD_OUTPUTS: dict[str, Any] = {
+    "number": ToolOutput(text=4),  # type: ignore[arg-type]
+    "endless reward": ToolOutput(text="", reward=float("inf")),
+    "huge reward": ToolOutput(text="", reward=10**400),
+    "half a pair": ToolOutput(text="a\ud800b"),
+}
 
 
 class Echo(ToolBase):
@@ -40,9 +56,15 @@ class Echo(ToolBase):
             "refuse": ToolFailedError("not today", "refused"),
             "service gone": ToolUnavailableError("connection refused"),
             "sandbox gone": SandboxGoneError("it died"),
+            "pool gone": ProcessDiedError("sandbox-pool is gone"),
+            "pool restarts": ProcessUnavailableError("sandbox-pool is being started again"),
+            "pool hangs": DeadlineError("sandbox-pool.acquire did not answer within 9 s"),
+            "row lacks it": InputError("the row has no answer"),
         }
         if text in errors:
             raise errors[text]
+        if text in ODD_OUTPUTS:
+            return ODD_OUTPUTS[text]
         return ToolOutput(text=text, reward=0.5)
 
 
@@ -89,7 +111,7 @@ class Bench:
 
     tokenizer: Any
     tools: Sequence[Any] = (Echo(), Sleeper())
-    limits: AgentLimits = field(default_factory=lambda: AgentLimits(max_response_tokens=4000))
+    limits: AgentLimits = field(default_factory=lambda: AgentLimits(max_response_tokens=500_000))
     kwargs: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -110,7 +132,7 @@ class Bench:
         engine.record = True
         return engine
 
-    async def run(self, *turns: str | Sequence[int], max_tokens: int = 4000) -> tuple[Episode, ScriptedEngine]:
+    async def run(self, *turns: str | Sequence[int], max_tokens: int = 400_000) -> tuple[Episode, ScriptedEngine]:
         said = iter(turns)
         engine = self.engine(lambda request_id, prompt_ids: next(said))
         sampling = SamplingParams(max_tokens=max_tokens)
@@ -186,6 +208,20 @@ async def test_calls_of_one_turn_run_side_by_side(chat_tokenizer: Any) -> None:
     [
         ('<tool_call>\n{"name": "echo", "arguments": {"text": \n</tool_call>', "malformed", "not valid JSON"),
         ('<tool_call>["echo"]</tool_call>', "malformed", "JSON object"),
+        ('<tool_call>{"name": "echo", "arguments": {"text": "\\ud800"}}</tool_call>', "malformed", "surrogate"),
+        ('<tool_call>{"name": "\\ud800", "arguments": {}}</tool_call>', "unknown_tool", "ud800"),
+        ('<tool_call>{"name": "echo", "arguments": {"text": NaN}}</tool_call>', "malformed", "NaN is no JSON number"),
+        (
+            '<tool_call>{"name": "echo", "arguments": {"text": -1e999}}</tool_call>',
+            "malformed",
+            "Infinity is no JSON number",
+        ),
+        (call("echo", text=10**4000), "malformed", "an integer of 4001 digits"),
+        (call("echo", text=list(range(20_000))), "bad_arguments", "more than 10000 values"),
+        (call("echo", text="x" * 300_000), "bad_arguments", "longer than 262144 characters"),
+        (call("echo", text="number"), "crash", "TypeError"),
+        (call("echo", text="endless reward"), "crash", "ValueError"),
+        (call("echo", text="huge reward"), "crash", "OverflowError"),
         ('<tool_call>{"name": "echo", "arguments": "x"}</tool_call>', "bad_arguments", "JSON object"),
         (call("ehco", text="x"), "unknown_tool", "there are: echo, sleep"),
         (call("echo"), "bad_arguments", "'text' is a required property"),
@@ -206,6 +242,52 @@ async def test_failed_call_is_told_to_the_policy_and_the_trajectory_goes_on(
     assert episode.status is RolloutStatus.COMPLETED
 
 
+async def test_a_result_that_is_no_text_is_spelled_out_for_the_policy(bench: Bench) -> None:
+    episode, engine = await bench.run(call("echo", text="half a pair"), "ok")
+
+    assert episode.calls[0].output == "a\\ud800b"
+    assert "a\\ud800b" in bench.text(engine.requests[1][1])
+
+
+async def test_a_call_quoted_in_a_thought_is_not_run(bench: Bench) -> None:
+    quoted = "<think>I could say " + call("echo", text="1") + "</think>"
+
+    thinking, _ = await bench.run(quoted + "4")
+    unfinished, _ = await bench.run(quoted.removesuffix("</think>"))
+    calling, _ = await bench.run(quoted + call("echo", text="2"), "ok")
+
+    assert (thinking.calls, unfinished.calls) == ((), ())
+    assert [record.output for record in calling.calls] == ["2"]
+
+
+async def test_a_parser_that_fails_is_a_malformed_call(bench: Bench) -> None:
+    class Broken:
+        def parse(self, text: str) -> tuple[RawCall, ...]:
+            if "call" in text:
+                raise RecursionError("too deep")
+            return ()
+
+    bench.loop = replace(bench.loop, parser=Broken())
+    episode, _ = await bench.run("call", "sorry")
+
+    assert [record.failure for record in episode.calls] == ["malformed"]
+    assert episode.status is RolloutStatus.COMPLETED
+
+
+async def test_a_template_that_can_not_write_a_result_fails_its_trajectory_only(chat_tokenizer: Any) -> None:
+    picky = load_template("chatml_hermes").replace(
+        "{%- if message.role == 'tool' -%}",
+        "{%- if message.role == 'tool' -%}{%- if message.content == 'x' -%}{{ raise_exception('no x') }}{%- endif -%}",
+    )
+    bench = Bench(chat_tokenizer)
+    bench.loop = replace(bench.loop, chat=ChatFormat(chat_tokenizer, bench.loop.tools.schemas, template=picky))
+
+    failed, _ = await bench.run(call("echo", text="x"))
+
+    assert (failed.status, failed.end) == (RolloutStatus.ERROR_TASK, EpisodeEnd.FAILED)
+    assert "the chat template can't write these results: no x" in failed.failure
+
+
 async def test_good_call_beside_a_malformed_one_is_run(bench: Bench) -> None:
     episode, _ = await bench.run("<tool_call>{</tool_call>" + call("echo", text="fine"), "ok")
 
@@ -215,7 +297,14 @@ async def test_good_call_beside_a_malformed_one_is_run(bench: Bench) -> None:
 
 @pytest.mark.parametrize(
     ("text", "status"),
-    [("service gone", RolloutStatus.ERROR_TOOL), ("sandbox gone", RolloutStatus.ERROR_SANDBOX)],
+    [
+        ("service gone", RolloutStatus.ERROR_TOOL),
+        ("sandbox gone", RolloutStatus.ERROR_SANDBOX),
+        ("pool gone", RolloutStatus.ERROR_TOOL),
+        ("pool restarts", RolloutStatus.ERROR_TOOL),
+        ("pool hangs", RolloutStatus.ERROR_TOOL),
+        ("row lacks it", RolloutStatus.ERROR_TASK),
+    ],
 )
 async def test_failed_infrastructure_ends_the_episode_as_an_error(
     bench: Bench, text: str, status: RolloutStatus
@@ -260,7 +349,7 @@ async def test_calls_of_the_last_turn_are_not_run(chat_tokenizer: Any) -> None:
 
     episode, _ = await bench.run(call("echo", text="1"), call("echo", text="2"))
 
-    assert (episode.end, episode.status, len(episode.calls)) == (EpisodeEnd.MAX_TURNS, RolloutStatus.TRUNCATED, 1)
+    assert (episode.end, episode.status, len(episode.calls)) == (EpisodeEnd.MAX_TURNS, RolloutStatus.MAX_TURNS, 1)
 
 
 async def test_calls_beyond_the_limit_of_a_turn_get_an_error(chat_tokenizer: Any) -> None:

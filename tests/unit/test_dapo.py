@@ -171,6 +171,29 @@ def test_the_penalty_is_in_the_reward_and_recorded_beside_it_and_failures_have_n
     assert summary.time_total_s == 3.0
 
 
+def test_tool_results_count_for_the_penalty_as_they_do_for_the_limit() -> None:
+    config = Config.model_validate(
+        {"rollout": {"max_completion_tokens": 120}, "algorithm": {"overlong": {"buffer_tokens": 20}}}
+    )
+    played = trajectory(110, Reward(value=1.0))
+    mostly_read = replace(played, response_mask=np.arange(111) > 100)
+    group = group_of(played, mostly_read)
+
+    shaped, _ = shape_group(group, summarize_group(group, time_total_s=0.0), config)
+
+    assert [t.reward.value for t in shaped.trajectories] == [0.5, 0.5]
+
+
+def test_a_trajectory_that_ran_out_of_turns_is_not_filtered_as_too_long() -> None:
+    config = Config.model_validate({"algorithm": {"overlong": {"filter": True}}})
+    looped = replace(trajectory(3, Reward(value=0.0)), status=RolloutStatus.MAX_TURNS)
+    group = group_of(looped, trajectory(3, Reward(value=1.0)), trajectory(3, Reward(value=1.0), truncated=True))
+
+    table = make_table([summarize_group(group, time_total_s=0.0)], config)
+
+    assert table.loss_rows.tolist() == [0, 1]
+
+
 def test_a_buffer_as_long_as_the_limit_is_refused() -> None:
     with pytest.raises((ConfigError, ValueError), match="every completion would be punished"):
         Config.model_validate(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 from types import ModuleType
@@ -17,7 +18,8 @@ from rayapp.errors import ConfigError, InputError, SandboxGoneError
 from rayapp.sandbox.direct import DirectSandboxSource
 from rayapp.sandbox.fake import FakeProvider
 from rayapp.sandbox.local.provider import LocalProvider
-from rayapp.tools.base import ToolBase, ToolContext, ToolOutput, ToolSchema
+from rayapp.tools.arguments import ArgumentChecker
+from rayapp.tools.base import ToolBase, ToolContext, ToolFailedError, ToolOutput, ToolSchema
 from rayapp.tools.gsm8k import Gsm8kTool, last_number, score_answer
 from rayapp.tools.loading import open_tools
 from rayapp.tools.python import PythonTool
@@ -179,6 +181,55 @@ def test_schema_that_is_no_json_schema_is_refused() -> None:
 
     with pytest.raises(ConfigError, match="'bad': its parameters are no JSON schema"):
         ToolSet([Bad()])
+
+
+@pytest.mark.parametrize(
+    ("schema", "value", "problem"),
+    [
+        ({"multipleOf": 0.1}, float("nan"), "can't be checked: ValueError"),
+        ({"multipleOf": 3}, 10**299 * 3 + 1, "is not a multiple of 3"),
+        ({"pattern": "^(.*a){15}b$"}, "a" * 2000, "can't be checked: TimeoutError"),
+        ({"pattern": "^a+$"}, "aaa!", "does not match"),
+        ({"uniqueItems": True}, [{"n": i % 4999} for i in range(5000)], "there are equal items"),
+        ({"uniqueItems": True}, [1, True, 0, False, "1", [1], [True], {"a": 1}, {"a": True}, None], ""),
+        ({"uniqueItems": True}, [{"a": 1, "b": 2}, {"b": 2.0, "a": 1}], "there are equal items"),
+        ({"items": {"type": "integer"}}, ["x"] * 9000, "is not of type 'integer'"),
+        ({"$ref": "#"}, 1, "can't be checked: RecursionError"),
+        ({"$ref": "http://127.0.0.1:9/schema"}, 1, "can't be checked"),
+    ],
+)
+def test_no_argument_breaks_or_holds_the_check_of_a_schema(schema: dict[str, Any], value: object, problem: str) -> None:
+    checker = ArgumentChecker({"properties": {"value": schema}} if "$ref" not in schema else schema)
+    started = time.perf_counter()
+
+    found = checker.problem({"value": value})
+
+    assert problem in found
+    assert bool(problem) == bool(found)
+    assert time.perf_counter() - started < 1.0
+
+
+@pytest.mark.parametrize("schema", [{"pattern": "("}, {"patternProperties": {"^a": {}}}])
+def test_a_schema_that_can_not_be_checked_in_time_is_refused_at_the_start(schema: dict[str, Any]) -> None:
+    class Bad(ToolBase):
+        schema = ToolSchema(name="bad", parameters={"type": "object"})
+
+    Bad.schema = ToolSchema(name="bad", parameters={"type": "object", "properties": {"a": schema}})
+    with pytest.raises(ConfigError, match=r"'bad': its parameters are no JSON schema: .*(regex|pattern)"):
+        ToolSet([Bad()])
+
+
+@pytest.mark.parametrize("verdict", [float("nan"), 10**400, "good"])
+async def test_a_tools_verdict_that_is_no_number_is_the_tools_crash(verdict: Any) -> None:
+    class Odd(ToolBase):
+        schema = ToolSchema(name="odd")
+
+        async def reward(self, state: Any) -> float | None:
+            return verdict  # type: ignore[no-any-return]
+
+    async with ToolSet([Odd()]).trajectory({}) as states:
+        with pytest.raises(ToolFailedError, match="tool odd: reward crashed"):
+            await states.rewards()
 
 
 @pytest.fixture

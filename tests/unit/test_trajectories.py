@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -14,7 +15,7 @@ from hypothesis import strategies as st
 
 from rayapp.errors import InputError
 from rayapp.tracking.trajectories import SCHEMA, read_groups, write_trajectories
-from rayapp.types import Group, Prompt, Reward, RolloutStatus, Trajectory
+from rayapp.types import CallRecord, Group, Prompt, Reward, RolloutStatus, Trajectory, TurnRecord
 
 TEXT = st.text(st.characters(exclude_categories=("Cs",)), max_size=20)
 FLOATS = st.floats(allow_nan=False, width=32)
@@ -80,6 +81,46 @@ def test_groups_come_back_exactly_as_they_were_written(
 
     assert [plain(group) for group in read_groups(path)] == [plain(group) for group in written]
     assert list(path.parent.iterdir()) == [path]  # nothing half-written beside it
+
+
+def test_whatever_a_policy_wrote_and_a_reward_function_returned_can_be_stored(tmp_path: Path) -> None:
+    half = "half a pair: \ud800"
+    call = CallRecord(name=half, arguments=half, output=half, failure=half, reward=10**400)
+    turn = TurnRecord(
+        start=1,
+        end=2,
+        text=half,
+        finish_reason="stop",
+        policy_version=0,
+        started_at_s=0.0,
+        queued_s=0.0,
+        generate_s=0.0,
+        calls=(call,),
+    )
+    terms: Any = {half: 2**60 + 1, 3: np.float32(0.5), "no number": "x", "huge": -(10**400), "nan": float("nan")}
+    trajectory = Trajectory(
+        token_ids=np.array([1, 2], np.int32),
+        response_mask=np.array([False, True]),
+        rollout_log_probs=np.array([0, -1], np.float32),
+        completion_text=half,
+        reward=Reward(value=np.int64(1), terms=terms, status=half, detail=half),  # type: ignore[arg-type]
+        status=RolloutStatus.MAX_TURNS,
+        min_policy_version=0,
+        max_policy_version=0,
+        turns=(turn,),
+    )
+    prompt = Prompt(task="t", text=half, token_ids=np.array([1], np.int32), stop=(half,))
+    path = tmp_path / "step=000001.parquet"
+
+    write_trajectories(path, 1, [Group(group_id=0, prompt=prompt, trajectories=(trajectory,))])
+
+    (read,) = read_groups(path)[0].trajectories
+    spelled = "half a pair: \\ud800"
+    assert (read.completion_text, read.turns[0].text, read.turns[0].calls[0].output) == (spelled,) * 3
+    assert read.turns[0].calls[0].reward == float("inf")
+    assert {name: str(value) for name, value in read.reward.terms.items()} == {
+        spelled: str(float(2**60)), "3": "0.5", "no number": "nan", "huge": "-inf", "nan": "nan",
+    }  # fmt: skip
 
 
 def test_what_the_learner_thought_of_sampled_tokens_stands_beside_the_engines(tmp_path: Path) -> None:

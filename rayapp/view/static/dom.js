@@ -59,7 +59,7 @@ export function chip(text, kind = "") {
 }
 
 const KINDS = {
-  scored: "plain", completed: "plain", truncated: "warn", timeout: "warn", no_code: "warn", banned: "bad",
+  scored: "plain", completed: "plain", truncated: "warn", max_turns: "warn", timeout: "warn", no_code: "warn", banned: "bad",
   too_long: "warn", unreadable: "warn", syntax_error: "bad", error: "bad", invalid: "bad",
 };
 
