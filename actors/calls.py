@@ -6,6 +6,7 @@ Used by the handles and the rollout worker. The only place that knows Ray's exce
 from __future__ import annotations
 
 import asyncio
+import uuid
 from collections.abc import Awaitable
 from typing import TypeVar
 
@@ -19,7 +20,7 @@ from ray.exceptions import (
     RayTaskError,
 )
 
-from rayapp.errors import DeadlineError, ObjectsLostError, ProcessDiedError, ProcessUnavailableError, RayappError
+from rayapp.core.errors import DeadlineError, ObjectsLostError, ProcessDiedError, ProcessUnavailableError, RayappError
 
 T = TypeVar("T")
 
@@ -102,3 +103,7 @@ def _first_lines(error: BaseException, num_lines: int = 3) -> str:
     """Ray's messages run over pages; what happened is at the top."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return " ".join(lines[:num_lines])
+
+
+INCARNATION = uuid.uuid4().hex
+"""Of this process: each Ray actor has its own."""

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from actors.handles import VllmServerHandle
-from rayapp.errors import DeadlineError, EngineError, RayappError
-from rayapp.types import Completion, SamplingParams
+from rayapp.core.errors import DeadlineError, EngineError, RayappError
+from rayapp.core.types import Completion, SamplingParams
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,11 +15,11 @@ import ray
 from ray.exceptions import RayActorError
 
 from actors.calls import answer
-from rayapp.errors import EngineDeadError, ProcessDiedError
+from rayapp.core.errors import EngineDeadError, ProcessDiedError
+from rayapp.core.types import Completion, FloatArray, GroupSummary, Int32Array, SamplingParams, SandboxSpec
+from rayapp.engine.weights.transfer_plan import TransferPlan
 from rayapp.rollout.order import Cohort, GroupRequest
 from rayapp.sandbox.leases import Fate, Lease
-from rayapp.types import Completion, FloatArray, GroupSummary, Int32Array, SamplingParams, SandboxSpec
-from rayapp.weights.plan import TransferPlan
 
 ObjectRef = Any  # ray.ObjectRef[T] can't be named where `Group` is only a reference
 Facts = dict[str, Any]

@@ -16,21 +16,21 @@ from torch.distributed import DistError
 from actors.handles import VllmServerHandle
 from actors.spawn import free_address
 from actors.weight_client import ServersClient
-from rayapp.config import Config
-from rayapp.errors import LearnerError
+from rayapp.config.config import Config
+from rayapp.core.errors import LearnerError
+from rayapp.core.logs import about, label_logs
+from rayapp.core.types import FloatArray, Group, GroupSummary
+from rayapp.engine.weights.buckets import WeightBucket
+from rayapp.engine.weights.transfer_plan import TransferPlan
 from rayapp.learner.build import build_learner
-from rayapp.learner.checkpoint import SaveInProgress, begin_save, load_learner
 from rayapp.learner.distributed import end_ranks, start_ranks
-from rayapp.learner.export import export_buckets, export_hf
 from rayapp.learner.scoring import log_probs_of
-from rayapp.logs import about, label_logs
-from rayapp.model_prefetch import with_local_model
-from rayapp.types import FloatArray, Group, GroupSummary
-from rayapp.weights.buckets import WeightBucket
-from rayapp.weights.plan import TransferPlan
+from rayapp.learner.state.checkpoint import SaveInProgress, begin_save, load_learner
+from rayapp.learner.state.export import export_buckets, export_hf
+from rayapp.storage.models.prefetch import with_local_model
 
 if TYPE_CHECKING:
-    from rayapp.engines.vllm_transfer import WeightSender
+    from rayapp.learner.state.sender import WeightSender
 
 log = logging.getLogger(__name__)
 
@@ -110,7 +110,7 @@ class Learner:
     def open_weight_group(
         self, servers: tuple[VllmServerHandle, ...], plan: TransferPlan, address: tuple[str, int], timeout_s: float
     ) -> None:
-        """Form the group through which `send_weights` reaches the engines; see `rayapp.engines.vllm_transfer`.
+        """Form the group through which `send_weights` reaches the engines; see `rayapp.learner.state.sender`.
 
         Args:
             address: where rank 0 listens.
@@ -119,7 +119,7 @@ class Learner:
             WeightSyncError: somebody did not join in time.
         """
         # Here and not at the top: it imports vLLM, which learners of other transports have no use for.
-        from rayapp.engines.vllm_transfer import LearnerSource, WeightSender
+        from rayapp.learner.state.sender import LearnerSource, WeightSender
 
         if self._sender is not None:
             self._sender.close()

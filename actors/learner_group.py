@@ -11,9 +11,9 @@ from typing import Any
 from ray.exceptions import RayActorError
 
 from actors.handles import LearnerHandle, VllmServerHandle
-from rayapp.errors import CheckpointError, DeadlineError, LearnersLostError, ObjectsLostError, ProcessDiedError
-from rayapp.types import FloatArray, Group, GroupSummary
-from rayapp.weights.plan import TransferPlan
+from rayapp.core.errors import CheckpointError, DeadlineError, LearnersLostError, ObjectsLostError, ProcessDiedError
+from rayapp.core.types import FloatArray, Group, GroupSummary
+from rayapp.engine.weights.transfer_plan import TransferPlan
 
 DEATH_NOTICE_S = 10.0
 """From a rank's death to the others' and Ray's word of it."""

@@ -1,7 +1,7 @@
 """From a run's scalars to Ray's metrics endpoint, which Prometheus scrapes. Used inside Ray processes: by the driver as
 a tracker, by the sandbox pool, the servers and the rollout workers for what they know between steps.
 
-What is reported, under which name, is `rayapp.tracking.operator_metrics`. Every series carries the run's name, and
+What is reported, under which name, is `rayapp.runs.tracking.operator_metrics`. Every series carries the run's name, and
 nothing that has many values: no prompt, no sandbox, no group.
 """
 
@@ -14,7 +14,7 @@ from typing import Any
 
 from ray.util import metrics as ray_metrics
 
-from rayapp.tracking.operator_metrics import BY_NAME, METRICS, Metric, of_step, samples
+from rayapp.runs.tracking.operator_metrics import BY_NAME, METRICS, Metric, of_step, samples
 
 Labels = tuple[tuple[str, str], ...]
 REPEAT_EVERY_S = 5.0
@@ -85,7 +85,7 @@ class Reporter:
 
 
 class MetricsTracker:
-    """The driver's part, as a `rayapp.protocols.Tracker`. Make it once Ray is connected.
+    """The driver's part, as a `rayapp.core.protocols.Tracker`. Make it once Ray is connected.
 
     Args:
         run_name: of the run.

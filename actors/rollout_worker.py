@@ -11,22 +11,29 @@ import logging
 from collections.abc import Sequence
 from dataclasses import replace
 
+from actors.calls import INCARNATION
 from actors.group_calls import GroupCalls
 from actors.handles import SandboxPoolHandle, VllmServerHandle
-from actors.incarnation import INCARNATION
 from actors.metrics import Reporter
-from rayapp.algo.names import NEEDS_GREEDY_BASELINE
-from rayapp.config import Config
-from rayapp.errors import RayappError
-from rayapp.logs import about, label_logs
-from rayapp.rollout.order import ANY_VERSION, Cohort, GroupRequest, evaluation_seed, is_first_turn
-from rayapp.rollout.shaping import shape_group
+from rayapp.config.algorithm_names import NEEDS_GREEDY_BASELINE
+from rayapp.config.config import Config
+from rayapp.core.errors import RayappError
+from rayapp.core.logs import about, label_logs
+from rayapp.core.stall_detection import InHand
+from rayapp.core.types import Completion, Group, GroupSummary, SamplingParams
+from rayapp.rollout.order import (
+    ANY_VERSION,
+    Cohort,
+    GroupRequest,
+    evaluation_seed,
+    is_first_turn,
+    neighbours,
+    server_in_cohort,
+)
+from rayapp.rollout.overlong_penalty import shape_group
 from rayapp.rollout.sources import Groups, open_groups
-from rayapp.routing import neighbours, server_in_cohort
-from rayapp.sandbox.client import PoolClient
-from rayapp.sandbox.providers import local_provider, remote_providers
-from rayapp.stalls import InHand
-from rayapp.types import Completion, Group, GroupSummary, SamplingParams
+from rayapp.sandbox.pool.client import PoolClient
+from rayapp.sandbox.providers.table import local_provider, remote_providers
 
 log = logging.getLogger(__name__)
 LATE_S = 60.0
@@ -90,7 +97,7 @@ class RolloutWorker:
         return {"num_eval_prompts": float(self._groups.num_eval_prompts)}
 
     async def incarnation(self) -> str:
-        """See `actors.incarnation`."""
+        """See `actors.calls`."""
         return INCARNATION
 
     async def ping(self) -> str:

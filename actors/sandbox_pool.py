@@ -1,4 +1,4 @@
-"""`sandbox-pool`: who uses which sandbox, over all rollout workers. A thin shell around `rayapp.sandbox.pool`.
+"""`sandbox-pool`: who uses which sandbox, over all rollout workers. A thin shell around `rayapp.sandbox.pool.pool`.
 
 It makes and ends remote sandboxes and hands out leases; code and outputs never pass through it. Owned by the driver:
 when the driver is gone, Ray ends this process, and what it leaves at a provider falls to the reaper.
@@ -9,15 +9,15 @@ from __future__ import annotations
 import asyncio
 import logging
 
+from actors.calls import INCARNATION
 from actors.handles import SandboxReaperHandle
-from actors.incarnation import INCARNATION
 from actors.metrics import Reporter
-from rayapp.errors import RayappError
-from rayapp.logs import label_logs
-from rayapp.sandbox.config import SandboxConfig
+from rayapp.config.sandbox import SandboxConfig
+from rayapp.core.errors import RayappError
+from rayapp.core.logs import label_logs
+from rayapp.core.types import SandboxSpec
 from rayapp.sandbox.leases import Fate, Lease
-from rayapp.sandbox.pool_build import build_pool, labels_of
-from rayapp.types import SandboxSpec
+from rayapp.sandbox.pool.build import build_pool, labels_of
 
 log = logging.getLogger(__name__)
 TEND_EVERY_S = 5.0
@@ -66,7 +66,7 @@ class SandboxPool:
         return self._pool.stats()
 
     async def incarnation(self) -> str:
-        """See `actors.incarnation`."""
+        """See `actors.calls`."""
         return INCARNATION
 
     async def _tend_for_ever(self) -> None:

@@ -12,10 +12,10 @@ import logging
 
 import ray
 
-from rayapp.logs import label_logs
-from rayapp.sandbox.config import SandboxConfig
-from rayapp.sandbox.providers import listing_providers
-from rayapp.sandbox.reaper import Reaper
+from rayapp.config.sandbox import SandboxConfig
+from rayapp.core.logs import label_logs
+from rayapp.sandbox.pool.reaper import Reaper
+from rayapp.sandbox.providers.table import listing_providers
 
 log = logging.getLogger(__name__)
 

@@ -24,7 +24,7 @@ from typing import Any
 import ray
 import yaml
 
-from rayapp.errors import ConfigError
+from rayapp.core.errors import ConfigError
 
 RUNTIME_ENV_FOLDER = Path(__file__).parent.parent / "runtime_env"
 
@@ -99,7 +99,7 @@ def spawn(role: str, name: str, *args: object, seat: Seat = ANYWHERE) -> Any:
         role: a key of ROLES.
         name: its name in the dashboard, unique in the namespace.
         args: for the constructor.
-        seat: see `actors.placement`.
+        seat: see `actors.setup.placement`.
     Raises:
         ConfigError: another run of this name goes on.
     """

@@ -1,8 +1,8 @@
 """A server without an engine and a learner without a model, behind the same Ray calls as the real ones.
 
 For tests and benchmarks of everything around them: the driver, the store, the workers, recovery. Chosen by
-`rayapp.cluster.open_cluster(stand_ins=...)`, never by a configuration. What they promise is what the real ones promise:
-a server refuses what it has no weights for, and a learner goes on from its checkpoint.
+`rayapp.driver.cluster.open_cluster(stand_ins=...)`, never by a configuration. What they promise is what the real ones
+promise: a server refuses what it has no weights for, and a learner goes on from its checkpoint.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from typing import Any
 
 import numpy as np
 
+from actors.calls import INCARNATION
 from actors.handles import GenerateRequest
-from actors.incarnation import INCARNATION
-from rayapp.as_they_end import as_they_end
-from rayapp.config import Config
-from rayapp.errors import EngineDeadError, StaleVersionError, WeightSyncError
+from rayapp.config.config import Config
+from rayapp.core.aio import as_they_end
+from rayapp.core.errors import EngineDeadError, StaleVersionError, WeightSyncError
+from rayapp.core.stall_detection import InHand
+from rayapp.core.types import Completion, FloatArray, Group, GroupSummary, SamplingParams, VersionSpan
+from rayapp.engine.weights.buckets import WeightBucket
 from rayapp.rollout.order import ANY_VERSION
-from rayapp.stalls import InHand
-from rayapp.types import Completion, FloatArray, Group, GroupSummary, SamplingParams, VersionSpan
-from rayapp.weights.buckets import WeightBucket
 
 
 class ScriptedServer:

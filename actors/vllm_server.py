@@ -1,4 +1,4 @@
-"""`vllm-server-N`: one vLLM engine behind Ray calls. A thin shell around `rayapp.engines.vllm`.
+"""`vllm-server-N`: one vLLM engine behind Ray calls. A thin shell around `rayapp.engine.vllm`.
 
 It refuses to generate with weights other than those a caller asks for, and with weights that may be a mixture.
 """
@@ -12,17 +12,17 @@ import time
 from collections.abc import AsyncIterator
 from typing import Any
 
+from actors.calls import INCARNATION
 from actors.handles import GenerateRequest
-from actors.incarnation import INCARNATION
 from actors.metrics import Reporter
-from rayapp.as_they_end import as_they_end
-from rayapp.config import Config
-from rayapp.engines.vllm import VllmEngine
-from rayapp.errors import EngineDeadError, StaleVersionError, WeightSyncError
-from rayapp.logs import about, label_logs
+from rayapp.config.config import Config
+from rayapp.core.aio import as_they_end
+from rayapp.core.errors import EngineDeadError, StaleVersionError, WeightSyncError
+from rayapp.core.logs import about, label_logs
+from rayapp.core.types import Completion, SamplingParams
+from rayapp.engine.vllm import VllmEngine
+from rayapp.engine.weights.buckets import TensorEntry, WeightBucket
 from rayapp.rollout.order import ANY_VERSION
-from rayapp.types import Completion, SamplingParams
-from rayapp.weights.buckets import TensorEntry, WeightBucket
 
 log = logging.getLogger(__name__)
 REPORT_EVERY_S = 5.0
@@ -208,7 +208,7 @@ class VllmServer:
         return is_asleep
 
     async def incarnation(self) -> str:
-        """See `actors.incarnation`."""
+        """See `actors.calls`."""
         return INCARNATION
 
     async def ping(self) -> str:

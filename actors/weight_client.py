@@ -13,8 +13,8 @@ import ray
 from ray.exceptions import RayError
 
 from actors.handles import VllmServerHandle
-from rayapp.errors import RayappError, WeightSyncError
-from rayapp.weights.plan import TransferPlan
+from rayapp.core.errors import RayappError, WeightSyncError
+from rayapp.engine.weights.transfer_plan import TransferPlan
 
 
 class ServersClient:

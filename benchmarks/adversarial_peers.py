@@ -29,11 +29,11 @@ from typing import Any
 import numpy as np
 import yaml
 
-from rayapp.sandbox.direct import DirectSandboxSource
-from rayapp.sandbox.local.privileges import leave_root
+from rayapp.core.types import Prompt
+from rayapp.sandbox.local.inside.privileges import leave_root
 from rayapp.sandbox.local.provider import LocalProvider
+from rayapp.sandbox.pool.direct import DirectSandboxSource
 from rayapp.tasks.coding import CodingTask
-from rayapp.types import Prompt
 
 ROOT = Path(__file__).resolve().parents[1]
 PROGRAMS: list[dict[str, Any]] = [

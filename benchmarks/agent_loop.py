@@ -29,15 +29,15 @@ from typing import Any
 from benchmarks.machine import python_unit_s
 from benchmarks.report import print_report
 from benchmarks.scripted_policy import TURNS, Instant, ScriptedPolicy, code_of, load_tokenizer
-from rayapp.mcp_server.app import serving
-from rayapp.protocols import SandboxSource
-from rayapp.sandbox.config import LocalConfig, SandboxConfig
-from rayapp.sandbox.pool_here import open_pool
+from rayapp.config.sandbox import LocalConfig, SandboxConfig
+from rayapp.core.protocols import SandboxSource
+from rayapp.core.types import SandboxSpec
+from rayapp.sandbox.mcp_server.app import serving
+from rayapp.sandbox.pool.in_process import open_pool
 from rayapp.tools.base import ToolContext
 from rayapp.tools.loading import open_tools
 from rayapp.tools.python import PythonTool
 from rayapp.tools.toolset import ToolSet
-from rayapp.types import SandboxSpec
 
 ROUNDS = 5
 NUM_SANDBOXES = 8

@@ -29,18 +29,18 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.report import print_report
-from rayapp.agent.chat import ChatFormat, load_template
-from rayapp.agent.episode import AgentLimits, AgentPrompt, Episode
-from rayapp.agent.loop import AgentLoop
-from rayapp.agent.parsing import RawCall
-from rayapp.config import Config
-from rayapp.engines.vllm import VllmEngine
-from rayapp.sandbox.config import LocalConfig, SandboxConfig
-from rayapp.sandbox.pool_here import open_pool
+from rayapp.config.config import Config
+from rayapp.config.sandbox import LocalConfig, SandboxConfig
+from rayapp.core.types import SamplingParams
+from rayapp.engine.vllm import VllmEngine
+from rayapp.rollout.agent.chat import ChatFormat, load_template
+from rayapp.rollout.agent.episode import AgentLimits, AgentPrompt, Episode
+from rayapp.rollout.agent.loop import AgentLoop
+from rayapp.sandbox.pool.in_process import open_pool
 from rayapp.tools.base import ToolContext
+from rayapp.tools.calls import RawCall
 from rayapp.tools.python import PythonTool
 from rayapp.tools.toolset import ToolSet
-from rayapp.types import SamplingParams
 
 MODEL = Path(__file__).parents[1] / "models" / "smollm2-135m"
 MAX_PROMPT_TOKENS = 1536

@@ -26,7 +26,7 @@ from typing import Any
 from benchmarks.machine import ROOT
 from benchmarks.report import print_report
 from benchmarks.stand_in_run import run
-from rayapp.cluster import StandIns
+from rayapp.driver.cluster import StandIns
 
 NUM_WARM = 2
 Records = list[dict[str, float]]

@@ -22,7 +22,7 @@ import psutil
 from benchmarks.machine import ROOT, python_unit_s
 from benchmarks.report import parse_report, print_report
 from benchmarks.stand_in_run import run
-from rayapp.cluster import Cluster, StandIns
+from rayapp.driver.cluster import Cluster, StandIns
 
 GPU_RATES = (1.0, 5.0, 30.0)
 """Finished trajectories a second of one GPU: 4,000, 800 and 130 tokens each, at 4,000 tokens a second."""

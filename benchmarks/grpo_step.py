@@ -24,17 +24,17 @@ from typing import Any
 
 from benchmarks import machine
 from benchmarks.trl_peer import TRL_VERSION, TrlPeer, make_environment
-from rayapp.cluster import Cluster, open_cluster
-from rayapp.config import Config
-from rayapp.config_loading import load_config
-from rayapp.phases import Phases
-from rayapp.protocols import SandboxSource, Task
+from rayapp.config.config import Config
+from rayapp.config.loading import load_config
+from rayapp.core.protocols import SandboxSource, Task
+from rayapp.core.types import Prompt
+from rayapp.driver.cluster import Cluster, open_cluster
+from rayapp.driver.phases import Phases
 from rayapp.rollout.order import Cohort, GroupRequest, scoring_seed
 from rayapp.rollout.prompts import render_prompts
-from rayapp.sandbox.client import PoolClient
-from rayapp.sandbox.providers import local_provider
+from rayapp.sandbox.pool.client import PoolClient
+from rayapp.sandbox.providers.table import local_provider
 from rayapp.tasks.loading import load_tasks
-from rayapp.types import Prompt
 
 SIZES = [
     "rollout.group_size=16",

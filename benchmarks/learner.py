@@ -28,13 +28,13 @@ from typing import Any
 import machine
 import numpy as np
 
-from rayapp.config import Config
-from rayapp.config_loading import load_config
-from rayapp.dynamic_sampling import has_signal
+from rayapp.config.config import Config
+from rayapp.config.loading import load_config
+from rayapp.core.summaries import summarize_group
+from rayapp.core.types import Group
+from rayapp.driver.dynamic_sampling import has_signal
 from rayapp.learner.batch import TrainItem, split
-from rayapp.rollout.group import summarize_group
-from rayapp.tracking.trajectories import read_groups
-from rayapp.types import Group
+from rayapp.runs.trajectories import read_groups
 
 
 def recorded_steps(run: Path, num_steps: int, num_groups: int) -> list[list[Group]]:
@@ -118,7 +118,7 @@ def layout_of_run(run: Path, config: Config) -> dict[str, float]:
 
 def flops(config: Config, groups: Sequence[Group]) -> float:
     """Of our step's matrix products: 6 a weight and token, the head where a response is predicted; no attention."""
-    from rayapp.plan_command import model_shape
+    from rayapp.learner.memory.plan import model_shape
 
     if not groups:
         return 0.0

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from rayapp.config import Config
-from rayapp.types import Group, Trajectory
+from rayapp.config.config import Config
+from rayapp.core.types import Group, Trajectory
 
 ROWS = 8
 """Of a padded micro-batch."""

@@ -25,14 +25,14 @@ from pathlib import Path
 
 import machine
 
-from rayapp.errors import IsolationUnavailableError
-from rayapp.sandbox.compare import equal
-from rayapp.sandbox.direct import DirectSandboxSource
-from rayapp.sandbox.local import boot
-from rayapp.sandbox.local.boot import WARM_MODULES
+from rayapp.core.errors import IsolationUnavailableError
+from rayapp.core.types import SandboxSpec
+from rayapp.sandbox.local.inside import boot
+from rayapp.sandbox.local.inside.boot import WARM_MODULES
 from rayapp.sandbox.local.provider import LEVELS, LocalProvider
 from rayapp.sandbox.local.sandbox import LocalSandbox
-from rayapp.types import SandboxSpec
+from rayapp.sandbox.pool.direct import DirectSandboxSource
+from rayapp.sandbox.verdict.compare import equal
 
 ROUNDS = 8
 PAUSE_S = 0.01

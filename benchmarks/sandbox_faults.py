@@ -21,9 +21,9 @@ import time
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 
-from rayapp.sandbox.local import kernel
-from rayapp.sandbox.testing.fault_outcome import Outcome, merged
-from rayapp.sandbox.testing.fault_run import FaultRun, run_with_faults
+from rayapp.sandbox.local.levels import kernel
+from rayapp.testing.faults.outcome import Outcome, merged
+from rayapp.testing.faults.run import FaultRun, run_with_faults
 
 
 def end_with_parent() -> None:

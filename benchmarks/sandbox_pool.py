@@ -28,11 +28,11 @@ import ray
 
 from actors.handles import SandboxPoolHandle
 from actors.spawn import kill, spawn
-from rayapp.sandbox.client import Pool
-from rayapp.sandbox.config import SandboxConfig
+from rayapp.config.sandbox import SandboxConfig
+from rayapp.core.types import SandboxSpec
 from rayapp.sandbox.leases import Fate
-from rayapp.sandbox.pool_here import PoolHere, open_pool
-from rayapp.types import SandboxSpec
+from rayapp.sandbox.pool.client import Pool
+from rayapp.sandbox.pool.in_process import PoolHere, open_pool
 
 SPEC = SandboxSpec()
 LEASES_PER_MINUTE = 10_000

@@ -13,14 +13,14 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from rayapp.agent.chat import ChatFormat, load_template
-from rayapp.agent.episode import AgentLimits, AgentPrompt, Episode
-from rayapp.agent.loop import AgentLoop
-from rayapp.engines.scripted import ScriptedEngine
-from rayapp.engines.vllm_tool_parser import load_parser
+from rayapp.core.types import SamplingParams
+from rayapp.engine.vllm_tool_parser import load_parser
+from rayapp.rollout.agent.chat import ChatFormat, load_template
+from rayapp.rollout.agent.episode import AgentLimits, AgentPrompt, Episode
+from rayapp.rollout.agent.loop import AgentLoop
+from rayapp.testing.engine import ScriptedEngine
 from rayapp.tools.base import ToolBase, ToolOutput, ToolSchema
 from rayapp.tools.toolset import ToolSet
-from rayapp.types import SamplingParams
 
 TURNS = 4
 MESSAGES = ({"role": "system", "content": "You solve problems step by step."}, {"role": "user", "content": "17 * 23?"})

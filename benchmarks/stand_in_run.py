@@ -13,11 +13,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from rayapp.cluster import Cluster, StandIns, open_cluster
-from rayapp.config import Config
-from rayapp.driver import train
-from rayapp.run_folder import RunFolder
-from rayapp.tracking.trackers import make_trackers
+from rayapp.config.config import Config
+from rayapp.driver.cluster import Cluster, StandIns, open_cluster
+from rayapp.driver.loop import train
+from rayapp.runs.folder import RunFolder
+from rayapp.runs.tracking.trackers import make_trackers
 
 TASK = '''
 """Pays for the letter a, after a simulated tool call: log-normal seconds, from the group's seed and the text."""
@@ -28,7 +28,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from rayapp.types import Prompt, Reward
+from rayapp.core.types import Prompt, Reward
 
 
 @dataclass(frozen=True)

@@ -19,8 +19,8 @@ import torch
 from actors.learner import Learner
 from actors.vllm_server import VllmServer
 from benchmarks.report import print_report
-from rayapp.config import Config
-from rayapp.weights.object_store import BUCKET_BYTES
+from rayapp.config.config import Config
+from rayapp.engine.weights.object_store import BUCKET_BYTES
 
 
 def memcpy_s(num_bytes: int) -> float:

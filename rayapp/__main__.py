@@ -1,6 +1,6 @@
 """`python -m rayapp` is `rayapp`."""
 
-from rayapp.cli import main
+from rayapp.cli.main import main
 
 if __name__ == "__main__":
     main()

@@ -66,7 +66,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from rayapp.types import Prompt, Reward, SandboxSpec
+from rayapp.core.types import Prompt, Reward, SandboxSpec
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    from rayapp.learner.testing import save_llama
+    from rayapp.testing.learners import save_llama
 
     folder = tmp_path_factory.mktemp("models") / "tiny"
     letters = ["<pad>", "<eos>", *(chr(code) for code in range(32, 127))]

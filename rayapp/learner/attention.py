@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from rayapp.errors import LearnerError
+from rayapp.core.errors import LearnerError
 from rayapp.learner.packing import Packing, Segment
 
 ATTENTION_NAME = "rayapp_packed"

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from rayapp.errors import LearnerError
+from rayapp.core.errors import LearnerError
+from rayapp.core.types import FloatArray, Trajectory
 from rayapp.learner.packing import Packing, common_prefix, pack
-from rayapp.types import FloatArray, Trajectory
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import torch
 
-from rayapp.config import Config
+from rayapp.config.config import Config
 from rayapp.learner.distributed import Ranks
+from rayapp.learner.memory.token_budget import find_token_budget
 from rayapp.learner.optimizer import make_optimizer
 from rayapp.learner.policy import PolicyModel, load_policy
 from rayapp.learner.step import PolicyLearner
-from rayapp.learner.token_budget import find_token_budget
 
 
 def build_learner(config: Config, ranks: Ranks) -> PolicyLearner:

@@ -12,9 +12,8 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, Store, TCPStore
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from rayapp.config import Config
-from rayapp.cores import share_of_cores
-from rayapp.heap import keep_freed_memory
+from rayapp.config.config import Config
+from rayapp.core.machine import keep_freed_memory, share_of_cores
 
 T = TypeVar("T")
 
@@ -86,7 +85,9 @@ def learner_device(config: Config) -> torch.device:
 
 def use_threads(config: Config, world_size: int) -> None:
     """Give this learner its share of the cores. Results on CPU depend on the number, so it is fixed from here on."""
-    torch.set_num_threads(config.learner.cpu_threads or share_of_cores(config, world_size))
+    torch.set_num_threads(
+        config.learner.cpu_threads or share_of_cores(world_size, is_synchronous=config.train.max_staleness == 0)
+    )
 
 
 def flatten(parts: Sequence[Sequence[T]]) -> list[T]:

@@ -19,8 +19,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from rayapp.config import Config
-from rayapp.errors import InputError, RayappError
+from rayapp.config.config import Config
+from rayapp.core.errors import InputError, RayappError
 from rayapp.learner.attention import ATTENTION_NAME, plan_attention, register_attention
 from rayapp.learner.packing import pack
 

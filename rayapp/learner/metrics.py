@@ -11,12 +11,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from rayapp.algo.advantages import response_mask
-from rayapp.algo.mismatch import mismatch_metrics
-from rayapp.config_algorithm import AlgorithmSection
+from rayapp.config.algorithm import AlgorithmSection
+from rayapp.core.types import FloatArray
+from rayapp.learner.algo.advantages import response_mask
+from rayapp.learner.algo.mismatch import mismatch_metrics
 from rayapp.learner.batch import stack_rows
-from rayapp.learner.plan import StepTable
-from rayapp.types import FloatArray
+from rayapp.learner.step_plan import StepTable
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

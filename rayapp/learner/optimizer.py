@@ -10,7 +10,7 @@ import math
 import torch
 from torch import Tensor, nn
 
-from rayapp.config_learner import OptimizerSection
+from rayapp.config.learner import OptimizerSection
 from rayapp.learner.policy import PolicyModel
 
 

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from rayapp.types import Int32Array
+from rayapp.core.types import Int32Array
 
 Int64Array = NDArray[np.int64]
 

@@ -16,13 +16,13 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
-from rayapp.config import Config
-from rayapp.errors import InputError
+from rayapp.config.config import Config
+from rayapp.core.errors import InputError
 from rayapp.learner.attention import ATTENTION_NAME, AttentionPlan, plan_attention, register_attention
 from rayapp.learner.batch import MicroBatch
 from rayapp.learner.family import check_family, read_architecture
 from rayapp.learner.log_probs import HeadOptions, Targets, token_log_probs
-from rayapp.learner.lora import add_adapters
+from rayapp.learner.state.lora import add_adapters
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
+from rayapp.core.types import FloatArray, Group
 from rayapp.learner.batch import TrainItem
 from rayapp.learner.step import PolicyLearner
-from rayapp.types import FloatArray, Group
 
 
 def log_probs_of(learner: PolicyLearner, group: Group) -> list[FloatArray]:

@@ -18,10 +18,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rayapp.algo.advantages import AdvantageInputs
-from rayapp.algo.losses import LossRows, LossScale, entropy_loss, kl_loss, make_actor_config, policy_loss
-from rayapp.algo.names import BATCH_COUPLED_LOSSES, NEEDS_LOG_PROBS
-from rayapp.config import Config
+from rayapp.config.algorithm_names import BATCH_COUPLED_LOSSES, NEEDS_LOG_PROBS
+from rayapp.config.config import Config
+from rayapp.core.types import FloatArray, Group, GroupSummary
+from rayapp.learner.algo.advantages import AdvantageInputs
+from rayapp.learner.algo.losses import LossRows, LossScale, entropy_loss, kl_loss, make_actor_config, policy_loss
 from rayapp.learner.batch import (
     MicroBatch,
     TrainItem,
@@ -31,12 +32,13 @@ from rayapp.learner.batch import (
     split,
     stack_rows,
 )
-from rayapp.learner.coupled import coupled_gradients
+from rayapp.learner.batch_coupled_losses import coupled_gradients
 from rayapp.learner.distributed import Ranks
 from rayapp.learner.log_probs import HeadOptions
 from rayapp.learner.metrics import MicroBatchFacts, RowFacts, step_metrics
 from rayapp.learner.optimizer import clip_gradients, learning_rate, set_learning_rate
-from rayapp.learner.plan import (
+from rayapp.learner.policy import PolicyModel, TokenScores, reduce_gradients, to_device
+from rayapp.learner.step_plan import (
     StepTable,
     advantage_inputs,
     local_items,
@@ -46,9 +48,7 @@ from rayapp.learner.plan import (
     needs_computing,
     row_advantages,
 )
-from rayapp.learner.policy import PolicyModel, TokenScores, reduce_gradients, to_device
 from rayapp.learner.stopwatch import Stopwatch
-from rayapp.types import FloatArray, Group, GroupSummary
 
 log = logging.getLogger(__name__)
 

@@ -14,17 +14,18 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from rayapp.agent.episode import AgentPrompt, Episode
-from rayapp.agent.loop import AgentLoop
-from rayapp.agent.loops import AgentLoops
-from rayapp.agent.outcome import to_trajectory
-from rayapp.data.data_row import DataRow
-from rayapp.errors import DeadlineError, EngineDeadError, EngineError, StaleVersionError
-from rayapp.protocols import RolloutEngine
-from rayapp.rollout.group import failed_trajectory, gather_trajectories, late_trajectory, summarize_group
+from rayapp.core.errors import DeadlineError, EngineDeadError, EngineError, StaleVersionError
+from rayapp.core.protocols import RolloutEngine
+from rayapp.core.summaries import summarize_group
+from rayapp.core.types import Completion, Group, GroupSummary, Prompt, Reward, SamplingParams, Trajectory
+from rayapp.rollout.agent.episode import AgentPrompt, Episode
+from rayapp.rollout.agent.loop import AgentLoop
+from rayapp.rollout.agent.loops import AgentLoops
+from rayapp.rollout.agent.outcome import to_trajectory
+from rayapp.rollout.group import failed_trajectory, gather_trajectories, late_trajectory
 from rayapp.rollout.order import GroupRequest, sampling_of
 from rayapp.tasks.answers import Answer, AnswerRewards, score_answer
-from rayapp.types import Completion, Group, GroupSummary, Prompt, Reward, SamplingParams, Trajectory
+from rayapp.tasks.data.data_row import DataRow
 
 log = logging.getLogger(__name__)
 

@@ -9,17 +9,17 @@ import asyncio
 import os
 from collections.abc import Sequence
 
-from rayapp.agent.chat import load_template
-from rayapp.agent.loops import check_agent_name
-from rayapp.config import Config
-from rayapp.data.reading import ReadOptions, open_data
-from rayapp.errors import ConfigError, InputError
-from rayapp.model_check import check_model
-from rayapp.model_prefetch import with_local_model
+from rayapp.config.config import Config
+from rayapp.config.sandbox import LocalConfig, SandboxConfig
+from rayapp.core.errors import ConfigError, InputError
+from rayapp.rollout.agent.chat import load_template
+from rayapp.rollout.agent.loops import check_agent_name
 from rayapp.rollout.order import evaluation_waves
 from rayapp.rollout.prompts import render_prompts
 from rayapp.rollout.sources import answer_rewards
-from rayapp.sandbox.config import LocalConfig, SandboxConfig
+from rayapp.storage.models.check import check_model
+from rayapp.storage.models.prefetch import with_local_model
+from rayapp.tasks.data.reading import ReadOptions, open_data
 from rayapp.tasks.loading import load_tasks
 from rayapp.tools.config import ToolEntry, parse, read_tool_file
 from rayapp.tools.python import PythonToolConfig

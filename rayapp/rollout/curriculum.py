@@ -14,9 +14,9 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from rayapp.config import Config
-from rayapp.errors import CheckpointError
-from rayapp.types import GroupSummary
+from rayapp.config.config import Config
+from rayapp.core.errors import CheckpointError
+from rayapp.core.types import GroupSummary
 
 FILE = "curriculum.json"
 """In a checkpoint, and like all its files in its manifest."""

@@ -13,8 +13,8 @@ from typing import Literal
 
 import numpy as np
 
-from rayapp.config import Config
-from rayapp.types import SamplingParams
+from rayapp.config.config import Config
+from rayapp.core.types import SamplingParams
 
 MAX_SEED = 2**31 - 1
 MAX_TRAJECTORIES_PER_WORKER = 8192
@@ -124,3 +124,15 @@ def _max_trajectories(config: Config) -> int:
 def _mix(*words: int) -> int:
     # SeedSequence and not a sum: seeds of neighbouring groups and runs must not collide.
     return int(np.random.SeedSequence(words).generate_state(1, np.uint32)[0] & MAX_SEED)
+
+
+def server_in_cohort(cohort: Cohort, num_servers: int) -> int:
+    """Index of the server that samples the group at this place."""
+    return cohort.place % num_servers
+
+
+def neighbours(cohort: Cohort | None, num_servers: int) -> int:
+    """Groups of the cohort that this one's server admits together, itself included; 1 without a cohort."""
+    if cohort is None:
+        return 1
+    return len(range(server_in_cohort(cohort, num_servers), cohort.size, num_servers))

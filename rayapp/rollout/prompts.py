@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rayapp.config import Config
-from rayapp.errors import InputError
-from rayapp.protocols import Task, Tokenizer
-from rayapp.types import Prompt
+from rayapp.config.config import Config
+from rayapp.core.errors import InputError
+from rayapp.core.protocols import Task
+from rayapp.core.types import Prompt
+from rayapp.storage.models.tokenizer import load_tokenizer
 
 
 def render_prompts(config: Config, tasks: Sequence[Task]) -> list[Prompt]:
@@ -26,13 +27,3 @@ def render_prompts(config: Config, tasks: Sequence[Task]) -> list[Prompt]:
                 f"{limit}. Raise it, or shorten the prompt."
             )
     return prompts
-
-
-def load_tokenizer(config: Config) -> Tokenizer:
-    """The model's own tokenizer."""
-    from transformers import AutoTokenizer  # seconds to import: not when the CLI only prints help
-
-    tokenizer: Tokenizer = AutoTokenizer.from_pretrained(
-        config.model.path, trust_remote_code=config.model.trust_remote_code
-    )
-    return tokenizer

@@ -10,24 +10,25 @@ from __future__ import annotations
 import asyncio
 from typing import Any, Protocol
 
-from rayapp.agent.build import open_agent_loop
-from rayapp.agent.episode import AgentLimits
-from rayapp.agent.loop import AgentLoop
-from rayapp.agent.loops import AgentLoops, agent_loops, check_agent_name
-from rayapp.config import Config
-from rayapp.data.data_row import DataRow
-from rayapp.data.reading import Encode, ReadOptions, TrainingData, open_data
-from rayapp.model_prefetch import with_local_model
-from rayapp.protocols import RolloutEngine, SandboxSource, Task
+from rayapp.config.config import Config
+from rayapp.core.protocols import RolloutEngine, SandboxSource, Task
+from rayapp.core.types import Group, GroupSummary, Prompt, SamplingParams
+from rayapp.rollout.agent.build import open_agent_loop
+from rayapp.rollout.agent.episode import AgentLimits
+from rayapp.rollout.agent.loop import AgentLoop
+from rayapp.rollout.agent.loops import AgentLoops, agent_loops, check_agent_name
 from rayapp.rollout.agent_group import AgentWork, run_agent_group
 from rayapp.rollout.group import run_group
 from rayapp.rollout.order import GroupRequest, prompt_index
-from rayapp.rollout.prompts import load_tokenizer, render_prompts
+from rayapp.rollout.prompts import render_prompts
+from rayapp.storage.models.prefetch import with_local_model
+from rayapp.storage.models.tokenizer import load_tokenizer
 from rayapp.tasks.answers import AnswerRewards
 from rayapp.tasks.custom_rewards import CustomReward
+from rayapp.tasks.data.data_row import DataRow
+from rayapp.tasks.data.reading import Encode, ReadOptions, TrainingData, open_data
 from rayapp.tasks.loading import load_tasks
 from rayapp.tools.base import ToolContext
-from rayapp.types import Group, GroupSummary, Prompt, SamplingParams
 
 
 class Groups(Protocol):

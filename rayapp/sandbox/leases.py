@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Protocol
 
-from rayapp.protocols import Sandbox, SandboxProvider
-from rayapp.types import SandboxSpec
+from rayapp.core.protocols import Sandbox, SandboxProvider
+from rayapp.core.types import SandboxSpec
 
 RUN_LABEL = "rayapp-run"
 """Label of every remote sandbox: the run's name. What the sweeps and `rayapp sandbox reap` look for."""

@@ -34,7 +34,7 @@ class ObjectInfo:
 
 
 class Storage(Protocol):
-    """A folder, local or remote. Every method may raise a StorageError; see `rayapp.errors` for the tree."""
+    """A folder, local or remote. Every method may raise a StorageError; see `rayapp.core.errors` for the tree."""
 
     @property
     def uri(self) -> str: ...

@@ -14,12 +14,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from rayapp.errors import StorageCorruptError, StorageError, StorageExistsError, StorageNotFoundError
+from rayapp.core.aio import together
+from rayapp.core.errors import StorageCorruptError, StorageError, StorageExistsError, StorageNotFoundError
+from rayapp.core.files import is_aside, storage_errors
+from rayapp.core.location import check_key
 from rayapp.storage.base import ObjectInfo, Storage
-from rayapp.storage.files import is_aside, storage_errors
 from rayapp.storage.hashing import hash_bytes, hash_file
-from rayapp.storage.location import check_key
-from rayapp.storage.together import together
 
 MANIFEST, CLAIM = "manifest.json", "claim.json"
 FORMAT = 1

@@ -8,11 +8,11 @@ import shutil
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
-from rayapp.errors import StorageCorruptError, StorageError, StorageNotFoundError
+from rayapp.core.errors import StorageCorruptError, StorageError, StorageNotFoundError
+from rayapp.core.files import aside, is_aside, storage_errors
+from rayapp.core.location import check_key
 from rayapp.storage.base import MAX_SMALL_BYTES, Fence, ObjectInfo
-from rayapp.storage.files import aside, is_aside, storage_errors
 from rayapp.storage.hashing import hash_bytes, hash_file
-from rayapp.storage.location import check_key
 
 
 class LocalStorage:

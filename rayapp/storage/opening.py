@@ -6,9 +6,9 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+from rayapp.core.location import Location
 from rayapp.storage.base import Storage
 from rayapp.storage.local import LocalStorage
-from rayapp.storage.location import Location
 from rayapp.storage.settings import S3Settings, settings_from_environment
 
 
@@ -28,8 +28,8 @@ async def open_storage(uri: str, *, settings: S3Settings | None = None) -> Async
         yield LocalStorage(Path(location.key))
         return
     # boto's imports take half a second: only those who use S3 pay.
-    from rayapp.storage.s3 import S3Storage
-    from rayapp.storage.s3_client import s3_client
+    from rayapp.storage.s3.client import s3_client
+    from rayapp.storage.s3.storage import S3Storage
 
     chosen = settings or settings_from_environment()
     async with s3_client(chosen) as client:

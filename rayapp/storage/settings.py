@@ -14,7 +14,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from rayapp.errors import StorageConfigError, StorageCredentialsError
+from rayapp.core.errors import StorageConfigError, StorageCredentialsError
 
 PRESETS = ("aws", "minio", "oss")
 MIB = 1 << 20

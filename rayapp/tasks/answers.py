@@ -16,11 +16,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from rayapp.errors import InputError
+from rayapp.core.errors import InputError
+from rayapp.core.types import Reward
 from rayapp.tasks.answer_rules import GSM8K, NAMES, Rule, TruthKind, find_rule, format_term, score_by_rule
 from rayapp.tasks.custom_rewards import CustomReward, RewardFailedError, is_storable
 from rayapp.tasks.text_process import TextReadingFailedError, TextTooCostlyError, on_text
-from rayapp.types import Reward
 
 Method = Literal["strict", "flexible"]
 

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from types import CodeType
 
-from rayapp.errors import InputError
+from rayapp.core.errors import InputError
 
 _MODULES = ("bisect", "collections", "functools", "heapq", "itertools", "math", "re", "statistics", "string")
 _PLAIN = (type(None), bool, int, float, str, bytes)

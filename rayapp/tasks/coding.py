@@ -19,15 +19,15 @@ from typing import Annotated, Literal, Self
 import numpy as np
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
-from rayapp.errors import InputError, SandboxConfigError, SandboxError
-from rayapp.protocols import SandboxSource, Tokenizer
+from rayapp.core.errors import InputError, SandboxConfigError, SandboxError
+from rayapp.core.protocols import SandboxSource, Tokenizer
+from rayapp.core.types import CallReport, Prompt, Reward, SandboxSpec
 from rayapp.tasks.banned import normal_pattern
 from rayapp.tasks.cases import Case, CaseSource
 from rayapp.tasks.extraction import parse
 from rayapp.tasks.grading import failure, grade
 from rayapp.tasks.screening import screen
 from rayapp.tasks.text_process import TextReadingFailedError, TextTooCostlyError, on_text
-from rayapp.types import CallReport, Prompt, Reward, SandboxSpec
 
 LEASE_TIMEOUT_S = 120.0
 """Longest wait for a sandbox: a busy pool is normal, one that gives none for two minutes is broken."""

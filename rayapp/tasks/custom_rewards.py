@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rayapp.errors import ConfigError, RayappError
+from rayapp.core.errors import ConfigError, RayappError
 
 _MOST = 3.4028234e38
 """The largest 32-bit float."""

@@ -19,10 +19,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rayapp.errors import SandboxProtocolError
-from rayapp.sandbox.compare import same_value
+from rayapp.core.errors import SandboxProtocolError
+from rayapp.core.types import CallReport, Reward
+from rayapp.sandbox.verdict.compare import same_value
 from rayapp.tasks.cases import Case
-from rayapp.types import CallReport, Reward
 
 ERROR_REWARD = -1.0
 

@@ -17,10 +17,10 @@ from types import ModuleType
 import yaml
 from pydantic import ValidationError
 
-from rayapp.errors import InputError
-from rayapp.protocols import Task
+from rayapp.core.errors import InputError
+from rayapp.core.protocols import Task
+from rayapp.core.validation import explain
 from rayapp.tasks.coding import CodingTask
-from rayapp.validation import explain
 
 _YAML = (".yaml", ".yml")
 

@@ -26,7 +26,7 @@ from io import BufferedRWPair
 from pathlib import Path
 from typing import Any
 
-from rayapp.errors import RayappError
+from rayapp.core.errors import RayappError
 from rayapp.tasks.text_child import read_frame, write_frame
 
 MAX_TEXT_CHARS = 1 << 20

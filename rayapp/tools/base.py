@@ -14,9 +14,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from rayapp.errors import ConfigError
-from rayapp.protocols import SandboxSource
-from rayapp.types import ExecRecord
+from rayapp.core.errors import ConfigError
+from rayapp.core.protocols import SandboxSource
+from rayapp.core.types import ExecRecord
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

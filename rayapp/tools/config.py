@@ -18,8 +18,8 @@ from typing import Any, Literal, TypeVar
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from rayapp.errors import ConfigError
-from rayapp.validation import explain
+from rayapp.core.errors import ConfigError
+from rayapp.core.validation import explain
 
 _VARIABLE = re.compile(r"\$\{(\w+)\}")
 Section = TypeVar("Section", bound=BaseModel)

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from rayapp.errors import InputError
+from rayapp.core.errors import InputError
 from rayapp.tools.base import ToolBase, ToolOutput, ToolSchema
 
 _NUMBER = re.compile(r"-?[0-9.,]+")

@@ -16,17 +16,10 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from rayapp.errors import ConfigError, UserError
-from rayapp.sandbox.bucket import TokenBucket
+from rayapp.core.errors import ConfigError, UserError
+from rayapp.sandbox.pool.bucket import TokenBucket
 from rayapp.tools.base import Tool, ToolContext, ToolSchema
-from rayapp.tools.config import (
-    McpServer,
-    McpToolConfig,
-    ToolEntry,
-    parse,
-    read_mcp_servers,
-    read_tool_file,
-)
+from rayapp.tools.config import McpServer, McpToolConfig, ToolEntry, parse, read_mcp_servers, read_tool_file
 from rayapp.tools.mcp_link import McpLink
 from rayapp.tools.mcp_tool import McpTool
 from rayapp.tools.toolset import ToolSet

@@ -16,7 +16,7 @@ import httpx2
 from mcp import Client, MCPError
 from mcp.client.streamable_http import streamable_http_client
 
-from rayapp.errors import ConfigError, ToolUnavailableError, first_error
+from rayapp.core.errors import ConfigError, ToolUnavailableError, first_error
 from rayapp.tools.http_patience import PatientTransport
 
 log = logging.getLogger(__name__)

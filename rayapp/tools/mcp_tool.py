@@ -11,12 +11,12 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from rayapp.errors import ToolUnavailableError
-from rayapp.sandbox.bucket import TokenBucket
+from rayapp.core.errors import ToolUnavailableError
+from rayapp.core.types import ExecOutcome, ExecRecord
+from rayapp.sandbox.pool.bucket import TokenBucket
 from rayapp.tools.base import ToolFailedError, ToolOutput, ToolSchema
 from rayapp.tools.config import McpToolConfig
 from rayapp.tools.mcp_link import McpLink, RpcError
-from rayapp.types import ExecOutcome, ExecRecord
 
 _INFRASTRUCTURE = (-32001, -32002, -32003)
 """Codes of sandbox servers: key refused, no sandbox, the sandbox failed."""

@@ -15,11 +15,11 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from rayapp.errors import ConfigError, SandboxConfigError, SandboxError
-from rayapp.protocols import Sandbox, SandboxLease
+from rayapp.core.errors import ConfigError, SandboxConfigError, SandboxError
+from rayapp.core.protocols import Sandbox, SandboxLease
+from rayapp.core.types import ExecRecord, ExecResult, SandboxSpec, StopCause
 from rayapp.tools.base import ToolBase, ToolContext, ToolOutput, ToolSchema
 from rayapp.tools.config import parse
-from rayapp.types import ExecRecord, ExecResult, SandboxSpec, StopCause
 
 
 class PythonToolConfig(BaseModel):

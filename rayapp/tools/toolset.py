@@ -13,7 +13,7 @@ from typing import Any, Self
 
 from jsonschema.exceptions import SchemaError
 
-from rayapp.errors import ConfigError, InputError, RayappError, SandboxError, ToolUnavailableError
+from rayapp.core.errors import ConfigError, InputError, RayappError, SandboxError, ToolUnavailableError
 from rayapp.tools.arguments import ArgumentChecker
 from rayapp.tools.base import Tool, ToolFailedError, ToolSchema, finite
 

@@ -1,8 +1,8 @@
 """Every program of the battery at every level this machine has, as the user who runs the tests and as an ordinary one.
 
-The battery (`rayapp/sandbox/local/battery/*.yaml`) is the doctor's; `try_attack` runs a program, then an honest one,
-then looks at what must not have changed. Without isolation the same programs must get somewhere, or they would prove
-nothing; that is tried only as an ordinary user.
+The battery (`rayapp/sandbox/local/doctor/battery/*.yaml`) is the doctor's; `try_attack` runs a program, then an honest
+one, then looks at what must not have changed. Without isolation the same programs must get somewhere, or they would
+prove nothing; that is tried only as an ordinary user.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
-from rayapp.sandbox.local.attacks import Attack, load_attacks
-from rayapp.sandbox.local.canary import Canary
-from rayapp.sandbox.local.doctor import try_attack
+from rayapp.core.types import SandboxSpec
+from rayapp.sandbox.local.doctor.attacks import Attack, load_attacks
+from rayapp.sandbox.local.doctor.canary import Canary
+from rayapp.sandbox.local.doctor.doctor import try_attack
 from rayapp.sandbox.local.provider import LEVELS, LocalProvider
 from rayapp.sandbox.local.sandbox import LocalSandbox
-from rayapp.types import SandboxSpec
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -31,7 +31,7 @@ ROOT = Path(__file__).parents[2]
 AS_USER = f"""
 import os, sys
 sys.path.insert(0, {str(ROOT)!r})
-from rayapp.sandbox.local.privileges import leave_root
+from rayapp.sandbox.local.inside.privileges import leave_root
 leave_root([sys.base_prefix, sys.prefix, {str(ROOT)!r}])
 assert os.getuid() != 0
 os.chdir("/")
@@ -40,16 +40,16 @@ os.execv(sys.executable, [sys.executable, "-c", sys.argv[1], *sys.argv[2:]])
 DOCTOR = f"""
 import sys
 sys.path.insert(0, {str(ROOT)!r})
-from rayapp.sandbox.cli import app
+from rayapp.cli.sandbox.command import app
 app()
 """
 UNISOLATED = f"""
 import asyncio, json, sys
 sys.path.insert(0, {str(ROOT)!r})
-from rayapp.sandbox.local.attacks import load_attacks
-from rayapp.sandbox.local.canary import Canary
+from rayapp.sandbox.local.doctor.attacks import load_attacks
+from rayapp.sandbox.local.doctor.canary import Canary
 from rayapp.sandbox.local.provider import LocalProvider
-from rayapp.types import SandboxSpec
+from rayapp.core.types import SandboxSpec
 
 async def main():
     provider = LocalProvider(levels=(), allow_unisolated=True)

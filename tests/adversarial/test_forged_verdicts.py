@@ -15,10 +15,10 @@ import pytest
 import pytest_asyncio
 import yaml
 
-from rayapp.sandbox.direct import DirectSandboxSource
+from rayapp.core.types import Prompt, SandboxSpec
 from rayapp.sandbox.local.provider import LEVELS, LocalProvider
+from rayapp.sandbox.pool.direct import DirectSandboxSource
 from rayapp.tasks.coding import CodingTask
-from rayapp.types import Prompt, SandboxSpec
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-from rayapp.view.command import bind
-from rayapp.view.run import ViewedRun
-from rayapp.view.server import make_app
-from rayapp.view.source import open_source
+from rayapp.cli.view import bind
+from rayapp.runs.view.run import ViewedRun
+from rayapp.runs.view.server import make_app
+from rayapp.runs.view.source import open_source
 
 REFRESH_EVERY_S = 0.05
 

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 import yaml
 
-from rayapp.tracking.trajectories import write_trajectories
-from rayapp.types import Group, Prompt, Reward, RolloutStatus, Trajectory
-from rayapp.view.testing import HOSTILE_TEXTS, hostile_group
+from rayapp.core.types import Group, Prompt, Reward, RolloutStatus, Trajectory
+from rayapp.runs.trajectories import write_trajectories
+from rayapp.testing.runs import HOSTILE_TEXTS, hostile_group
 
 WORDS = ("def", " sort", "(xs):", "\n", " return", " sorted", "(xs)", "<tool>")
 

@@ -304,9 +304,9 @@ def write_groups(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path
 def written_groups(folder: Path, seed: int) -> Path:
     import numpy as np
 
-    from rayapp.learner.testing import sampled
-    from rayapp.tracking.trajectories import write_trajectories
-    from rayapp.types import Group, Prompt
+    from rayapp.core.types import Group, Prompt
+    from rayapp.runs.trajectories import write_trajectories
+    from rayapp.testing.learners import sampled
 
     rng = np.random.default_rng(seed)
     groups = []

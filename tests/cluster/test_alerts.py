@@ -1,8 +1,8 @@
 """Every alert fires on its fault, live: our own metrics code in a real Ray, scraped by a real Prometheus.
 
-`tests/unit/test_monitoring.py` plays the same faults at the rules' own speed, on made-up series. Here the series are
-what a run with the fault reports, and the rules wait `SPEED` times less: their `for` and the windows of their queries.
-What they compare with is as shipped.
+`tests/unit/runs/test_monitoring.py` plays the same faults at the rules' own speed, on made-up series. Here the series
+are what a run with the fault reports, and the rules wait `SPEED` times less: their `for` and the windows of their
+queries. What they compare with is as shipped.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ import numpy as np
 import pytest
 
 from actors.metrics import Reporter
-from rayapp.engines.vllm_stats import EngineLoad
-from rayapp.failures import FailureBudget
-from rayapp.rollout.testing import summary_of
-from rayapp.sandbox.pool_stats import PoolStats
-from rayapp.tracking.alerts import ALERTS, rule_file
-from rayapp.tracking.metrics import summarize_step
-from rayapp.tracking.operator_metrics import of_step
-from rayapp.tracking.trackers import RunTracker
-from rayapp.types import GroupSummary
+from rayapp.core.types import GroupSummary
+from rayapp.driver.failures import FailureBudget
+from rayapp.engine.vllm_stats import EngineLoad
+from rayapp.runs.tracking.metrics import summarize_step
+from rayapp.runs.tracking.operator_metrics import of_step
+from rayapp.runs.tracking.trackers import RunTracker
+from rayapp.sandbox.pool.stats import PoolStats
+from rayapp.testing.summaries import summary_of
+from scripts.monitoring.alerts import ALERTS, rule_file
 
 pytestmark = [pytest.mark.cluster, pytest.mark.long, pytest.mark.slow, pytest.mark.timeout(1800)]
 SPEED = 20

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 import pytest_asyncio
 
-from rayapp.config import Config
-from rayapp.engines.vllm import VllmEngine
-from rayapp.types import Completion, SamplingParams
-from rayapp.weights.buckets import TensorEntry, pack
+from rayapp.config.config import Config
+from rayapp.core.types import Completion, SamplingParams
+from rayapp.engine.vllm import VllmEngine
+from rayapp.engine.weights.buckets import TensorEntry, pack
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(400)]
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from actors.gpus import wait_for_gpus
-from rayapp.config import Config
-from rayapp.errors import ConfigError
+from actors.setup.gpus import wait_for_gpus
+from rayapp.config.config import Config
+from rayapp.core.errors import ConfigError
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(600)]
 

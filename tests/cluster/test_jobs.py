@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import yaml
 
-from rayapp.k8s.examples import render_example
+from scripts.kuberay_examples import render_example
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(1800)]
 
@@ -62,9 +62,9 @@ def test_rendered_rayjob_runs_as_its_sidecar_would_run_it(head: Any, tmp_path: P
 
 ATTACH = """
 import sys
-from rayapp.config import Config
-from rayapp.errors import ConfigError
-from rayapp.ray_session import ray_session
+from rayapp.config.config import Config
+from rayapp.core.errors import ConfigError
+from actors.setup.session import ray_session
 
 try:
     with ray_session(Config.model_validate({"cluster": {"address": sys.argv[1]}})):

@@ -23,11 +23,11 @@ import time
 
 from actors.learner import Learner
 from actors.learner_group import assign_by_tokens
-from rayapp.config import Config
-from rayapp.types import Reward, RolloutStatus
-from rayapp.rollout.group import summarize_group
-from rayapp.tracking.trajectories import read_groups
-from rayapp.weights.buckets import unpack
+from rayapp.config.config import Config
+from rayapp.core.types import Reward, RolloutStatus
+from rayapp.core.summaries import summarize_group
+from rayapp.runs.trajectories import read_groups
+from rayapp.engine.weights.buckets import unpack
 import torch
 
 rank, world, port = (int(word) for word in sys.argv[1:4])

@@ -15,7 +15,7 @@ import torch
 pytestmark = [pytest.mark.cluster, pytest.mark.long, pytest.mark.slow, pytest.mark.timeout(1800)]
 
 MAX_GRADIENT_ERROR = 2e-6
-"""Of the gradient's largest entry; as in tests/unit/test_learner_exactness.py."""
+"""Of the gradient's largest entry; as in tests/unit/learner/test_exactness.py."""
 OWNERS_LIMIT_S = 900.0
 
 RANK = '''
@@ -28,9 +28,9 @@ import torch
 
 from actors.learner import Learner
 from actors.learner_group import assign_by_tokens
-from rayapp.config import Config
-from rayapp.rollout.group import summarize_group
-from rayapp.tracking.trajectories import read_groups
+from rayapp.config.config import Config
+from rayapp.core.summaries import summarize_group
+from rayapp.runs.trajectories import read_groups
 
 rank, world, port = (int(word) for word in sys.argv[1:4])
 model, trajectories, checkpoint, out, mode, share = sys.argv[4:10]
@@ -123,7 +123,7 @@ def plain_gradient(tiny_model: Path, trajectories: Path) -> dict[str, np.ndarray
     """GRPO sequence by sequence: -sum(advantage x log-prob) / number of response tokens, in float32."""
     from transformers import AutoModelForCausalLM
 
-    from rayapp.tracking.trajectories import read_groups
+    from rayapp.runs.trajectories import read_groups
 
     model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
     groups = read_groups(trajectories)

@@ -28,8 +28,8 @@ import pytest
 import yaml
 from PIL import Image
 
-from rayapp.sandbox.testing.e2b_stub import API_KEY, E2BStub
-from rayapp.tracking.dashboard import ROWS, queries
+from rayapp.testing.stubs.e2b_stub import API_KEY, E2BStub
+from scripts.monitoring.dashboard import ROWS, queries
 
 pytestmark = [pytest.mark.cluster, pytest.mark.long, pytest.mark.slow, pytest.mark.timeout(1800)]
 

@@ -7,8 +7,8 @@ from collections.abc import Callable
 import pytest
 
 from actors.spawn import kill, spawn
-from rayapp.errors import ConfigError
-from rayapp.sandbox.config import SandboxConfig
+from rayapp.config.sandbox import SandboxConfig
+from rayapp.core.errors import ConfigError
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(600)]
 

@@ -16,9 +16,9 @@ import asyncio
 import numpy as np
 import ray
 from actors.calls import answer
-from rayapp.config import Config
-from rayapp.errors import RayappError
-from rayapp.ray_session import ray_session
+from rayapp.config.config import Config
+from rayapp.core.errors import RayappError
+from actors.setup.session import ray_session
 
 
 @ray.remote(num_cpus=0)

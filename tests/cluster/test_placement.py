@@ -11,10 +11,10 @@ import ray
 from ray.cluster_utils import Cluster as FakeCluster
 
 from actors.calls import answer
-from actors.placement import Placement, bundles_of, group_name
+from actors.setup.placement import Placement, bundles_of, group_name
 from actors.spawn import Seat, role_env
-from rayapp.config import Config
-from rayapp.errors import ConfigError
+from rayapp.config.config import Config
+from rayapp.core.errors import ConfigError
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(400)]
 GPUS_PER_NODE = 4

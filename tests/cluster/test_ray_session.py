@@ -16,16 +16,16 @@ from typing import Any
 import pytest
 import yaml
 
-from rayapp.config import Config
-from rayapp.run_folder import RunFolder
+from rayapp.config.config import Config
+from rayapp.runs.folder import RunFolder
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(900)]
 ROOT = Path(__file__).parents[2]
 PROGRAM = """
 import asyncio, sys
-from rayapp.config import Config
-from rayapp.interrupts import run_until_done
-from rayapp.ray_session import ray_session
+from rayapp.config.config import Config
+from rayapp.core.aio import run_until_done
+from actors.setup.session import ray_session
 
 
 async def main():
@@ -47,12 +47,12 @@ except KeyboardInterrupt:
 TRAINING = """
 import asyncio, sys
 from pathlib import Path
-from rayapp.cluster import StandIns, open_cluster
-from rayapp.config_loading import load_config
-from rayapp.driver import train_through_losses
-from rayapp.interrupts import run_until_done
-from rayapp.run_folder import RunFolder
-from rayapp.tracking.trackers import make_trackers
+from rayapp.driver.cluster import StandIns, open_cluster
+from rayapp.config.loading import load_config
+from rayapp.driver.loop import train_through_losses
+from rayapp.core.aio import run_until_done
+from rayapp.runs.folder import RunFolder
+from rayapp.runs.tracking.trackers import make_trackers
 
 
 async def main(config):

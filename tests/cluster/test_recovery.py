@@ -20,14 +20,14 @@ import ray
 from ray.cluster_utils import Cluster as FakeCluster
 
 from actors.handles import LearnerHandle
+from actors.setup.stacks import dump_stacks
 from actors.spawn import spawn
-from actors.stacks import dump_stacks
-from rayapp.cluster import Cluster, StandIns, open_cluster
-from rayapp.config import Config
-from rayapp.driver import train_through_losses
-from rayapp.errors import ConfigError, ProcessDiedError, RestartsUsedUpError
-from rayapp.run_folder import RunFolder
-from rayapp.tracking.trackers import make_trackers
+from rayapp.config.config import Config
+from rayapp.core.errors import ConfigError, ProcessDiedError, RestartsUsedUpError
+from rayapp.driver.cluster import Cluster, StandIns, open_cluster
+from rayapp.driver.loop import train_through_losses
+from rayapp.runs.folder import RunFolder
+from rayapp.runs.tracking.trackers import make_trackers
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(600)]
 

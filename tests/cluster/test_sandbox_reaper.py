@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from rayapp.sandbox.leases import RUN_LABEL
-from rayapp.sandbox.testing.e2b_stub import API_KEY, E2BStub
+from rayapp.testing.stubs.e2b_stub import API_KEY, E2BStub
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(900)]
 ROOT = Path(__file__).parents[2]
@@ -24,10 +24,10 @@ START_TIMEOUT_S, WAIT_S = 200.0, 150.0
 
 DRIVER = """
 import asyncio, sys
-from rayapp.cluster import ready_pool, spawn_pool
-from rayapp.config import Config
-from rayapp.ray_session import ray_session
-from rayapp.types import SandboxSpec
+from rayapp.driver.cluster import ready_pool, spawn_pool
+from rayapp.config.config import Config
+from actors.setup.session import ray_session
+from rayapp.core.types import SandboxSpec
 
 url, address, grace_s = sys.argv[1:4]
 config = Config.model_validate({

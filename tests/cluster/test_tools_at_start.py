@@ -9,9 +9,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from rayapp.cluster import StandIns, open_cluster
-from rayapp.config import Config
-from rayapp.errors import ConfigError
+from rayapp.config.config import Config
+from rayapp.core.errors import ConfigError
+from rayapp.driver.cluster import StandIns, open_cluster
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(900)]
 NOWHERE = "http://127.0.0.1:9/mcp"

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import yaml
 
-from rayapp.config import Config
-from rayapp.k8s.render import Release, render
+from rayapp.cli.kuberay.render import Release, render
+from rayapp.config.config import Config
 
 pytestmark = [pytest.mark.cluster, pytest.mark.long, pytest.mark.slow, pytest.mark.timeout(1800)]
 

@@ -11,12 +11,12 @@ import pytest
 
 from actors.learner import Learner
 from actors.vllm_server import VllmServer
-from rayapp.config import Config
-from rayapp.errors import WeightSyncError
-from rayapp.learner.testing import sampled
-from rayapp.rollout.group import summarize_group
-from rayapp.types import Group, Prompt, SamplingParams
-from rayapp.weights.buckets import WeightBucket
+from rayapp.config.config import Config
+from rayapp.core.errors import WeightSyncError
+from rayapp.core.summaries import summarize_group
+from rayapp.core.types import Group, Prompt, SamplingParams
+from rayapp.engine.weights.buckets import WeightBucket
+from rayapp.testing.learners import sampled
 
 References = Callable[[Iterable[WeightBucket]], list[Any]]
 pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(900)]

@@ -12,10 +12,10 @@ import pytest
 
 from actors.learner import Learner
 from actors.vllm_server import VllmServer
-from rayapp.config import Config
-from rayapp.learner.testing import sampled
-from rayapp.types import Group, Prompt
-from rayapp.weights.buckets import WeightBucket
+from rayapp.config.config import Config
+from rayapp.core.types import Group, Prompt
+from rayapp.engine.weights.buckets import WeightBucket
+from rayapp.testing.learners import sampled
 
 References = Callable[[Iterable[WeightBucket]], list[Any]]
 pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(900)]

@@ -14,10 +14,10 @@ import pytest_asyncio
 
 from actors.learner import Learner
 from actors.vllm_server import VllmServer
-from rayapp.config import Config
-from rayapp.errors import StaleVersionError, StalledError, WeightSyncError
-from rayapp.types import Completion, SamplingParams
-from rayapp.weights.buckets import WeightBucket
+from rayapp.config.config import Config
+from rayapp.core.errors import StaleVersionError, StalledError, WeightSyncError
+from rayapp.core.types import Completion, SamplingParams
+from rayapp.engine.weights.buckets import WeightBucket
 
 References = Callable[[Iterable[WeightBucket]], list[Any]]
 pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(400)]

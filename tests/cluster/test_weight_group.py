@@ -19,12 +19,12 @@ import pytest_asyncio
 
 from actors.learner import Learner
 from actors.vllm_server import VllmServer
-from rayapp.config import Config
-from rayapp.engines.vllm_gloo import chunks
-from rayapp.engines.vllm_transfer import LearnerSource, WeightSender
-from rayapp.errors import WeightSyncError
-from rayapp.types import SamplingParams
-from rayapp.weights.plan import transfer_plan
+from rayapp.config.config import Config
+from rayapp.core.errors import WeightSyncError
+from rayapp.core.types import SamplingParams
+from rayapp.engine.weights.transfer_plan import transfer_plan
+from rayapp.engine.weights.vllm_gloo import chunks
+from rayapp.learner.state.sender import LearnerSource, WeightSender
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(400)]
 

@@ -8,17 +8,17 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rayapp.agent.chat import ChatFormat, load_template
-from rayapp.agent.episode import AgentLimits, AgentPrompt, Episode
-from rayapp.agent.loop import AgentLoop
-from rayapp.agent.outcome import to_trajectory
-from rayapp.agent.parsing import HermesParser
-from rayapp.engines.scripted import ScriptedEngine
-from rayapp.mcp_server.app import serving
-from rayapp.sandbox.config import LocalConfig, SandboxConfig
+from rayapp.config.sandbox import LocalConfig, SandboxConfig
+from rayapp.core.types import Reward, RolloutStatus, SamplingParams
+from rayapp.rollout.agent.chat import ChatFormat, load_template
+from rayapp.rollout.agent.episode import AgentLimits, AgentPrompt, Episode
+from rayapp.rollout.agent.loop import AgentLoop
+from rayapp.rollout.agent.outcome import to_trajectory
+from rayapp.sandbox.mcp_server.app import serving
+from rayapp.testing.engine import ScriptedEngine
+from rayapp.tools.calls import HermesParser
 from rayapp.tools.loading import open_tools
 from rayapp.tools.toolset import ToolSet
-from rayapp.types import Reward, RolloutStatus, SamplingParams
 
 SANDBOXES = SandboxConfig(providers=(LocalConfig(max_sandboxes=2),))
 MESSAGES = ({"role": "user", "content": "6 * 7?"},)

@@ -22,12 +22,12 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from rayapp.errors import SandboxError
-from rayapp.sandbox.config import DaytonaConfig
-from rayapp.sandbox.daytona import DaytonaProvider
-from rayapp.sandbox.testing.contract import CHECKS
-from rayapp.sandbox.testing.daytona_stub import API_KEY, DaytonaStub
-from rayapp.types import SandboxSpec
+from rayapp.config.sandbox import DaytonaConfig
+from rayapp.core.errors import SandboxError
+from rayapp.core.types import SandboxSpec
+from rayapp.sandbox.providers.daytona import DaytonaProvider
+from rayapp.testing.sandbox_contract import CHECKS
+from rayapp.testing.stubs.daytona_stub import API_KEY, DaytonaStub
 
 control = pytest.importorskip("daytona_api_client_async", reason="the package daytona-sdk is not installed")
 toolbox = pytest.importorskip("daytona_toolbox_api_client_async", reason="the package daytona-sdk is not installed")

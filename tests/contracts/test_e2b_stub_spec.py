@@ -22,13 +22,13 @@ import yaml
 from aiohttp import web
 from jsonschema import Draft202012Validator, FormatChecker
 
-from rayapp.errors import SandboxError
-from rayapp.protocols import SandboxProvider
-from rayapp.sandbox.config import E2BConfig
-from rayapp.sandbox.e2b import E2BProvider
-from rayapp.sandbox.testing.contract import CHECKS
-from rayapp.sandbox.testing.e2b_stub import API_KEY, E2BStub
-from rayapp.types import SandboxSpec
+from rayapp.config.sandbox import E2BConfig
+from rayapp.core.errors import SandboxError
+from rayapp.core.protocols import SandboxProvider
+from rayapp.core.types import SandboxSpec
+from rayapp.sandbox.providers.e2b import E2BProvider
+from rayapp.testing.sandbox_contract import CHECKS
+from rayapp.testing.stubs.e2b_stub import API_KEY, E2BStub
 
 ROOT = Path(__file__).parents[2]
 FOLDERS = (os.environ.get("RAYAPP_E2B_SPECS", ""), ROOT / "shared/specs/e2b", ROOT.parent / "shared/specs/e2b")

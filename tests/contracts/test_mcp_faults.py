@@ -8,12 +8,12 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from rayapp.errors import SandboxConfigError, SandboxDeadlineError, SandboxError, SandboxGoneError
-from rayapp.sandbox.config import McpConfig
-from rayapp.sandbox.mcp import McpProvider
-from rayapp.sandbox.testing.faults import Faults
-from rayapp.sandbox.testing.mcp_stub import API_KEY, McpStub
-from rayapp.types import ExecOutcome, SandboxSpec
+from rayapp.config.sandbox import McpConfig
+from rayapp.core.errors import SandboxConfigError, SandboxDeadlineError, SandboxError, SandboxGoneError
+from rayapp.core.types import ExecOutcome, SandboxSpec
+from rayapp.sandbox.providers.mcp import McpProvider
+from rayapp.testing.stubs.faults import Faults
+from rayapp.testing.stubs.mcp_stub import API_KEY, McpStub
 
 SPEC = SandboxSpec()
 
@@ -83,7 +83,7 @@ async def test_a_call_without_an_answer_ends_at_our_own_deadline() -> None:
 
 
 async def test_a_server_that_is_not_there_and_one_that_speaks_no_mcp_are_named() -> None:
-    from rayapp.sandbox.testing.e2b_stub import E2BStub
+    from rayapp.testing.stubs.e2b_stub import E2BStub
 
     nowhere = McpProvider(McpConfig(url="http://127.0.0.1:9/mcp"), api_key="k")
     with pytest.raises(SandboxError, match=r"127\.0\.0\.1:9"):

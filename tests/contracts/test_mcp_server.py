@@ -17,12 +17,12 @@ import pytest
 from mcp import Client, MCPError
 from mcp.client.streamable_http import streamable_http_client
 
-from rayapp.errors import ConfigError
-from rayapp.mcp_server.app import serving
-from rayapp.mcp_server.results import with_last_value
-from rayapp.sandbox.config import LocalConfig, McpConfig, SandboxConfig
-from rayapp.sandbox.mcp import McpProvider
-from rayapp.types import SandboxSpec
+from rayapp.config.sandbox import LocalConfig, McpConfig, SandboxConfig
+from rayapp.core.errors import ConfigError
+from rayapp.core.types import SandboxSpec
+from rayapp.sandbox.mcp_server.app import serving
+from rayapp.sandbox.mcp_server.results import with_last_value
+from rayapp.sandbox.providers.mcp import McpProvider
 
 KEY = "the key of the test"
 SANDBOXES = SandboxConfig(providers=(LocalConfig(max_sandboxes=2),))

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from rayapp.errors import ConfigError, ToolUnavailableError
-from rayapp.mcp_server.app import serving
-from rayapp.sandbox.config import LocalConfig, SandboxConfig
+from rayapp.config.sandbox import LocalConfig, SandboxConfig
+from rayapp.core.errors import ConfigError, ToolUnavailableError
+from rayapp.sandbox.mcp_server.app import serving
 from rayapp.tools.base import ToolContext, ToolFailedError
 from rayapp.tools.loading import open_tools
 from rayapp.tools.toolset import ToolSet

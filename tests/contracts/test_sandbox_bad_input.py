@@ -15,21 +15,21 @@ import pytest
 from aiohttp import web
 from pydantic import ValidationError
 
-from rayapp.errors import (
+from rayapp.config.sandbox import DaytonaConfig, E2BConfig, McpConfig, ProviderConfig, SandboxConfig
+from rayapp.core.errors import (
     SandboxConfigError,
     SandboxError,
     SandboxProtocolError,
     SandboxUnavailableError,
     UserError,
 )
-from rayapp.protocols import SandboxProvider
-from rayapp.sandbox.config import DaytonaConfig, E2BConfig, McpConfig, ProviderConfig, SandboxConfig
+from rayapp.core.protocols import SandboxProvider
+from rayapp.core.types import ExecOutcome, SandboxSpec
 from rayapp.sandbox.local.provider import LocalProvider
-from rayapp.sandbox.providers import remote_provider, remote_providers
-from rayapp.sandbox.remote_program import read_report
-from rayapp.sandbox.retry_after import MAX_WAIT_S, retry_after_s
-from rayapp.sandbox.testing import daytona_stub, e2b_stub, mcp_stub
-from rayapp.types import ExecOutcome, SandboxSpec
+from rayapp.sandbox.providers.retry_after import MAX_WAIT_S, retry_after_s
+from rayapp.sandbox.providers.table import remote_provider, remote_providers
+from rayapp.sandbox.verdict.program import read_report
+from rayapp.testing.stubs import daytona_stub, e2b_stub, mcp_stub
 
 KEY_ENV = "RAYAPP_TEST_KEY"
 Opened = Callable[[], AbstractAsyncContextManager[SandboxProvider]]
@@ -259,9 +259,9 @@ def test_no_deadline_depends_on_a_clock_that_can_be_set() -> None:
 
 REFUSING = """
 import asyncio, sys
-from rayapp.sandbox.local import kernel, seccomp
+from rayapp.sandbox.local.levels import kernel, seccomp
 from rayapp.sandbox.local.provider import LocalProvider
-from rayapp.types import SandboxSpec
+from rayapp.core.types import SandboxSpec
 
 async def main():
     provider = LocalProvider(allow_unisolated="unisolated" in sys.argv)

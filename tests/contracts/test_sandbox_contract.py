@@ -7,10 +7,10 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 
 import pytest
 
-from rayapp.protocols import SandboxProvider
-from rayapp.sandbox.config import DaytonaConfig, E2BConfig, McpConfig
+from rayapp.config.sandbox import DaytonaConfig, E2BConfig, McpConfig
+from rayapp.core.protocols import SandboxProvider
 from rayapp.sandbox.local.provider import LocalProvider
-from rayapp.sandbox.testing.contract import CHECKS, Check
+from rayapp.testing.sandbox_contract import CHECKS, Check
 
 
 @asynccontextmanager
@@ -24,8 +24,8 @@ async def local() -> AsyncIterator[SandboxProvider]:
 
 @asynccontextmanager
 async def e2b() -> AsyncIterator[SandboxProvider]:
-    from rayapp.sandbox.e2b import E2BProvider
-    from rayapp.sandbox.testing.e2b_stub import API_KEY, E2BStub
+    from rayapp.sandbox.providers.e2b import E2BProvider
+    from rayapp.testing.stubs.e2b_stub import API_KEY, E2BStub
 
     stub = E2BStub()
     async with stub.running() as url:
@@ -39,8 +39,8 @@ async def e2b() -> AsyncIterator[SandboxProvider]:
 
 @asynccontextmanager
 async def kruise() -> AsyncIterator[SandboxProvider]:
-    from rayapp.sandbox.e2b import E2BProvider
-    from rayapp.sandbox.testing.e2b_stub import API_KEY, E2BStub
+    from rayapp.sandbox.providers.e2b import E2BProvider
+    from rayapp.testing.stubs.e2b_stub import API_KEY, E2BStub
 
     stub = E2BStub(dialect="kruise")
     async with stub.running() as url:
@@ -55,8 +55,8 @@ async def kruise() -> AsyncIterator[SandboxProvider]:
 
 @asynccontextmanager
 async def daytona() -> AsyncIterator[SandboxProvider]:
-    from rayapp.sandbox.daytona import DaytonaProvider
-    from rayapp.sandbox.testing.daytona_stub import API_KEY, DaytonaStub
+    from rayapp.sandbox.providers.daytona import DaytonaProvider
+    from rayapp.testing.stubs.daytona_stub import API_KEY, DaytonaStub
 
     stub = DaytonaStub()
     async with stub.running() as url:
@@ -70,8 +70,8 @@ async def daytona() -> AsyncIterator[SandboxProvider]:
 
 @asynccontextmanager
 async def mcp() -> AsyncIterator[SandboxProvider]:
-    from rayapp.sandbox.mcp import McpProvider
-    from rayapp.sandbox.testing.mcp_stub import API_KEY, McpStub
+    from rayapp.sandbox.providers.mcp import McpProvider
+    from rayapp.testing.stubs.mcp_stub import API_KEY, McpStub
 
     async with McpStub().running() as url:
         provider = McpProvider(McpConfig(url=url), api_key=API_KEY)

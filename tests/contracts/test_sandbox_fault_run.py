@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from rayapp.sandbox.testing.fault_programs import PROGRAMS, Program
-from rayapp.sandbox.testing.fault_run import FaultRun, run_with_faults
-from rayapp.types import Reward
+from rayapp.core.types import Reward
+from rayapp.testing.faults.programs import PROGRAMS, Program
+from rayapp.testing.faults.run import FaultRun, run_with_faults
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 

@@ -9,7 +9,8 @@ from typing import Any, Literal, TypeVar
 
 import pytest
 
-from rayapp.errors import (
+from rayapp.config.sandbox import DaytonaConfig, E2BConfig
+from rayapp.core.errors import (
     SandboxConfigError,
     SandboxDeadlineError,
     SandboxError,
@@ -17,11 +18,10 @@ from rayapp.errors import (
     SandboxQuotaError,
     SandboxRateLimitError,
 )
-from rayapp.sandbox.config import DaytonaConfig, E2BConfig
+from rayapp.core.types import ExecOutcome, SandboxSpec
 from rayapp.sandbox.leases import RemoteProvider
-from rayapp.sandbox.testing.faults import Faults
-from rayapp.sandbox.testing.server import StubServer
-from rayapp.types import ExecOutcome, SandboxSpec
+from rayapp.testing.stubs.faults import Faults
+from rayapp.testing.stubs.server import StubServer
 
 T = TypeVar("T")
 LABELS = {"rayapp-faults": "yes"}
@@ -32,8 +32,8 @@ DATA = ("drop", "502", "hang", "garbage", "cut", "slow")
 
 
 def e2b(dialect: Literal["e2b", "kruise"], **options: Any) -> tuple[StubServer, Callable[[str], RemoteProvider]]:
-    from rayapp.sandbox.e2b import E2BProvider
-    from rayapp.sandbox.testing.e2b_stub import API_KEY, E2BStub
+    from rayapp.sandbox.providers.e2b import E2BProvider
+    from rayapp.testing.stubs.e2b_stub import API_KEY, E2BStub
 
     def make(url: str) -> RemoteProvider:
         api_url, ports = (f"{url}/kruise/api", "") if dialect == "kruise" else (url, url)
@@ -44,11 +44,11 @@ def e2b(dialect: Literal["e2b", "kruise"], **options: Any) -> tuple[StubServer, 
 
 
 def daytona(**options: Any) -> tuple[StubServer, Callable[[str], RemoteProvider]]:
-    from rayapp.sandbox.daytona import DaytonaProvider
-    from rayapp.sandbox.daytona_sdk import sdk
-    from rayapp.sandbox.testing.daytona_stub import API_KEY, DaytonaStub
+    from rayapp.sandbox.providers.daytona import DaytonaProvider
+    from rayapp.sandbox.providers.daytona_sdk import sdk
+    from rayapp.testing.stubs.daytona_stub import API_KEY, DaytonaStub
 
-    sdk()  # imported now, as `providers.py` does: on a busy machine it takes seconds of the first deadline
+    sdk()  # imported now, as `providers/table.py` does: on a busy machine it takes seconds of the first deadline
     return DaytonaStub(**options), lambda url: DaytonaProvider(DaytonaConfig(api_url=f"{url}/api"), api_key=API_KEY)
 
 

@@ -8,11 +8,11 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from rayapp.sandbox.config import SandboxConfig
+from rayapp.config.sandbox import SandboxConfig
+from rayapp.core.types import SandboxSpec
 from rayapp.sandbox.leases import RUN_LABEL
-from rayapp.sandbox.pool_here import open_pool
-from rayapp.sandbox.testing import daytona_stub, e2b_stub, mcp_stub
-from rayapp.types import SandboxSpec
+from rayapp.sandbox.pool.in_process import open_pool
+from rayapp.testing.stubs import daytona_stub, e2b_stub, mcp_stub
 
 KEY_ENV = "RAYAPP_TEST_KEY"
 Stub = e2b_stub.E2BStub | daytona_stub.DaytonaStub | mcp_stub.McpStub

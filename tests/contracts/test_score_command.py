@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from rayapp.cli import run
+from rayapp.cli.main import run
 
 INSERTION_SORT = """
 def sort_numbers(xs):

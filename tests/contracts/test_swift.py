@@ -15,8 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from rayapp.config import Config
-from rayapp.errors import (
+from rayapp.config.config import Config
+from rayapp.core.errors import (
     StorageCorruptError,
     StorageCredentialsError,
     StorageError,
@@ -24,17 +24,17 @@ from rayapp.errors import (
     StorageIncompleteError,
     StorageUnreachableError,
 )
-from rayapp.mirror import lock as locks
-from rayapp.mirror.mirror import Patience, mirroring
-from rayapp.run_folder import RunFolder
+from rayapp.runs.folder import RunFolder
+from rayapp.runs.mirror import lock as locks
+from rayapp.runs.mirror.mirror import Patience, mirroring
 from rayapp.storage.base import Storage
 from rayapp.storage.folders import get_folder, put_folder
 from rayapp.storage.opening import open_storage
 from rayapp.storage.settings import MIB, S3Settings, Transfer
-from rayapp.storage.testing.faulty_proxy import Seen
-from rayapp.storage.testing.swift_environment import SwiftNotInstalledError
-from rayapp.storage.testing.swift_server import KEY, REGION, SECRET, SwiftServer
-from rayapp.storage.testing.threads import ProxyThread, make_bucket, wait_until
+from rayapp.testing.storage.faulty_proxy import Seen
+from rayapp.testing.storage.swift_environment import SwiftNotInstalledError
+from rayapp.testing.storage.swift_server import KEY, REGION, SECRET, SwiftServer
+from rayapp.testing.storage.threads import ProxyThread, make_bucket, wait_until
 
 pytestmark = [pytest.mark.long, pytest.mark.slow, pytest.mark.timeout(600)]
 BUCKET = "bucket"

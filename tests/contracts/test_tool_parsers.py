@@ -13,12 +13,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rayapp.agent.chat import ChatFormat
-from rayapp.agent.parsing import MAX_CALLS, HermesParser, ToolCallParser
-from rayapp.config import Config
-from rayapp.doctor import fitness
-from rayapp.errors import ConfigError
+from rayapp.cli.doctor import fitness
+from rayapp.config.config import Config
+from rayapp.core.errors import ConfigError
+from rayapp.rollout.agent.chat import ChatFormat
 from rayapp.tools.base import ToolSchema
+from rayapp.tools.calls import MAX_CALLS, HermesParser, ToolCallParser
 
 TOOLS = [ToolSchema(name="add", parameters={"type": "object", "properties": {"a": {"type": "number"}}})]
 
@@ -26,7 +26,7 @@ TOOLS = [ToolSchema(name="add", parameters={"type": "object", "properties": {"a"
 @pytest.fixture(scope="module")
 def vllm_parser(chat_tokenizer: Any) -> ToolCallParser:
     pytest.importorskip("vllm")
-    from rayapp.engines.vllm_tool_parser import load_parser
+    from rayapp.engine.vllm_tool_parser import load_parser
 
     return load_parser("hermes", chat_tokenizer, TOOLS)
 
@@ -76,7 +76,7 @@ def test_no_text_makes_a_parser_raise(text: str, vllm_parser: ToolCallParser) ->
 
 
 def probed(family: Any, parser: str) -> ToolCallParser:
-    from rayapp.engines.vllm_tool_parser import load_parser
+    from rayapp.engine.vllm_tool_parser import load_parser
 
     chat = ChatFormat(family.tokenizer, TOOLS, template=family.template)
     return load_parser(parser, family.tokenizer, TOOLS, chat.sample_call())
@@ -170,7 +170,7 @@ def test_a_turn_of_nothing_but_calls_is_read_up_to_a_limit(vllm_parser: ToolCall
 
 
 def test_unknown_parser_is_refused_with_those_there_are(chat_tokenizer: Any, vllm_parser: ToolCallParser) -> None:
-    from rayapp.engines.vllm_tool_parser import load_parser
+    from rayapp.engine.vllm_tool_parser import load_parser
 
     with pytest.raises(ConfigError, match=r"no tool parser 'hermse'; it has: .*hermes"):
         load_parser("hermse", chat_tokenizer, TOOLS)

@@ -4,11 +4,11 @@ import asyncio
 import sys
 from pathlib import Path
 
-from rayapp.config import Config
-from rayapp.interrupts import run_until_done
-from rayapp.run_folder import RunFolder
-from rayapp.saving import CheckpointSaver, saving, saving_when_stopped
-from rayapp.store import TrajectoryStore
+from rayapp.config.config import Config
+from rayapp.core.aio import run_until_done
+from rayapp.driver.saving import CheckpointSaver, saving, saving_when_stopped
+from rayapp.driver.store import TrajectoryStore
+from rayapp.runs.folder import RunFolder
 
 RAYS_OWN_GRACE_S = 3.0
 

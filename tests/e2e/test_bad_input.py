@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from rayapp.config import Config
-from rayapp.run_folder import RunFolder
+from rayapp.config.config import Config
+from rayapp.runs.folder import RunFolder
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 

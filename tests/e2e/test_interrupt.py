@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 import yaml
 
-from rayapp.config import Config
-from rayapp.run_folder import RunFolder
+from rayapp.config.config import Config
+from rayapp.runs.folder import RunFolder
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(1500)]
 ROOT = Path(__file__).parents[2]

@@ -17,13 +17,13 @@ from typing import Any
 import pytest
 import yaml
 
-from rayapp.errors import StorageNotFoundError
-from rayapp.mirror.remote_checkpoints import whole_checkpoints
+from rayapp.core.errors import StorageNotFoundError
+from rayapp.runs.mirror.remote_checkpoints import whole_checkpoints
 from rayapp.storage.folders import put_folder
 from rayapp.storage.opening import open_storage
 from rayapp.storage.settings import settings_from_environment
-from rayapp.storage.testing.moto_server import KEY, REGION, SECRET, MotoServer
-from rayapp.storage.testing.threads import make_bucket
+from rayapp.testing.storage.moto_server import KEY, REGION, SECRET, MotoServer
+from rayapp.testing.storage.threads import make_bucket
 
 pytestmark = [pytest.mark.e2e, pytest.mark.long, pytest.mark.slow, pytest.mark.timeout(900)]
 pytest.importorskip("moto", reason="needs the development package moto[server]")

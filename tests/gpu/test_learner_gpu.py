@@ -17,17 +17,16 @@ import numpy as np
 import pytest
 import torch
 
-from rayapp.config import Config
-from rayapp.learner.checkpoint import begin_save, load_learner
+from rayapp.config.config import Config
+from rayapp.core.summaries import summarize_group
+from rayapp.core.types import Group, Prompt
 from rayapp.learner.distributed import Ranks
 from rayapp.learner.log_probs import HeadOptions, Targets, token_log_probs
+from rayapp.learner.memory.plan import RUNTIME_BYTES, model_shape, plan_learner
+from rayapp.learner.memory.token_budget import find_token_budget, measure_need
+from rayapp.learner.state.checkpoint import begin_save, load_learner
 from rayapp.learner.step import PolicyLearner
-from rayapp.learner.testing import learner_alone, sampled, save_llama
-from rayapp.learner.token_budget import find_token_budget, measure_need
-from rayapp.memory_plan import RUNTIME_BYTES, plan_learner
-from rayapp.plan_command import model_shape
-from rayapp.rollout.group import summarize_group
-from rayapp.types import Group, Prompt
+from rayapp.testing.learners import learner_alone, sampled, save_llama
 
 pytestmark = [
     pytest.mark.gpu,

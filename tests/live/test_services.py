@@ -15,9 +15,9 @@ from collections.abc import Callable
 
 import pytest
 
-from rayapp.sandbox.config import DaytonaConfig, E2BConfig, McpConfig, ProviderConfig
-from rayapp.sandbox.providers import remote_provider
-from rayapp.sandbox.testing.contract import CHECKS, LABELS, Check
+from rayapp.config.sandbox import DaytonaConfig, E2BConfig, McpConfig, ProviderConfig
+from rayapp.sandbox.providers.table import remote_provider
+from rayapp.testing.sandbox_contract import CHECKS, LABELS, Check
 
 pytestmark = [pytest.mark.live, pytest.mark.timeout(600)]
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from importlib.machinery import PathFinder
 from pathlib import Path
 
-from rayapp.errors import SandboxConfigError
+from rayapp.core.errors import SandboxConfigError
 
 
 def locate(packages: Sequence[str]) -> tuple[str, ...]:

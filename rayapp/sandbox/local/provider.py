@@ -13,16 +13,11 @@ import os
 import uuid
 from collections.abc import AsyncIterator, Mapping
 
-from rayapp.errors import (
-    IsolationUnavailableError,
-    SandboxConfigError,
-    SandboxDeadlineError,
-    SandboxQuotaError,
-)
+from rayapp.core.errors import IsolationUnavailableError, SandboxConfigError, SandboxDeadlineError, SandboxQuotaError
+from rayapp.core.types import SandboxSpec
 from rayapp.sandbox.local.packages import locate
 from rayapp.sandbox.local.sandbox import LocalSandbox
 from rayapp.sandbox.local.slot import BootError, Slot
-from rayapp.types import SandboxSpec
 
 MAX_JOBS_PER_SLOT = 20_000
 """A zygote is replaced after this many executions, so that no slow leak of ours or of CPython's grows forever."""
@@ -31,7 +26,7 @@ LEVELS: tuple[str, ...] = ("ns+proc", "ns", "ll")
 
 
 class LocalProvider:
-    """See `rayapp.protocols.SandboxProvider`. For one event loop."""
+    """See `rayapp.core.protocols.SandboxProvider`. For one event loop."""
 
     def __init__(
         self,

@@ -5,11 +5,11 @@ from __future__ import annotations
 import signal
 from dataclasses import replace
 
-from rayapp.errors import SandboxDeadlineError, SandboxGoneError
-from rayapp.sandbox.codec import Frames, call_results, decode_frames
+from rayapp.core.errors import SandboxDeadlineError, SandboxGoneError
+from rayapp.core.types import CallReport, CallResult, ExecOutcome, ExecResult, StopCause
 from rayapp.sandbox.local.slot import Answer
 from rayapp.sandbox.local.wire import split_frames
-from rayapp.types import CallReport, CallResult, ExecOutcome, ExecResult, StopCause
+from rayapp.sandbox.verdict.codec import Frames, call_results, decode_frames
 
 
 def script_result(answer: Answer, level: str) -> ExecResult:

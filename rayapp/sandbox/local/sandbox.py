@@ -9,12 +9,12 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from rayapp.errors import SandboxDeadlineError, SandboxError, SandboxGoneError
-from rayapp.sandbox.codec import encode_inputs, off_the_loop
-from rayapp.sandbox.local.limits import MIB, Limits
+from rayapp.core.errors import SandboxDeadlineError, SandboxError, SandboxGoneError
+from rayapp.core.types import CallReport, ExecResult, SandboxSpec
+from rayapp.sandbox.local.levels.limits import MIB, Limits
 from rayapp.sandbox.local.results import call_report, refusal, script_result, session_result
 from rayapp.sandbox.local.slot import Answer, Slot
-from rayapp.types import CallReport, ExecResult, SandboxSpec
+from rayapp.sandbox.verdict.codec import encode_inputs, off_the_loop
 
 _CALLS_OUTPUT_BYTES = 65536
 MAX_CODE_CHARS = 1 << 20
@@ -23,7 +23,7 @@ others."""
 
 
 class LocalSandbox:
-    """See `rayapp.protocols.Sandbox`. Made by `LocalProvider.create`; calls run one after the other."""
+    """See `rayapp.core.protocols.Sandbox`. Made by `LocalProvider.create`; calls run one after the other."""
 
     def __init__(self, sandbox_id: str, slot: Slot, spec: SandboxSpec, on_end: Callable[[LocalSandbox], None]) -> None:
         self._id = sandbox_id

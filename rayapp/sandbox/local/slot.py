@@ -17,10 +17,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from rayapp.errors import SandboxDeadlineError, SandboxGoneError, SandboxProtocolError
-from rayapp.sandbox.harness import HASH_SEED
+from rayapp.core.errors import SandboxDeadlineError, SandboxGoneError, SandboxProtocolError
 from rayapp.sandbox.local import wire
-from rayapp.sandbox.local.limits import Limits, longest_s
+from rayapp.sandbox.local.levels.limits import Limits, longest_s
+from rayapp.sandbox.verdict.harness import HASH_SEED
 
 GRACE_S = 5.0
 """The zygote enforces the deadline of a job; past this much more it is not answering and is killed."""
@@ -29,7 +29,9 @@ _CODE_PATH = str(Path(__file__).resolve().parents[3])
 _ENVIRONMENT = {"LD_BIND_NOW": "1", **HASH_SEED}
 """LD_BIND_NOW: else each child would look up the functions of libc that it is the first to call. Not passed on to any.
 HASH_SEED: the same for every zygote, see there."""
-_PROGRAM = "import sys; sys.path.insert(0, {path!r}); from rayapp.sandbox.local.boot import main; main({descriptor})"
+_PROGRAM = (
+    "import sys; sys.path.insert(0, {path!r}); from rayapp.sandbox.local.inside.boot import main; main({descriptor})"
+)
 
 
 Packet = tuple[dict[str, object], list[int]]

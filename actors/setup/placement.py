@@ -1,0 +1,157 @@
+"""Which process runs on which GPUs: one placement group per run, named after it. Used by `rayapp.driver.cluster`.
+
+split      a bundle per server (its tensor-parallel ranks on one node) and one per learner
+colocated  a bundle per server, and the learners that share its GPUs in the same one: the GPUs belong to the learners,
+           the server sees the same ones and sleeps while they train
+
+Without GPUs the bundles hold CPU shares only, and everything else is the same. An actor that is started again returns
+to its bundle.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from actors.calls import answer
+from actors.spawn import ROLES, Seat, free_address
+from rayapp.config.config import Config
+from rayapp.core.errors import ConfigError
+
+PROBE_TIMEOUT_S = 60.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bundle:
+    """What one bundle reserves, and for whom."""
+
+    resources: dict[str, float]
+    server: int | None = None
+    """Index of the server in it."""
+    learners: tuple[int, ...] = ()
+    """Ranks in it."""
+
+
+def bundles_of(config: Config, *, on_gpu: bool, with_learners: bool = True) -> list[Bundle]:
+    """The bundles of a run, servers first. An evaluation has no learners."""
+    tp, num_servers = config.server.tensor_parallel_size, config.server.num_servers
+    num_learners = config.learner.num_learners if with_learners else 0
+    is_shared = with_learners and config.cluster.placement == "colocated" and on_gpu
+    bundles = []
+    for server in range(num_servers):
+        ranks = tuple(range(server * tp, (server + 1) * tp)) if is_shared else ()
+        bundles.append(Bundle(resources=_resources(tp if on_gpu else 0, 1, len(ranks)), server=server, learners=ranks))
+    if not is_shared:
+        bundles += [Bundle(resources=_resources(int(on_gpu), 0, 1), learners=(rank,)) for rank in range(num_learners)]
+    return bundles
+
+
+def _resources(num_gpus: int, num_servers: int, num_learners: int) -> dict[str, float]:
+    cpus = ROLES["vllm-server"].num_cpus * num_servers + ROLES["learner"].num_cpus * num_learners
+    return {"CPU": round(cpus, 4)} | ({"GPU": float(num_gpus)} if num_gpus else {})
+
+
+def group_name(run_name: str) -> str:
+    """Of a run's placement group in the dashboard."""
+    return f"{run_name}: servers and learners"
+
+
+class Placement:
+    """The run's reserved bundles; make it with `reserve`, give it back with `release`."""
+
+    def __init__(self, group: PlacementGroup, bundles: list[Bundle], gpu_ids: dict[int, str]) -> None:
+        self._group = group
+        self._bundles = bundles
+        self._gpu_ids = gpu_ids
+
+    @classmethod
+    async def reserve(cls, config: Config, *, on_gpu: bool, timeout_s: float, with_learners: bool = True) -> Placement:
+        """Reserve everything at once.
+
+        Raises:
+            ConfigError: the cluster can't hold it, or did not within timeout_s; says what was asked and what there is.
+        """
+        bundles = bundles_of(config, on_gpu=on_gpu, with_learners=with_learners)
+        group = placement_group(
+            [bundle.resources for bundle in bundles], strategy="PACK", name=group_name(config.run.name)
+        )
+        try:
+            await answer(group.ready(), timeout_s=timeout_s, what="placement group")
+            shared = [bundle for bundle in bundles if bundle.server is not None and bundle.learners]
+            ids = await asyncio.gather(*(_gpu_ids(group, bundles.index(bundle), bundle) for bundle in shared))
+        except TimeoutError:
+            remove_placement_group(group)
+            raise ConfigError(_refusal(bundles, timeout_s)) from None
+        except BaseException:
+            remove_placement_group(group)
+            raise
+        return cls(group, bundles, {bundles.index(bundle): found for bundle, found in zip(shared, ids, strict=True)})
+
+    def server(self, index: int) -> Seat:
+        """Where server `index` runs."""
+        position = next(p for p, bundle in enumerate(self._bundles) if bundle.server == index)
+        bundle = self._bundles[position]
+        strategy = self._strategy(position)
+        if bundle.learners:
+            return Seat(strategy=strategy, visible_devices=self._gpu_ids[position])
+        return Seat(strategy=strategy, num_gpus=bundle.resources.get("GPU", 0.0))
+
+    def learner(self, rank: int) -> Seat:
+        """Where learner `rank` runs."""
+        position = next(p for p, bundle in enumerate(self._bundles) if rank in bundle.learners)
+        has_gpu = "GPU" in self._bundles[position].resources
+        return Seat(strategy=self._strategy(position), num_gpus=1.0 if has_gpu else 0.0)
+
+    async def address_of_learner(self, rank: int) -> tuple[str, int]:
+        """Its node's address, and a port that is free there now."""
+        strategy = self.learner(rank).strategy
+        probe = ray.remote(free_address).options(num_cpus=0, scheduling_strategy=strategy, name="free port")
+        found: tuple[str, int] = await answer(probe.remote(), timeout_s=PROBE_TIMEOUT_S, what="free port")
+        return found
+
+    def _strategy(self, position: int) -> PlacementGroupSchedulingStrategy:
+        return PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=position)
+
+    def release(self) -> None:
+        """Give the bundles back; what still runs in them ends. Idempotent."""
+        try:
+            remove_placement_group(self._group)
+        except (ValueError, RuntimeError):
+            # The connection to Ray ended first, and our bundles with it.
+            return
+
+
+async def _gpu_ids(group: PlacementGroup, position: int, bundle: Bundle) -> str:
+    """The devices behind a bundle, asked from within it: its server has to see those of its learners."""
+    strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=position)
+    probe = ray.remote(_visible).options(
+        num_gpus=bundle.resources["GPU"], num_cpus=0, scheduling_strategy=strategy, name="which GPUs"
+    )
+    ids: str = await answer(probe.remote(), timeout_s=PROBE_TIMEOUT_S, what="which GPUs")
+    return ids
+
+
+def _visible() -> str:
+    return ",".join(sorted(ray.get_runtime_context().get_accelerator_ids()["GPU"], key=int))
+
+
+def _refusal(bundles: list[Bundle], timeout_s: float) -> str:
+    asked = Counter(_shown(bundle.resources) for bundle in bundles)
+    nodes = [_shown(node["Resources"]) for node in ray.nodes() if node["Alive"]]
+    free: dict[str, Any] = ray.available_resources()
+    return (
+        f"the run's processes could not be placed within cluster.start_timeout_s = {timeout_s:g} s. Asked for: "
+        f"{', '.join(f'{count} x ({what})' for what, count in asked.items())}, each on one node. The cluster has "
+        f"{len(nodes)} node(s): {'; '.join(nodes) or 'none'}; free now: {_shown(free)}. Lower server.num_servers, "
+        "server.tensor_parallel_size or learner.num_learners, end what else runs there, or add nodes."
+    )
+
+
+def _shown(resources: dict[str, Any]) -> str:
+    return ", ".join(f"{name} {resources.get(name, 0):g}" for name in ("CPU", "GPU") if name in resources) or "nothing"

@@ -1,0 +1,153 @@
+"""Starting the actors of a run, role by role: who gets which seat, name and arguments. Called by
+`rayapp.driver.cluster`.
+
+Every function starts processes and returns their handles at once; `all_ready` waits for them. Nothing here ends any:
+`Started` does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Mapping
+
+from actors.handles import LearnerHandle, RolloutWorkerHandle, SandboxPoolHandle, SandboxReaperHandle, VllmServerHandle
+from actors.setup.placement import Placement
+from actors.setup.session import RaySession
+from actors.setup.started import Started
+from actors.spawn import kill_named, name_is_free, spawn
+from rayapp.config.config import FEWER_GPUS, Config
+from rayapp.config.sandbox import DaytonaConfig, E2BConfig
+from rayapp.core.errors import ConfigError, DeadlineError, first_error
+
+Report = Callable[[str], None]
+REAPER_NAME_ATTEMPTS = 100
+
+
+async def all_ready(ready: Mapping[str, Awaitable[object]], report: Report) -> None:
+    """Wait for all of them, by name; the first error ends the others.
+
+    Args:
+        report: told in a line who is ready, and after how long.
+    Raises:
+        DeadlineError: somebody is not ready in time. Names all who are not: one may only wait for another.
+    """
+    waiting = set(ready)
+    started = time.monotonic()
+
+    async def one(name: str) -> None:
+        await ready[name]
+        waiting.discard(name)
+        report(f"ready: {name} ({time.monotonic() - started:.0f} s)")
+
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            for name in ready:
+                tasks.create_task(one(name), name=f"ready {name}")
+    except BaseExceptionGroup as group:
+        error = first_error(group)
+        if isinstance(error, DeadlineError):
+            raise DeadlineError(
+                f"{error}. Not ready yet: {', '.join(sorted(waiting))}. What they wait for is in Ray's logs "
+                "(dashboard, Actors); if the machine is only slow, raise server.start_timeout_s or "
+                "cluster.start_timeout_s."
+            ) from group
+        raise error from group
+
+
+def spawn_pool(config: Config) -> SandboxPoolHandle:
+    """Start the sandbox-pool actor; `ready_pool` comes next."""
+    return SandboxPoolHandle(spawn("sandbox-pool", "sandbox-pool", config.sandbox, config.run.name), "sandbox-pool")
+
+
+async def ready_pool(config: Config, pool: SandboxPoolHandle, session: RaySession, timeout_s: float) -> None:
+    """Wait for the pool, with a reaper behind it where one can outlive the driver and has something to end."""
+    # Local sandboxes and those of an MCP session end with the process that holds them; a Ray of our own ends with us.
+    has_lasting = any(isinstance(section, E2BConfig | DaytonaConfig) for section in config.sandbox.providers)
+    if has_lasting and not session.is_own:
+        await pool.guard(await _spawn_reaper(config), timeout_s)
+    await pool.ready(timeout_s)
+
+
+async def _spawn_reaper(config: Config) -> SandboxReaperHandle:
+    """The run's reaper. Not among what ends with the driver: the pool dismisses it, or it ends itself."""
+    name = f"sandbox-reaper-{config.run.name}"
+    # An earlier run's, still waiting for its grace to pass: it would take this run's sandboxes for that one's.
+    for _ in range(REAPER_NAME_ATTEMPTS):
+        if not kill_named(name):
+            break
+        await asyncio.sleep(0.1)
+    return SandboxReaperHandle(spawn("sandbox-reaper", name, config.sandbox, config.run.name), name)
+
+
+def spawn_servers(
+    config: Config, started: Started, placement: Placement, *, must_sync: bool
+) -> tuple[VllmServerHandle, ...]:
+    names = [f"vllm-server-{index}" for index in range(config.server.num_servers)]
+    return tuple(
+        started.add(
+            VllmServerHandle(
+                started.server(name, config, index, must_sync, seat=placement.server(index)),
+                name,
+                config.server.request_timeout_s,
+                config.server.sync_timeout_s,
+            )
+        )
+        for index, name in enumerate(names)
+    )
+
+
+async def spawn_learners(config: Config, started: Started, placement: Placement) -> tuple[LearnerHandle, ...]:
+    world_size = config.learner.num_learners
+    # Rank 0 listens there, and may be on another node than the driver.
+    address, port = await placement.address_of_learner(0)
+    handles = []
+    for rank in range(world_size):
+        name = f"learner-{rank}"
+        await name_is_free(name)
+        actor = started.learner(name, config, rank, world_size, address, port, seat=placement.learner(rank))
+        handles.append(started.add(LearnerHandle(actor, name, config.learner.step_timeout_s)))
+    return tuple(handles)
+
+
+def spawn_rollout_workers(
+    config: Config, started: Started, servers: tuple[VllmServerHandle, ...], pool: SandboxPoolHandle
+) -> tuple[RolloutWorkerHandle, ...]:
+    names = [f"rollout-worker-{index}" for index in range(config.rollout.num_workers)]
+    return tuple(
+        started.add(
+            RolloutWorkerHandle(
+                spawn("rollout-worker", name, config, index, servers, pool), name, config.rollout.group_deadline_s
+            )
+        )
+        for index, name in enumerate(names)
+    )
+
+
+def uses_gpus(config: Config) -> bool:
+    """Whether servers and learners ask Ray for GPUs.
+
+    Raises:
+        ConfigError: the cluster has fewer than the config needs.
+    """
+    import ray
+
+    have = int(ray.cluster_resources().get("GPU", 0))
+    if config.cluster.device == "cpu" or (config.cluster.device == "auto" and have == 0):
+        return False
+    need = config.num_gpus_needed
+    if need > have:
+        raise ConfigError(f"{config.gpu_arithmetic}, but the Ray cluster has {have}. {FEWER_GPUS}, or add GPUs.")
+    return True
+
+
+def learners_use_gpus(config: Config) -> bool:
+    """As `uses_gpus`, for a run without servers."""
+    import ray
+
+    have, need = int(ray.cluster_resources().get("GPU", 0)), config.learner.num_learners
+    if config.cluster.device == "cpu" or (config.cluster.device == "auto" and have == 0):
+        return False
+    if need > have:
+        raise ConfigError(f"GPUs: {need} learners, but the Ray cluster has {have}. Lower learner.num_learners.")
+    return True

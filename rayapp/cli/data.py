@@ -1,0 +1,59 @@
+"""`rayapp data`: training data in verl's schema. Wired into `rayapp.cli.main`; the work is in `preparing.py`."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Annotated
+
+import typer
+
+app = typer.Typer(no_args_is_help=True, help="Prepare training data.")
+
+
+@app.callback()
+def _data() -> None:
+    """A callback keeps `prepare` a command of its own while it is the only one."""
+
+
+@app.command(
+    epilog="Examples:\n\n"
+    "  rayapp data prepare gsm8k --out data/gsm8k                                    (from the Hugging Face hub)\n\n"
+    "  rayapp data prepare gsm8k --source rayapp/tasks/data/library --out data/gsm8k       (the shipped problems)\n\n"
+    "  rayapp data prepare geometry3k --source /data/raw --out s3://bucket/geometry3k"
+)
+def prepare(
+    name: Annotated[str, typer.Argument(metavar="gsm8k|geometry3k", help="What the rows are")],
+    out: Annotated[str, typer.Option(help="Folder or s3://bucket/prefix")],
+    source: Annotated[
+        str, typer.Option(help="Hub id, save_to_disk folder, or parquet/JSONL folder or file; default: the hub's own")
+    ] = "",
+    revision: Annotated[str, typer.Option(help="Git revision on the hub; default: its newest")] = "",
+    limit: Annotated[int | None, typer.Option(min=1, help="Rows taken of each split")] = None,
+    max_bad_ratio: Annotated[
+        float, typer.Option(min=0, max=1, help="Share of rows that may be impossible to map")
+    ] = 0.01,
+    data_source: Annotated[str, typer.Option(help="Name that scoring goes by; default: the data set's hub id")] = "",
+    overwrite: Annotated[bool, typer.Option(help="Replace what is at --out")] = False,
+) -> None:
+    """Write train.parquet and test.parquet in verl's row schema to a folder or to object storage, manifest last."""
+    from rayapp.tasks.data.preparing import Preparation
+    from rayapp.tasks.data.preparing import prepare as run
+    from rayapp.tasks.data.progress import progress_bar
+    from rayapp.tasks.data.rows import DATASETS
+
+    default = DATASETS[name][0] if name in DATASETS else ""
+    job = Preparation(
+        name=name,
+        source=source or default,
+        out=out,
+        revision=revision,
+        limit=limit,
+        max_bad_ratio=max_bad_ratio,
+        overwrite=overwrite,
+        data_source=data_source,
+    )
+    with progress_bar() as progress:
+        reports = asyncio.run(run(job, progress))
+    for report in reports:
+        typer.echo(f"{report.split}.parquet: {report.num_written} rows, {len(report.bad)} that could not be mapped")
+    typer.echo(f"written to {out}")

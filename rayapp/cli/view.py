@@ -1,0 +1,131 @@
+"""`rayapp view` and `rayapp report` as the CLI calls them: opens runs, picks an address, serves until Ctrl-C."""
+
+from __future__ import annotations
+
+import secrets
+import socket
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from rayapp.core.errors import InputError, UserError
+from rayapp.runs.view.security import is_loopback
+
+app = typer.Typer()
+
+
+def view_command(uris: Sequence[str], *, host: str, port: int, tokenizer: Path | None, token: bool) -> None:
+    """Serve the runs until interrupted.
+
+    Raises:
+        InputError: no such run, or the port is taken.
+        UserError: a package of the page is missing.
+    """
+    with explaining_missing_packages("rayapp view"):
+        import uvicorn
+
+        from rayapp.runs.view.run import ViewedRun
+        from rayapp.runs.view.server import make_app
+        from rayapp.runs.view.source import open_source
+    runs = [ViewedRun(open_source(uri), tokenizer) for uri in uris]
+    for run in runs:
+        run.refresh()  # the first page has rows at once; the rest comes while people look
+    if tokenizer is not None:
+        runs[0].tokenizer()  # a wrong path is told now, not when somebody opens a trajectory
+    secret = secrets.token_urlsafe(24) if token or not is_loopback(host) else ""
+    with bind(host, port) as listening:
+        actual_port = listening.getsockname()[1]
+        typer.echo(f"{', '.join(run.name for run in runs)}: {address(host, actual_port, secret)}    (Ctrl-C ends it)")
+        settings = uvicorn.Config(
+            make_app(runs, token=secret),
+            ws="none",
+            log_level="warning",
+            server_header=False,
+            timeout_graceful_shutdown=2,
+        )
+        uvicorn.Server(settings).run(sockets=[listening])
+
+
+def report_command(uri: str, out: Path | None) -> None:
+    """Write a report and say where it is.
+
+    Raises:
+        InputError: no such run, or it has no step yet.
+        UserError: a package is missing.
+    """
+    with explaining_missing_packages("rayapp report"):
+        from rayapp.runs.view.report import write_report
+    written = write_report(uri, out)
+    typer.echo(f"{written.page}\n{len(written.plots)} plots beside it")
+
+
+@contextmanager
+def explaining_missing_packages(command: str) -> Iterator[None]:
+    """Raises UserError with the way out where an import in the block fails."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        raise UserError(f"{command} needs the package {error.name}: pip install 'rayapp[view]'") from None
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A socket that listens there.
+
+    Raises:
+        InputError: the port is taken, may not be used, or the host is not this machine.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listening = socket.socket(family, socket.SOCK_STREAM)
+    listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listening.bind((host, port))
+        # Without it a second viewer could bind the same port until the first one listens.
+        listening.listen(128)
+    except OSError as error:
+        listening.close()
+        raise InputError(
+            f"--host {host} --port {port}: {error.strerror or error}. Give another --port, or --port 0 for any free one"
+        ) from None
+    return listening
+
+
+def address(host: str, port: int, token: str) -> str:
+    """What a person opens. A wildcard host is shown as this machine's name, which others can reach."""
+    name = socket.gethostname() if host in ("0.0.0.0", "::") else host
+    shown = f"[{name}]" if ":" in name else name
+    return f"http://{shown}:{port}/" + (f"?token={token}" if token else "")
+
+
+@app.command(
+    epilog="Examples:\n\n"
+    "  rayapp view outputs/coding_cpu\n\n"
+    "  rayapp view outputs/seed0 outputs/seed1 --port 8090\n\n"
+    "  rayapp view s3://bucket/runs/coding_8gpu --host 0.0.0.0     (asks for the token in the address it prints)"
+)
+def view(
+    runs: Annotated[list[str], typer.Argument(metavar="RUN", help="Run folders, or s3://bucket/prefix of one")],
+    host: Annotated[str, typer.Option(help="Address to listen on; any but loopback asks for a token")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes any free port")] = 8088,
+    tokenizer: Annotated[Path | None, typer.Option(help="Model folder; default: the run's own")] = None,
+    token: Annotated[bool, typer.Option("--token", help="Ask for a token on loopback too")] = False,
+) -> None:
+    """Show runs in a browser: curves, groups, completions, tokens. Read only; it never touches a run that goes on."""
+
+    view_command(runs, host=host, port=port, tokenizer=tokenizer, token=token)
+
+
+@app.command(
+    epilog="Examples:\n\n"
+    "  rayapp report outputs/coding_cpu\n\n"
+    "  rayapp report s3://bucket/runs/coding_8gpu --out report"
+)
+def report(
+    run: Annotated[str, typer.Argument(metavar="RUN", help="Run folder, or s3://bucket/prefix of one")],
+    out: Annotated[Path | None, typer.Option(help="Folder to write to; default RUN/report")] = None,
+) -> None:
+    """Write a report of a run: one HTML file that needs nothing else, and a PNG of each chart."""
+
+    report_command(run, out)

@@ -1,0 +1,71 @@
+"""Sections of the configuration for runs on data files: the files, the tools that the policy has, the rewards.
+
+A part of the schema in `config.py`, which says what holds for all sections. Data only.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field
+
+from rayapp.config.base import FrozenModel
+
+
+class DataSection(FrozenModel):
+    train_files: tuple[str, ...] = ()
+    """Parquet files in verl's schema (docs/data.md), local or s3://. A run has either these or `tasks`."""
+    eval_files: tuple[str, ...] = ()
+    """Files that evaluation samples, in their order. Never trained on."""
+    max_eval_rows: int = Field(0, ge=0)
+    """Evaluate the first so many rows only; 0 takes all."""
+    shuffle: bool = True
+    """Each epoch in an order of its own, from run.seed. False: the order of the files."""
+    filter_overlong_prompts: bool = False
+    """Leave out prompts longer than rollout.max_prompt_tokens. False: do as `truncation` says."""
+    truncation: Literal["error", "left", "right", "middle"] = "error"
+    """What is cut away from a prompt that is too long: its beginning (left), end (right) or middle. error: refuse it
+    before the first step."""
+    cache_dir: Path = Path("data/cache")
+    """Where each machine keeps copies of remote files, and of a model on s3://."""
+
+
+class AgentSection(FrozenModel):
+    """How the policy and its tools take turns; for data files only."""
+
+    tool_file: str = ""
+    """Tool file (docs/tools.md), also in verl's format. Empty: a policy without tools."""
+    default_agent: Literal["tool_agent", "single_turn_agent"] = "tool_agent"
+    """For rows without agent_name: tool_agent (turns and tools), or single_turn_agent (one answer, no tools)."""
+    tool_parser: str = "hermes"
+    """vLLM's name of the parser that fits the model: hermes for Qwen2.5 and Qwen3."""
+    chat_template: str = ""
+    """A .jinja file or the shipped chatml_hermes, where the model's own template has no place for tools."""
+    max_assistant_turns: int = Field(5, ge=1)
+    """Times the policy speaks. Calls in its last turn are not run."""
+    max_calls_per_turn: int = Field(8, ge=1)
+    """Tool calls of one turn that are run, side by side; more get an error as their result."""
+    max_tool_output_chars: int = Field(1024, ge=16)
+    """A longer tool result is cut."""
+    tool_output_keeps: Literal["left", "right", "middle"] = "middle"
+    """What stays of a result that is cut: its beginning (left), its end (right), or both (middle)."""
+
+
+class RewardSection(FrozenModel):
+    """What an answer to a data row is worth: score + format_weight * format + tool_weight * tool."""
+
+    method: Literal["strict", "flexible"] = "strict"
+    """GSM8K: strict wants `#### N`, flexible takes the last number."""
+    format_score: float = 0.0
+    """GSM8K: for a wrong answer that could be read."""
+    correct_score: float = 1.0
+    """GSM8K: for a right answer."""
+    format_weight: float = 0.0
+    """Of the term format: 1 where the answer has one `#### N`, at its very end."""
+    tool_weight: float = 0.0
+    """Of the term tool: the sum of what the tools gave for single calls."""
+    custom: str = ""
+    """A function of your own in place of the data source's rule: package.module:function or file.py:function."""
+    custom_timeout_s: float = Field(30.0, gt=0)
+    """Deadline of one call of it."""

@@ -1,0 +1,204 @@
+"""The one configuration: every key, its unit, its bounds, and why its default is what it is.
+
+`configs/*.yaml` state only what differs from these defaults. Sections are in the modules beside this one, loading
+(files, `key.sub=value` overrides, the nearest valid key for a typo) in `loading.py`. Nothing here imports anything
+heavy, so that `rayapp --help` is instant.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import Any, Self
+
+from pydantic import model_validator
+
+from rayapp.config.agent import AgentSection, DataSection, RewardSection
+from rayapp.config.algorithm import AlgorithmSection
+from rayapp.config.algorithm_names import NEEDS_NO_GROUP
+from rayapp.config.base import FrozenModel
+from rayapp.config.learner import LearnerSection
+from rayapp.config.sandbox import SandboxConfig
+from rayapp.config.sections import (
+    CheckpointSection,
+    ClusterSection,
+    EvalSection,
+    ModelSection,
+    RecoverySection,
+    RolloutSection,
+    RunSection,
+    ServerSection,
+    TrackingSection,
+    TrainSection,
+)
+from rayapp.core.location import Location
+
+
+class Config(FrozenModel):
+    """A whole run."""
+
+    run: RunSection = RunSection()
+    model: ModelSection = ModelSection()
+    tasks: tuple[str, ...] = ("sort_numbers", "max_subarray_sum")
+    """Names of shipped tasks, or paths of .yaml or .py files. Prompts go round them in a seeded order. Not with
+    data files: with those, none is the default."""
+    data: DataSection = DataSection()
+    agent: AgentSection = AgentSection()
+    reward: RewardSection = RewardSection()
+    algorithm: AlgorithmSection = AlgorithmSection()
+    rollout: RolloutSection = RolloutSection()
+    train: TrainSection = TrainSection()
+    learner: LearnerSection = LearnerSection()
+    server: ServerSection = ServerSection()
+    sandbox: SandboxConfig = SandboxConfig()
+    checkpoint: CheckpointSection = CheckpointSection()
+    eval: EvalSection = EvalSection()
+    cluster: ClusterSection = ClusterSection()
+    recovery: RecoverySection = RecoverySection()
+    tracking: TrackingSection = TrackingSection()
+
+    @property
+    def uses_data(self) -> bool:
+        """True for a run on data files, False for one on tasks."""
+        return bool(self.data.train_files or self.data.eval_files)
+
+    @property
+    def max_model_tokens(self) -> int:
+        """Longest sequence the engine must hold."""
+        return self.rollout.max_prompt_tokens + self.rollout.max_completion_tokens
+
+    @property
+    def num_gpus_needed(self) -> int:
+        """GPUs of servers and learners together, where there are GPUs."""
+        servers, learners = self.server.num_servers * self.server.tensor_parallel_size, self.learner.num_learners
+        return max(servers, learners) if self.cluster.placement == "colocated" else servers + learners
+
+    @property
+    def gpu_arithmetic(self) -> str:
+        """`GPUs: 4 servers x TP 2 + 8 learners = 16`, for messages."""
+        servers, tp, learners = self.server.num_servers, self.server.tensor_parallel_size, self.learner.num_learners
+        if self.cluster.placement == "colocated":
+            return f"GPUs: {servers} servers x TP {tp} on those of {learners} learners = {self.num_gpus_needed}"
+        return f"GPUs: {servers} servers x TP {tp} + {learners} learners = {self.num_gpus_needed}"
+
+    @property
+    def run_uri(self) -> str:
+        """Where the run is kept: `<output_dir>/<name>`."""
+        return str(Location.parse(self.run.output_dir).join(self.run.name))
+
+    @property
+    def run_folder(self) -> Path:
+        """Where the run is written on this machine: `run_uri`, or the staging folder of a run on s3://."""
+        if not Location.parse(self.run.output_dir).is_remote:
+            return Path(self.run_uri)
+        # Two buckets may hold runs of one name.
+        digest = hashlib.sha256(self.run_uri.encode()).hexdigest()[:12]
+        return self.run.staging_dir.expanduser() / f"{self.run.name}-{digest}"
+
+    @model_validator(mode="before")
+    @classmethod
+    def _data_in_place_of_tasks(cls, values: Any) -> Any:
+        """Data files without a word about tasks mean: no tasks."""
+        data = values.get("data") if isinstance(values, dict) and "tasks" not in values else None
+        has_files = isinstance(data, dict) and (data.get("train_files") or data.get("eval_files"))
+        return values | {"tasks": []} if has_files else values
+
+    @model_validator(mode="after")
+    def _values_agree(self) -> Self:
+        _check_agreement(self)
+        return self
+
+
+FEWER_GPUS = "Lower server.num_servers, server.tensor_parallel_size or learner.num_learners"
+
+
+def _check_agreement(config: Config) -> None:
+    """Raises ValueError: what does not fit together, both values, and the way out."""
+    _tasks_or_data(config)
+    _placement_fits(config)
+    _gpus_suffice(config)
+    _minibatches_divide(config)
+    _sequence_fits_microbatch(config)
+    _dapo_fits(config)
+    _best_metric_exists(config)
+
+
+def _best_metric_exists(config: Config) -> None:
+    metric, keep_best = config.checkpoint.best_metric, config.checkpoint.keep_best
+    if keep_best and metric.startswith("eval/") and config.eval.every_steps == 0:
+        raise ValueError(
+            f"checkpoint.best_metric is {metric}, but eval.every_steps is 0: nothing is evaluated during training, "
+            f"and checkpoint.keep_best = {keep_best} would keep nothing. Set eval.every_steps, or use reward/mean."
+        )
+
+
+def _dapo_fits(config: Config) -> None:
+    buffer, longest = config.algorithm.overlong.buffer_tokens, config.rollout.max_completion_tokens
+    if buffer >= longest:
+        raise ValueError(
+            f"algorithm.overlong.buffer_tokens is {buffer}, but rollout.max_completion_tokens is {longest}: every "
+            f"completion would be punished. Use less than {longest}."
+        )
+    estimator = config.algorithm.adv_estimator
+    if config.algorithm.dynamic_sampling.enabled and estimator in ("gdpo", *NEEDS_NO_GROUP):
+        raise ValueError(
+            f"algorithm.dynamic_sampling drops groups of equal rewards, which teach {estimator} something: its "
+            "baseline is not the mean of the group's rewards. Turn it off, or use grpo."
+        )
+
+
+def _tasks_or_data(config: Config) -> None:
+    if config.uses_data and config.tasks:
+        raise ValueError(
+            f"tasks ({', '.join(config.tasks)}) and data.train_files or data.eval_files are both set: a run has one "
+            "or the other. Leave one out."
+        )
+    if config.agent.tool_file and not config.uses_data:
+        raise ValueError(
+            f"agent.tool_file is {config.agent.tool_file!r}, but tools are for data rows and this run has none: set "
+            "data.train_files (docs/data.md), or leave agent.tool_file empty."
+        )
+
+
+def _gpus_suffice(config: Config) -> None:
+    have = config.cluster.num_gpus
+    if have is None or config.cluster.device == "cpu":
+        return
+    if config.num_gpus_needed > have:
+        raise ValueError(f"{config.gpu_arithmetic}, but cluster.num_gpus is {have}. {FEWER_GPUS}.")
+
+
+def _placement_fits(config: Config) -> None:
+    if config.cluster.placement == "split":
+        return
+    servers, tp, learners = config.server.num_servers, config.server.tensor_parallel_size, config.learner.num_learners
+    if servers * tp != learners:
+        raise ValueError(
+            f"cluster.placement is colocated: {servers} servers x TP {tp} = {servers * tp} GPUs must be those of "
+            f"{learners} learners, one each. Make learner.num_learners {servers * tp}, or use placement split."
+        )
+    if config.train.max_staleness > 0:
+        raise ValueError(
+            f"cluster.placement is colocated and train.max_staleness is {config.train.max_staleness}: on shared GPUs "
+            "nothing is generated while the learners train. Use max_staleness 0, or placement split."
+        )
+
+
+def _minibatches_divide(config: Config) -> None:
+    groups, minibatches = config.train.groups_per_step, config.train.num_minibatches
+    if groups % minibatches:
+        raise ValueError(
+            f"train.groups_per_step = {groups} groups x rollout.group_size = {config.rollout.group_size} cannot be "
+            f"split into train.num_minibatches = {minibatches} equal parts of whole groups: "
+            f"{groups} / {minibatches} = {groups / minibatches:g}. Use a divisor of {groups}."
+        )
+
+
+def _sequence_fits_microbatch(config: Config) -> None:
+    longest, budget = config.max_model_tokens, config.learner.max_tokens_per_microbatch
+    if isinstance(budget, int) and longest > budget:
+        raise ValueError(
+            f"rollout.max_prompt_tokens {config.rollout.max_prompt_tokens} + rollout.max_completion_tokens "
+            f"{config.rollout.max_completion_tokens} = {longest} tokens, but learner.max_tokens_per_microbatch is "
+            f"{budget}: the longest trajectory would fit in no micro-batch. Raise it to at least {longest}."
+        )

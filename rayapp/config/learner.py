@@ -1,0 +1,79 @@
+"""The section `learner`: memory, precision, adapters, optimizer. See `config.py`."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal, Self
+
+from pydantic import Field, model_validator
+
+from rayapp.config.base import Dtype, FrozenModel
+
+
+class OptimizerSection(FrozenModel):
+    lr: float = Field(1e-6, gt=0.0)
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = Field(1e-8, gt=0.0)
+    weight_decay: float = Field(0.0, ge=0.0)
+    max_grad_norm: float = Field(1.0, gt=0.0)
+    schedule: Literal["constant", "cosine", "linear"] = "constant"
+    warmup_steps: int = Field(0, ge=0)
+    min_lr_ratio: float = Field(0.0, ge=0.0, le=1.0)
+    """The schedule ends at lr * min_lr_ratio."""
+
+
+class LoraSection(FrozenModel):
+    """Low-rank adapters instead of all weights."""
+
+    rank: int = Field(0, ge=0)
+    """0 trains all weights."""
+    alpha: int = Field(32, ge=1)
+    """The adapter's product is scaled by alpha / rank."""
+    target_modules: tuple[str, ...] = Field(("all-linear",), min_length=1)
+    """Names of linear layers, e.g. q_proj; all-linear takes all of the decoder."""
+    send: Literal["adapter", "merged"] = "adapter"
+    """What servers get after each step. adapter: the low-rank matrices alone. merged: whole weights with them merged
+    in, for models that vLLM serves without LoRA, and where the bytes don't matter: it generates faster."""
+
+    @property
+    def sends_adapter(self) -> bool:
+        """Servers hold the model's own weights and an adapter."""
+        return self.rank > 0 and self.send == "adapter"
+
+    @model_validator(mode="after")
+    def _vllm_has_the_rank(self) -> Self:
+        if self.sends_adapter and self.rank > 512:
+            raise ValueError(
+                f"learner.lora.rank is {self.rank}, but vLLM serves adapters of at most 512. Lower it, or set "
+                "learner.lora.send: merged."
+            )
+        return self
+
+
+class LearnerSection(FrozenModel):
+    num_learners: int = Field(1, ge=1)
+    """FSDP2 world size."""
+    max_tokens_per_microbatch: Annotated[int, Field(ge=16)] | Literal["auto"] = 8192
+    """Tokens that one forward computes: the memory of activations grows with it, nothing else does. auto measures at
+    the start how many fit, and takes a power of two; where that differs, runs differ in their last digits."""
+    compute_dtype: Dtype = "bfloat16"
+    """Of the forward and backward. Parameters and optimizer state are float32."""
+    share_prefixes: bool = True
+    """Compute tokens that several trajectories of a group share, such as the prompt, once. Exact."""
+    activation_checkpointing: bool = False
+    """Recompute activations in the backward: less memory, a third more time."""
+    log_prob_chunk_tokens: int = Field(1024, ge=16)
+    """Tokens whose logits exist at once: vocabulary x this x 4 bytes."""
+    cpu_threads: int = Field(0, ge=0)
+    """Threads of a learner on CPU; 0 divides the cores among the learners, or half of them where servers compute beside
+    them (train.max_staleness above 0)."""
+    step_timeout_s: float = Field(1800.0, gt=0)
+    cpu_offload: bool = False
+    """Keep parameters, gradients and optimizer state in host memory (FSDP2), for models that don't fit: slower."""
+    lora: LoraSection = LoraSection()
+    optimizer: OptimizerSection = OptimizerSection()
+
+    @property
+    def token_budget(self) -> int:
+        """`max_tokens_per_microbatch` as a number; a learner replaces auto before anybody asks."""
+        assert isinstance(self.max_tokens_per_microbatch, int), "auto was not replaced by a number"
+        return self.max_tokens_per_microbatch

@@ -1,0 +1,207 @@
+"""Rules of the import that need more than one key: batches, GPUs, steps, schedules. Used by `keys.py`."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+from rayapp.config.verl.rules import Landing, Values
+from rayapp.core.errors import ConfigError
+
+_BATCH = "data.train_batch_size"
+_TP = "actor_rollout_ref.rollout.tensor_model_parallel_size"
+_MODEL = "actor_rollout_ref.model"
+_MAX_TURNS_WITHOUT_LIMIT = 32
+
+
+def advantage(key: str, value: Any, values: Values) -> Landing:
+    """Names are verl's; its default needs a critic."""
+    if value == "gae":
+        raise ConfigError(f"{key} = gae (verl's default) needs a critic, which is not trained here. Set {key}=grpo.")
+    return Landing(settings={"algorithm.adv_estimator": value})
+
+
+def minibatches(key: str, value: Any, values: Values) -> Landing:
+    """verl counts prompts in a mini-batch; we count mini-batches in a batch."""
+    batch = int(values[_BATCH])
+    if batch % min(int(value), batch):
+        raise ConfigError(f"{key} = {value} does not divide {_BATCH} = {batch}: parts of whole groups are needed here")
+    return Landing(settings={"train.num_minibatches": batch // min(int(value), batch)}, note=f"{batch} / {value}")
+
+
+def microbatch_tokens(key: str, value: Any, values: Values) -> Landing:
+    """verl counts sequences in a micro-batch, we count its tokens: enough for as many of the longest."""
+    longest = int(values["data.max_prompt_length"]) + int(values["data.max_response_length"])
+    if value is None or values["actor_rollout_ref.actor.use_dynamic_bsz"]:
+        tokens = int(values["actor_rollout_ref.actor.ppo_max_token_len_per_gpu"])
+        note = "from ppo_max_token_len_per_gpu"
+    else:
+        tokens, note = int(value) * longest, f"{value} x {longest} tokens"
+    return Landing(settings={"learner.max_tokens_per_microbatch": max(tokens, longest, 16)}, note=note)
+
+
+def gpus(key: str, value: Any, values: Values) -> Landing:
+    """Servers and learners take turns on the same GPUs, as in verl."""
+    total, tp = int(values["trainer.n_gpus_per_node"]) * int(values["trainer.nnodes"]), int(values[_TP])
+    if total % tp:
+        raise ConfigError(
+            f"trainer.n_gpus_per_node x trainer.nnodes = {total} GPUs can't be split into servers of {_TP} = {tp}. "
+            f"Use a divisor of {total}."
+        )
+    settings = {
+        "cluster.device": "gpu",
+        "cluster.placement": "colocated",
+        "cluster.num_gpus": total,
+        "server.num_servers": total // tp,
+        "learner.num_learners": total,
+    }
+    return Landing(settings=settings, note=f"{total // tp} servers x TP {tp} on the GPUs of {total} learners")
+
+
+def lora(key: str, value: Any, values: Values) -> Landing:
+    """Adapters; verl's alpha is 16 where none is given."""
+    if not value:
+        return Landing(settings={"learner.lora.rank": 0})
+    settings = {"learner.lora.rank": int(value), "learner.lora.alpha": int(values.get(f"{_MODEL}.lora_alpha", 16))}
+    modules = values.get(f"{_MODEL}.target_modules", "all-linear")
+    return Landing(settings=settings | {"learner.lora.target_modules": as_list(modules)})
+
+
+def num_steps(key: str, value: Any, values: Values) -> Landing:
+    """`trainer.total_training_steps`, else epochs x the rows of the training files."""
+    if value is not None:
+        return Landing(settings={"train.num_steps": int(value)})
+    epochs, batch = int(values["trainer.total_epochs"]), int(values[_BATCH])
+    rows = sum(_num_rows(file) for file in as_list(values["data.train_files"]))
+    if rows < batch:
+        raise ConfigError(f"data.train_files hold {rows} rows, fewer than {_BATCH} = {batch}")
+    note = f"{epochs} epochs x {rows} rows / {batch}; rows that are filtered for their length are counted"
+    return Landing(settings={"train.num_steps": epochs * (rows // batch)}, note=note)
+
+
+def _num_rows(file: str) -> int:
+    import pyarrow.parquet as pq
+
+    if not Path(file).is_file():
+        raise ConfigError(f"{file} is not here, so its rows can't be counted: set trainer.total_training_steps")
+    return int(pq.read_metadata(file).num_rows)
+
+
+def warmup(key: str, value: Any, values: Values) -> Landing:
+    """Training steps, or where there are none a share of all; we count optimizer steps, of which each has several."""
+    optim = "actor_rollout_ref.actor.optim"
+    steps = max(0, int(values[f"{optim}.lr_warmup_steps"] or 0))
+    ratio = float(values[f"{optim}.lr_warmup_steps_ratio"] or 0.0)
+    if steps == 0 and ratio > 0.0:
+        total = num_steps("trainer.total_training_steps", values["trainer.total_training_steps"], values)
+        steps = int(ratio * total.settings["train.num_steps"])
+    count = minibatch_count(values)
+    note = f"{steps} training steps x {count} mini-batches; verl's first step is at 0" if steps else ""
+    return Landing(settings={"learner.optimizer.warmup_steps": steps * count}, note=note)
+
+
+def clip_ratio(key: str, value: Any, values: Values) -> Landing:
+    """One side of the clip; without a value of its own it is clip_ratio."""
+    side = value if value is not None else values["actor_rollout_ref.actor.clip_ratio"]
+    note = "" if value is not None else "from clip_ratio"
+    return Landing(settings={f"algorithm.{key.rpartition('.')[2]}": float(side)}, note=note)
+
+
+def correction_threshold(key: str, value: Any, values: Values) -> Landing:
+    """verl takes two bounds too, as text: IcePop drops tokens outside of them."""
+    if isinstance(value, str) and "_" in value:
+        raise ConfigError(
+            f"{key} = {value!r} can't be imported: two bounds drop tokens outside of them, and here large weights are "
+            "truncated. Give the upper bound alone."
+        )
+    return Landing(settings={"algorithm.rollout_correction.threshold": float(value)})
+
+
+def minibatch_count(values: Values) -> int:
+    key = "actor_rollout_ref.actor.ppo_mini_batch_size"
+    return int(minibatches(key, values[key], values).settings["train.num_minibatches"])
+
+
+def kl_loss(key: str, value: Any, values: Values) -> Landing:
+    """A coefficient that verl reads only with use_kl_loss."""
+    used = bool(values["actor_rollout_ref.actor.use_kl_loss"])
+    coef = float(values["actor_rollout_ref.actor.kl_loss_coef"]) if used else 0.0
+    return Landing(settings={"algorithm.kl_loss_coef": coef}, note="" if used else "use_kl_loss is off")
+
+
+def eval_temperature(key: str, value: Any, values: Values) -> Landing:
+    """do_sample: False is greedy, whatever the temperature."""
+    sampled = bool(values["actor_rollout_ref.rollout.val_kwargs.do_sample"])
+    temperature = float(values["actor_rollout_ref.rollout.val_kwargs.temperature"]) if sampled else 0.0
+    return Landing(settings={"eval.temperature": temperature}, note="" if sampled else "greedy")
+
+
+def before_training(key: str, value: Any, values: Values) -> Landing:
+    """On by default in verl, which has validation files by default too."""
+    has_files = bool(values.get("data.val_files"))
+    note = "" if has_files else "no data.val_files"
+    return Landing(settings={"eval.before_training": bool(value) and has_files}, note=note)
+
+
+def turns(key: str, value: Any, values: Values) -> Landing:
+    """verl 0.9.1's agent loops count these whether multi_turn.enable is on or not; 0 and null are no limit."""
+    settings = {"agent.max_assistant_turns": int(value or _MAX_TURNS_WITHOUT_LIMIT)}
+    return Landing(settings=settings, note="" if value else "no limit in verl")
+
+
+def custom_reward(key: str, value: Any, values: Values) -> Landing:
+    """A file and a function's name."""
+    section = key.rpartition(".")[0]
+    path = values.get(f"{section}.path")
+    if path is None:
+        return Landing(note="none given")
+    name = values.get(f"{section}.name") or "compute_score"
+    return Landing(settings={"reward.custom": f"{path}:{name}"})
+
+
+def trackers(key: str, value: Any, values: Values) -> Landing:
+    """What we have of verl's loggers; metrics.jsonl is always written."""
+    from typing import get_args
+
+    from rayapp.config.sections import TrackingSection
+
+    field = TrackingSection.model_fields["trackers"]
+    known = get_args(get_args(field.annotation)[0])
+    asked = as_list(value)
+    kept = [name for name in asked if name in known]
+    if values.get("actor_rollout_ref.rollout.trace.backend") == "mlflow":
+        kept.append("mlflow")  # traces have no other place to go
+    missing = [name for name in asked if name not in known]
+    note = f"not here: {', '.join(missing)}; the same numbers are in metrics.jsonl" if missing else ""
+    return Landing(settings={"tracking.trackers": list(dict.fromkeys([*kept, "jsonl"]))}, note=note)
+
+
+def run_name(key: str, value: Any, values: Values) -> Landing:
+    """A run's name is a folder's name here: 63 letters, digits, `.`, `_` or `-`."""
+    name = re.sub(r"[^A-Za-z0-9._-]+", "-", str(value)).lstrip("._-")[:63]
+    return Landing(settings={"run.name": name}, note="" if name == value else f"from {value!r}")
+
+
+def output_dir(key: str, value: Any, values: Values) -> Landing:
+    """Runs of a project lie side by side."""
+    return Landing(settings={"run.output_dir": f"outputs/{value}"}, note="folder of the project's runs")
+
+
+def contents(key: str, value: Any, values: Values) -> Landing:
+    """`extra` (generators, the loader's place) follows from seed and step here, so nothing of it is saved."""
+    kept = [name for name in as_list(value) if name != "extra"]
+    if not kept:
+        raise ConfigError(f"{key} = {value!r} can't be imported: name at least one of model, optimizer, hf_model")
+    note = "" if {"model", "optimizer"} <= set(kept) else "such a checkpoint can't be resumed from"
+    return Landing(settings={"checkpoint.save_contents": kept}, note=note)
+
+
+def as_list(value: Any) -> list[Any]:
+    """verl takes one or several in many places."""
+    return list(value) if isinstance(value, list | tuple) else [value]
+
+
+def at_least_zero(value: Any) -> int:
+    """verl says -1 for never, we say 0."""
+    return max(0, int(value))

@@ -1,0 +1,266 @@
+"""The table of the import: every key of verl's that we know, and what becomes of it.
+
+A key that ends in `*` stands for all keys below it. A key that is in no row fails the import: it is added here once
+somebody has decided what it means, never passed over.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rayapp.config.verl import arithmetic
+from rayapp.config.verl.keys_without_counterpart import REST
+from rayapp.config.verl.rules import Rule, choice, no_effect, only, optional, to
+
+_ACTOR, _ROLLOUT, _MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.model"
+_OPTIM, _TURNS, _VAL = f"{_ACTOR}.optim", f"{_ROLLOUT}.multi_turn", f"{_ROLLOUT}.val_kwargs"
+_NO_CRITIC = "no critic: the advantage comes from the group"
+_ALWAYS = "always so here"
+_OFFLOAD = "learners keep theirs on the GPU between steps; rayapp.learner.cpu_offload=true if that is too much"
+_LOG_PROBS = "log-probs are computed in micro-batches of learner.max_tokens_per_microbatch"
+_SAMPLING = "it would bias the importance ratio, so training samples the model's own distribution"
+_VLLM_OWN = "vLLM's own default is taken"
+_NOT_READ = "not read by verl's GRPO either, or its own machinery"
+
+DEFAULTS: dict[str, Any] = {
+    "algorithm.adv_estimator": "gae",
+    "algorithm.norm_adv_by_std_in_grpo": True,
+    "data.train_batch_size": 1024,
+    "data.max_prompt_length": 512,
+    "data.max_response_length": 512,
+    f"{_ACTOR}.ppo_mini_batch_size": 256,
+    f"{_ACTOR}.ppo_micro_batch_size_per_gpu": None,
+    f"{_ACTOR}.use_dynamic_bsz": False,
+    f"{_ACTOR}.ppo_max_token_len_per_gpu": 16384,
+    f"{_ACTOR}.clip_ratio": 0.2,
+    f"{_ACTOR}.use_kl_loss": False,
+    f"{_ACTOR}.kl_loss_coef": 0.001,
+    f"{_ACTOR}.kl_loss_type": "low_var_kl",
+    f"{_ACTOR}.checkpoint.save_contents": ["model", "optimizer", "extra"],
+    f"{_OPTIM}.lr": 1e-6,
+    f"{_OPTIM}.weight_decay": 0.01,
+    f"{_OPTIM}.lr_warmup_steps": -1,
+    f"{_OPTIM}.lr_warmup_steps_ratio": 0.0,
+    f"{_MODEL}.enable_gradient_checkpointing": True,
+    f"{_ROLLOUT}.n": 1,
+    f"{_ROLLOUT}.tensor_model_parallel_size": 2,
+    f"{_ROLLOUT}.gpu_memory_utilization": 0.5,
+    f"{_ROLLOUT}.enforce_eager": False,
+    f"{_ROLLOUT}.max_num_seqs": 256,
+    f"{_ROLLOUT}.agent.num_workers": 8,
+    f"{_ROLLOUT}.agent.default_agent_loop": "single_turn_agent",
+    f"{_TURNS}.max_assistant_turns": None,
+    f"{_TURNS}.max_parallel_calls": 1,
+    f"{_TURNS}.max_tool_response_length": 256,
+    f"{_VAL}.n": 1,
+    f"{_VAL}.do_sample": False,
+    f"{_VAL}.temperature": 0.0,
+    "trainer.n_gpus_per_node": 8,
+    "trainer.nnodes": 1,
+    "trainer.total_epochs": 30,
+    "trainer.total_training_steps": None,
+    "trainer.save_freq": -1,
+    "trainer.test_freq": -1,
+    "trainer.val_before_train": True,
+}
+"""What verl 0.9 takes for keys that a user leaves out, as far as it changes something here."""
+
+DATA: dict[str, Rule] = {
+    "data.train_files": to("data.train_files", arithmetic.as_list),
+    "data.val_files": to("data.eval_files", arithmetic.as_list),
+    "data.train_batch_size": to("train.groups_per_step", int, note="prompts per step"),
+    "data.max_prompt_length": to("rollout.max_prompt_tokens", int),
+    "data.max_response_length": to("rollout.max_completion_tokens", int, note="over all turns, tool results included"),
+    "data.filter_overlong_prompts": to("data.filter_overlong_prompts", bool),
+    "data.truncation": to("data.truncation"),
+    "data.shuffle": to("data.shuffle", bool),
+    "data.seed": optional("run.seed", int),
+    "data.val_max_samples": to("data.max_eval_rows", arithmetic.at_least_zero),
+    "data.train_max_samples": only(-1, why="training takes all rows; cut the file, or data prepare --limit"),
+    "data.prompt_key": only("prompt", why="the column is called prompt (docs/data.md)"),
+    "data.reward_fn_key": only("data_source", why="the column is called data_source (docs/data.md)"),
+    "data.return_raw_chat": no_effect("messages are kept as they are anyway"),
+    "data.validation_shuffle": only(False, why="evaluation takes rows in their order"),
+    "data.custom_cls.*": only(None, why="data is read as verl's own parquet schema"),
+    "data.tool_config_path": optional("agent.tool_file"),
+    **dict.fromkeys(
+        (
+            "data.return_raw_input_ids",
+            "data.return_full_prompt",
+            "data.return_multi_modal_inputs",
+            "data.gen_batch_size",
+            "data.val_batch_size",
+            "data.dataloader_num_workers",
+            "data.filter_overlong_prompts_workers",
+            "data.use_shm",
+        ),
+        no_effect("rows are read as they are needed, by every rollout worker for itself"),
+    ),
+}
+
+ALGORITHM: dict[str, Rule] = {
+    "algorithm.adv_estimator": arithmetic.advantage,
+    "algorithm.norm_adv_by_std_in_grpo": to("algorithm.norm_adv_by_std", bool),
+    "algorithm.use_kl_in_reward": only(False, why="the KL is a term of the loss (use_kl_loss), not of the reward"),
+    "algorithm.kl_ctrl.*": no_effect("only read with use_kl_in_reward"),
+    "algorithm.kl_penalty": no_effect("only read with use_kl_in_reward"),
+    "algorithm.gamma": only(1.0, 1, why="rewards are not discounted over tokens"),
+    "algorithm.lam": no_effect(_NO_CRITIC),
+    f"{_ACTOR}.use_kl_loss": no_effect("kl_loss_coef counts if it is on"),
+    f"{_ACTOR}.kl_loss_coef": arithmetic.kl_loss,
+    f"{_ACTOR}.kl_loss_type": choice(
+        "algorithm.kl_loss_type",
+        {"kl": "k1", "k1": "k1", "mse": "k2", "k2": "k2", "k3": "k3", "low_var_kl": "low_var_kl"},
+    ),
+    f"{_ACTOR}.entropy_coeff": to("algorithm.entropy_coef", float),
+    f"{_ACTOR}.clip_ratio": no_effect("counts where clip_ratio_low or clip_ratio_high is null"),
+    f"{_ACTOR}.clip_ratio_low": arithmetic.clip_ratio,
+    f"{_ACTOR}.clip_ratio_high": arithmetic.clip_ratio,
+    f"{_ACTOR}.clip_ratio_c": to("algorithm.clip_ratio_c", float),
+    f"{_ACTOR}.loss_agg_mode": to("algorithm.loss_agg_mode"),
+    f"{_ACTOR}.policy_loss.loss_mode": to("algorithm.policy_loss"),
+    f"{_ACTOR}.ppo_epochs": only(1, why="each batch is trained on once"),
+    f"{_ACTOR}.shuffle": only(False, why="mini-batches are whole groups in their order"),
+    "algorithm.rollout_correction.rollout_is": choice(
+        "algorithm.rollout_correction.level", {None: "none", "token": "token", "sequence": "sequence"}
+    ),
+    "algorithm.rollout_correction.rollout_is_threshold": arithmetic.correction_threshold,
+}
+
+LEARNER: dict[str, Rule] = {
+    f"{_MODEL}.path": to("model.path"),
+    f"{_MODEL}.trust_remote_code": to("model.trust_remote_code", bool),
+    f"{_MODEL}.enable_gradient_checkpointing": to("learner.activation_checkpointing", bool),
+    f"{_MODEL}.use_remove_padding": no_effect("sequences are always packed, never padded"),
+    f"{_MODEL}.lora_rank": arithmetic.lora,
+    f"{_MODEL}.lora_alpha": no_effect("counts where lora_rank is set"),
+    f"{_MODEL}.target_modules": no_effect("counts where lora_rank is set"),
+    f"{_MODEL}.custom_chat_template": only(None, why="give a .jinja file as agent.chat_template"),
+    f"{_MODEL}.use_fused_kernels": no_effect("the head is computed in chunks (learner.log_prob_chunk_tokens)"),
+    f"{_MODEL}.use_shm": no_effect(_NOT_READ),
+    f"{_ACTOR}.ppo_mini_batch_size": arithmetic.minibatches,
+    f"{_ACTOR}.ppo_micro_batch_size_per_gpu": arithmetic.microbatch_tokens,
+    f"{_ACTOR}.use_dynamic_bsz": no_effect(_ALWAYS + ": micro-batches are counted in tokens"),
+    f"{_ACTOR}.ppo_max_token_len_per_gpu": no_effect("goes to learner.max_tokens_per_microbatch with use_dynamic_bsz"),
+    f"{_ACTOR}.use_torch_compile": no_effect("the learner does not compile"),
+    f"{_ACTOR}.strategy": only("fsdp", "fsdp2", why="learners shard with FSDP2"),
+    f"{_ACTOR}.ulysses_sequence_parallel_size": only(1, why="sequences are not split over GPUs"),
+    f"{_ACTOR}.grad_clip": to("learner.optimizer.max_grad_norm", float),
+    f"{_OPTIM}.clip_grad": to("learner.optimizer.max_grad_norm", float),
+    f"{_OPTIM}.lr": to("learner.optimizer.lr", float),
+    f"{_OPTIM}.weight_decay": to("learner.optimizer.weight_decay", float),
+    f"{_OPTIM}.betas": to("learner.optimizer.betas"),
+    f"{_OPTIM}.lr_warmup_steps": arithmetic.warmup,
+    f"{_OPTIM}.lr_warmup_steps_ratio": no_effect("counts where lr_warmup_steps is not set"),
+    f"{_OPTIM}.lr_scheduler_type": choice("learner.optimizer.schedule", {"constant": "constant", "cosine": "cosine"}),
+    f"{_OPTIM}.min_lr_ratio": optional("learner.optimizer.min_lr_ratio", float),
+    f"{_OPTIM}.total_training_steps": no_effect("the schedule ends with the run"),
+    f"{_ACTOR}.fsdp_config.param_offload": no_effect(_OFFLOAD),
+    f"{_ACTOR}.fsdp_config.optimizer_offload": no_effect(_OFFLOAD),
+    f"{_ACTOR}.fsdp_config.offload_policy": to("learner.cpu_offload", bool),
+    f"{_ACTOR}.fsdp_config.fsdp_size": only(-1, why="all learners are one FSDP group"),
+    f"{_ACTOR}.fsdp_config.*": no_effect("the learner's own FSDP2 settings are taken"),
+    f"{_ACTOR}.checkpoint.save_contents": arithmetic.contents,
+    f"{_ACTOR}.checkpoint.load_contents": no_effect("a resumed run loads what was saved"),
+    f"{_ACTOR}.checkpoint.async_save": to("checkpoint.asynchronous", bool),
+    f"{_ACTOR}.profiler.*": no_effect("verl's profiler"),
+    "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu": no_effect(_LOG_PROBS),
+    "actor_rollout_ref.ref.log_prob_micro_batch_size": no_effect(_LOG_PROBS),
+    "actor_rollout_ref.ref.log_prob_use_dynamic_bsz": no_effect(_LOG_PROBS),
+    "actor_rollout_ref.ref.log_prob_max_token_len_per_gpu": no_effect(_LOG_PROBS),
+    "actor_rollout_ref.ref.fsdp_config.*": no_effect("the reference is sharded like the policy"),
+    "actor_rollout_ref.ref.strategy": no_effect("the reference is sharded like the policy"),
+    "actor_rollout_ref.hybrid_engine": no_effect("cluster.placement is colocated"),
+    "critic.*": no_effect(_NO_CRITIC),
+}
+
+ROLLOUT: dict[str, Rule] = {
+    f"{_ROLLOUT}.name": only("vllm", why="rollouts run on vLLM"),
+    f"{_ROLLOUT}.mode": only("async", why="every trajectory goes on by itself"),
+    f"{_ROLLOUT}.n": to("rollout.group_size", int, note="trajectories per prompt"),
+    f"{_ROLLOUT}.temperature": to("rollout.temperature", float),
+    f"{_ROLLOUT}.top_p": only(1, 1.0, why=_SAMPLING),
+    f"{_ROLLOUT}.top_k": only(-1, why=_SAMPLING),
+    f"{_ROLLOUT}.do_sample": only(True, why="training samples"),
+    f"{_ROLLOUT}.ignore_eos": only(False, why="the policy ends its turns itself"),
+    f"{_ROLLOUT}.tensor_model_parallel_size": to("server.tensor_parallel_size", int),
+    f"{_ROLLOUT}.gpu_memory_utilization": to(
+        "server.gpu_memory_utilization", float, note="as in verl, what the learners leave"
+    ),
+    f"{_ROLLOUT}.enforce_eager": to("server.enforce_eager", bool),
+    f"{_ROLLOUT}.max_num_seqs": to("server.max_num_seqs", int),
+    f"{_ROLLOUT}.dtype": to("server.dtype"),
+    f"{_ROLLOUT}.log_prob_micro_batch_size_per_gpu": no_effect(_LOG_PROBS),
+    f"{_ROLLOUT}.log_prob_micro_batch_size": no_effect(_LOG_PROBS),
+    f"{_ROLLOUT}.log_prob_use_dynamic_bsz": no_effect(_LOG_PROBS),
+    f"{_ROLLOUT}.log_prob_max_token_len_per_gpu": no_effect(_LOG_PROBS),
+    f"{_ROLLOUT}.calculate_log_probs": no_effect(_ALWAYS),
+    f"{_ROLLOUT}.max_model_len": no_effect("max_prompt_length + max_response_length"),
+    f"{_ROLLOUT}.enable_prefix_caching": no_effect(_ALWAYS),
+    **dict.fromkeys(
+        (
+            f"{_ROLLOUT}.enable_chunked_prefill",
+            f"{_ROLLOUT}.max_num_batched_tokens",
+            f"{_ROLLOUT}.disable_log_stats",
+            f"{_ROLLOUT}.load_format",
+            f"{_ROLLOUT}.free_cache_engine",
+            f"{_ROLLOUT}.seed",
+        ),
+        no_effect(_VLLM_OWN),
+    ),
+    f"{_ROLLOUT}.agent.num_workers": to("rollout.num_workers", int),
+    f"{_ROLLOUT}.agent.default_agent_loop": choice(
+        "agent.default_agent",
+        {"tool_agent": "tool_agent", "single_turn_agent": "single_turn_agent"},
+        note="for rows without agent_name",
+    ),
+    f"{_TURNS}.enable": no_effect("verl's agent loops don't read it: max_assistant_turns counts"),
+    f"{_TURNS}.max_assistant_turns": arithmetic.turns,
+    f"{_TURNS}.max_user_turns": only(None, 0, why="tools are the only ones that answer the policy"),
+    f"{_TURNS}.tool_config_path": optional("agent.tool_file"),
+    f"{_TURNS}.max_parallel_calls": to("agent.max_calls_per_turn", int),
+    f"{_TURNS}.max_tool_response_length": to("agent.max_tool_output_chars", int),
+    f"{_TURNS}.tool_response_truncate_side": to("agent.tool_output_keeps"),
+    f"{_TURNS}.format": to("agent.tool_parser"),
+    f"{_TURNS}.use_inference_chat_template": no_effect("turns are kept as they were sampled"),
+    f"{_TURNS}.tokenization_sanity_check_mode": no_effect("tokens are never made again from text"),
+    f"{_VAL}.n": to("eval.samples_per_task", int),
+    f"{_VAL}.temperature": arithmetic.eval_temperature,
+    f"{_VAL}.do_sample": no_effect("temperature counts if it is on"),
+    f"{_VAL}.top_p": only(1, 1.0, why="evaluation samples the model's own distribution too"),
+    f"{_VAL}.top_k": only(-1, why="evaluation samples the model's own distribution too"),
+    f"{_ROLLOUT}.profiler.*": no_effect("verl's profiler"),
+}
+
+TRAINER: dict[str, Rule] = {
+    "trainer.project_name": arithmetic.output_dir,
+    "trainer.experiment_name": arithmetic.run_name,
+    "trainer.logger": arithmetic.trackers,
+    "trainer.n_gpus_per_node": arithmetic.gpus,
+    "trainer.nnodes": no_effect("counted in cluster.num_gpus"),
+    "trainer.total_training_steps": arithmetic.num_steps,
+    "trainer.total_epochs": no_effect("counts where total_training_steps is not set"),
+    "trainer.save_freq": to("checkpoint.every_steps", arithmetic.at_least_zero),
+    "trainer.test_freq": to("eval.every_steps", arithmetic.at_least_zero, note="and after the last step"),
+    "trainer.val_before_train": arithmetic.before_training,
+    "trainer.val_only": only(False, why="use `rayapp eval`"),
+    "trainer.resume_mode": choice("run.resume", {"auto": "auto", "disable": "never"}),
+    "trainer.max_actor_ckpt_to_keep": optional("checkpoint.keep_last", int),
+    "trainer.critic_warmup": no_effect(_NO_CRITIC),
+    "trainer.max_critic_ckpt_to_keep": no_effect(_NO_CRITIC),
+    "trainer.default_local_dir": no_effect("checkpoints are in the run folder, <run.output_dir>/<run.name>"),
+    "trainer.balance_batch": no_effect(_ALWAYS),
+    "trainer.log_val_generations": no_effect("look at trajectories with `rayapp view`"),
+    "trainer.rollout_data_dir": no_effect("trajectories are in the run folder"),
+    "trainer.validation_data_dir": no_effect("evaluation's numbers are in metrics.jsonl"),
+    "trainer.default_hdfs_dir": only(None, why="checkpoints go to the run folder"),
+    "trainer.device": only("cuda", why="learners run on CUDA or CPU"),
+    "custom_reward_function.path": arithmetic.custom_reward,
+    "custom_reward_function.name": no_effect("goes with custom_reward_function.path"),
+    "reward.custom_reward_function.path": arithmetic.custom_reward,
+    "reward.custom_reward_function.name": no_effect("goes with reward.custom_reward_function.path"),
+    "reward_model.enable": only(False, None, why="rewards come from rules and functions, not from a reward model"),
+    "ray_kwargs.*": no_effect("see cluster.*"),
+}
+
+TABLE: dict[str, Rule] = REST | DATA | ALGORITHM | LEARNER | ROLLOUT | TRAINER

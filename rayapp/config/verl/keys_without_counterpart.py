@@ -1,0 +1,228 @@
+"""The rest of the import's table: keys of verl's that have no counterpart here, with the reason. Joined in `keys.py`.
+
+Most are features that are off by default: off is the same here, and anything else is refused, because it would change
+the training. What only concerns verl's own machinery has no effect, whatever its value.
+"""
+
+from __future__ import annotations
+
+from rayapp.config.verl import groups
+from rayapp.config.verl.rules import Rule, no_effect, only
+
+_ACTOR, _ROLLOUT, _MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.model"
+_REF, _OPTIM, _TRACE = "actor_rollout_ref.ref", f"{_ACTOR}.optim", f"{_ROLLOUT}.trace"
+_FILTER = "algorithm.filter_groups"
+_OFF = "only read where its section is turned on"
+_TRAINS_TEXT = "prompts are text here: pictures, sound and video are not read"
+
+
+def _all(why: str, *keys: str) -> dict[str, Rule]:
+    return dict.fromkeys(keys, no_effect(why))
+
+
+DAPO: dict[str, Rule] = {
+    f"{_FILTER}.enable": groups.filter_groups,
+    f"{_FILTER}.metric": groups.filter_metric,
+    f"{_FILTER}.max_num_gen_batches": no_effect("counts where filter_groups.enable is on"),
+    f"{_FILTER}.max_inflight_gen_batches": no_effect("replacements start one by one, as slots become free"),
+    "reward_model.reward_manager": groups.reward_manager,
+    "reward.reward_manager.name": groups.reward_manager,
+    "reward.reward_manager.source": only("register", None, why="give a function of your own as reward.custom"),
+    "reward.reward_manager.module.*": no_effect("only read with reward_manager.source=importlib"),
+    "reward_model.reward_kwargs.*": groups.reward_kwargs,
+    "reward.reward_kwargs.*": groups.reward_kwargs,
+    "reward_model.overlong_buffer.*": groups.reward_kwargs,
+}
+
+REWARD: dict[str, Rule] = {
+    "reward.reward_model.enable": only(False, None, why="rewards come from rules and functions, not from a model"),
+    **_all("rewards come from rules and functions, not from a model", "reward.reward_model.*", "reward_model.model.*"),
+    **_all(
+        "rewards are scored by the rollout workers",
+        "reward.num_workers",
+        "reward_model.num_workers",
+        "reward_model.launch_reward_fn_async",
+        "reward_model.enable_resource_pool",
+        "reward_model.n_gpus_per_node",
+        "reward_model.nnodes",
+        "reward_model.rollout.*",
+    ),
+    **dict.fromkeys(
+        (
+            "reward_model.reward_loop_source",
+            "reward_model.reward_loop_module_path",
+            "reward_model.reward_loop_class_name",
+        ),
+        only(None, why="give a function of your own as reward.custom"),
+    ),
+    **dict.fromkeys(
+        ("sandbox_fusion.url", "reward.sandbox_fusion.url"), only(None, why="code runs in the sandboxes of sandbox.*")
+    ),
+    **_all("see sandbox.*", "sandbox_fusion.*", "reward.sandbox_fusion.*"),
+    "custom_reward_function.reward_kwargs": only(None, {}, why="bind arguments in the function itself"),
+    "reward.custom_reward_function.reward_kwargs": only(None, {}, why="bind arguments in the function itself"),
+}
+
+TRACES: dict[str, Rule] = {
+    f"{_TRACE}.backend": groups.trace,
+    f"{_TRACE}.token2text": no_effect("traces hold text anyway"),
+    f"{_TRACE}.max_samples_per_step_per_worker": no_effect("counts where trace.backend is set"),
+    **_all("traces belong to the run's MLflow experiment", f"{_TRACE}.project_name", f"{_TRACE}.experiment_name"),
+}
+
+AGENT: dict[str, Rule] = {
+    f"{_ROLLOUT}.agent.agent_loop_config_path": only(None, why="loops are tool_agent and single_turn_agent"),
+    f"{_ROLLOUT}.agent.custom_async_server.*": only(None, why="rollouts run on vLLM"),
+    f"{_ROLLOUT}.multi_turn.function_tool_path": only(None, why="name your class in the tool file (docs/tools.md)"),
+    "data.function_tool_path": only(None, why="name your class in the tool file (docs/tools.md)"),
+    f"{_ROLLOUT}.multi_turn.interaction_config_path": only(None, why="tools are the only ones that answer the policy"),
+    f"{_ROLLOUT}.multi_turn.num_repeat_rollouts": only(None, why="rollout.group_size says how many"),
+    f"{_ROLLOUT}.prompt_length": groups.same_as("data.max_prompt_length"),
+    f"{_ROLLOUT}.response_length": groups.same_as("data.max_response_length"),
+}
+
+ENGINE: dict[str, Rule] = {
+    f"{_ROLLOUT}.engine_kwargs.*": only(None, {}, why="no options go to vLLM unseen; see server.*"),
+    f"{_ROLLOUT}.limit_images": only(None, why=_TRAINS_TEXT),
+    **dict.fromkeys(
+        (
+            f"{_ROLLOUT}.data_parallel_size",
+            f"{_ROLLOUT}.expert_parallel_size",
+            f"{_ROLLOUT}.pipeline_model_parallel_size",
+        ),
+        only(1, why="a server is split by tensor_parallel_size only; more servers are server.num_servers"),
+    ),
+    f"{_ROLLOUT}.nnodes": only(0, why="servers are placed by cluster.placement"),
+    f"{_ROLLOUT}.logprobs_mode": only("processed_logprobs", why="log-probs are those of the distribution sampled from"),
+    f"{_ROLLOUT}.over_sample_rate": only(0, 0.0, why="every group is finished"),
+    f"{_ROLLOUT}.quantization": only(None, why="servers hold the weights in server.dtype"),
+    f"{_ROLLOUT}.quantization_config_file": only(None, why="servers hold the weights in server.dtype"),
+    f"{_ROLLOUT}.enable_rollout_routing_replay": only(False, why="experts are not replayed"),
+    f"{_ROLLOUT}.disaggregation.enabled": only(False, why="each server prefills and decodes"),
+    f"{_ROLLOUT}.disaggregation.*": no_effect(_OFF),
+    f"{_ROLLOUT}.prometheus.*": no_effect("metrics are Ray's (docs/operate.md)"),
+    f"{_ROLLOUT}.checkpoint_engine.*": no_effect("new weights reach the servers through the object store"),
+    f"{_ROLLOUT}.router_config_path": only(None, why="groups go to the server with the fewest"),
+    f"{_ROLLOUT}.full_determinism": no_effect("synchronous runs on CPU repeat anyway"),
+    **_all(
+        "vLLM's own default is taken",
+        f"{_ROLLOUT}.cudagraph_capture_sizes",
+        f"{_ROLLOUT}.scheduling_policy",
+        f"{_ROLLOUT}.skip_tokenizer_init",
+        f"{_ROLLOUT}.moe_load_balance_metrics_interval",
+        f"{_ROLLOUT}.multi_stage_wake_up",
+        f"{_ROLLOUT}.layered_summon",
+        f"{_ROLLOUT}.n_gpus_per_node",
+    ),
+    **dict.fromkeys(
+        (f"{_ROLLOUT}.mtp", f"{_ROLLOUT}.mtp.enable", f"{_ROLLOUT}.qat", f"{_ROLLOUT}.qat.enable"),
+        only(None, False, why="the policy is served as it is trained"),
+    ),
+    f"{_ROLLOUT}.mtp.*": no_effect(_OFF),
+    f"{_ROLLOUT}.qat.*": no_effect(_OFF),
+}
+
+POLICY: dict[str, Rule] = {
+    **{
+        f"{_ACTOR}.policy_loss.{name}": groups.loss_option
+        for name in ("clip_cov_ratio", "clip_cov_lb", "clip_cov_ub", "kl_cov_ratio", "ppo_kl_coef", "dro_beta")
+    },
+    f"{_ACTOR}.loss_scale_factor": only(None, why="the divisor is the longest response"),
+    f"{_ACTOR}.ppo_micro_batch_size": only(None, why="give ppo_micro_batch_size_per_gpu"),
+    f"{_ACTOR}.tau_pos": only(1.0, why="give it in algorithm.policy_loss_options"),
+    f"{_ACTOR}.tau_neg": only(1.05, why="give it in algorithm.policy_loss_options"),
+    f"{_ACTOR}.qat.enable": only(False, why="the policy is trained in learner.compute_dtype"),
+    f"{_ACTOR}.qat.*": no_effect(_OFF),
+    f"{_ACTOR}.checkpoint.strict": no_effect("a checkpoint must fit the model"),
+    f"{_ACTOR}.checkpoint.mbridge_config": no_effect("verl's Megatron"),
+    **_all(
+        "always so here, or verl's own machinery",
+        f"{_ACTOR}.calculate_entropy",
+        f"{_ACTOR}.calculate_sum_pi_squared",
+        f"{_ACTOR}.use_prefix_grouper",
+        f"{_ACTOR}.use_fused_kernels",
+        f"{_ACTOR}.use_remove_padding",
+        f"{_ACTOR}.entropy_from_logits_with_chunking",
+        f"{_ACTOR}.entropy_from_logits_chunk_size",
+        f"{_ACTOR}.entropy_checkpointing",
+        f"{_ACTOR}.pad_to_length",
+        f"{_ACTOR}.rollout_n",
+        f"{_ACTOR}.data_loader_seed",
+        f"{_REF}.*",
+        "actor_rollout_ref.nccl_timeout",
+        "actor_rollout_ref.model.fused_kernel_options.*",
+    ),
+    f"{_ACTOR}.freeze_vision_tower": only(False, why=_TRAINS_TEXT),
+    f"{_OPTIM}.optimizer": only("AdamW", None, why="the optimizer is AdamW"),
+    f"{_OPTIM}.optimizer_impl": only("torch.optim", None, why="the optimizer is torch's AdamW"),
+    f"{_OPTIM}.override_optimizer_config": only(None, {}, why="the optimizer is torch's AdamW; see learner.optimizer"),
+    f"{_OPTIM}.num_cycles": only(0.5, None, why="cosine falls once, from the peak to the end"),
+    f"{_OPTIM}.zero_indexed_step": no_effect("one step of the warm-up"),
+    f"{_OPTIM}.warmup_style": only(None, why="verl renamed it to lr_scheduler_type"),
+    f"{_MODEL}.hf_config_path": only(None, why="the configuration lies beside the weights"),
+    f"{_MODEL}.tokenizer_path": only(None, why="the tokenizer lies beside the weights"),
+    f"{_MODEL}.external_lib": only(None, why="no code is imported for its side effects"),
+    f"{_MODEL}.override_config": only(None, {}, why="change config.json of a copy of the model"),
+    f"{_MODEL}.override_config.*": only(None, why="change config.json of a copy of the model"),
+    f"{_MODEL}.enable_activation_offload": only(False, why="activations are recomputed, not moved"),
+    f"{_MODEL}.exclude_modules": only(None, why="name the modules that get adapters: target_modules"),
+    f"{_MODEL}.lora_adapter_path": only(None, why="adapters start anew; merge older ones into the model"),
+    f"{_MODEL}.use_liger": no_effect("the learner has its own packed attention and chunked head"),
+    f"{_MODEL}.tiled_mlp.enabled": only(False, why="micro-batches bound the memory"),
+    f"{_MODEL}.tiled_mlp.*": no_effect(_OFF),
+    f"{_MODEL}.mtp.enable": only(False, why="one token is predicted at a time"),
+    f"{_MODEL}.mtp.*": no_effect(_OFF),
+    f"{_MODEL}.lora.rank": only(0, why="that section is Megatron's: give lora_rank"),
+    f"{_MODEL}.lora.*": no_effect("that section is Megatron's"),
+}
+
+ALGORITHM_REST: dict[str, Rule] = {
+    "algorithm.use_pf_ppo": only(False, why="samples are not weighed by their score"),
+    "algorithm.pf_ppo.*": no_effect(_OFF),
+    "algorithm.rollout_correction.rollout_rs": only(None, why="trajectories are weighed (rollout_is), not rejected"),
+    "algorithm.rollout_correction.rollout_rs_threshold": no_effect("only read with rollout_rs"),
+    "algorithm.rollout_correction.bypass_mode": only(False, why="old log-probs are the learner's"),
+    "algorithm.rollout_correction.loss_type": no_effect("only read with bypass_mode"),
+    "algorithm.rollout_correction.rollout_is_batch_normalize": only(False, why="weights are not normalized"),
+    "distillation.enabled": only(False, why="there is no teacher"),
+    "distillation.*": no_effect(_OFF),
+}
+
+DATA_REST: dict[str, Rule] = {
+    "data.tokenizer": only(None, why="the tokenizer is the model's"),
+    "data.trust_remote_code": no_effect("see actor_rollout_ref.model.trust_remote_code"),
+    "data.apply_chat_template_kwargs": only(None, {}, why="give a .jinja file as agent.chat_template"),
+    "data.apply_chat_template_kwargs.*": only(None, why="give a .jinja file as agent.chat_template"),
+    "data.sampler.class_path": only(None, why="rows come in an order of each epoch's own"),
+    "data.sampler.class_name": only(None, why="rows come in an order of each epoch's own"),
+    "data.datagen.*": only(None, why="rows come from files"),
+    **_all(
+        _TRAINS_TEXT,
+        "data.image_key",
+        "data.video_key",
+        "data.audio_key",
+        "data.image_patch_size",
+        "data.mm_processor_kwargs",
+        "data.mm_processor_kwargs.*",
+    ),
+}
+
+TRAINER_REST: dict[str, Rule] = {
+    "trainer.resume_from_path": only(None, why="a run resumes from its own folder: run.name and run.output_dir"),
+    "trainer.checkpoint_callback_class": only(None, why="checkpoints are folders that other programs can watch"),
+    "trainer.del_local_ckpt_after_load": no_effect("checkpoint.keep_last says what stays"),
+    "trainer.v1.trainer_mode": only("sync", why="for asynchronous runs give rayapp.train.max_staleness=1 or more"),
+    **_all(
+        "verl's own machinery",
+        "trainer.use_v1",
+        "trainer.v1.*",
+        "trainer.esi_redundant_time",
+        "trainer.ray_wait_register_center_timeout",
+        "global_profiler.*",
+        "skip.*",
+    ),
+    "transfer_queue.enable": no_effect("groups travel through Ray's object store"),
+    "transfer_queue.*": no_effect("groups travel through Ray's object store"),
+}
+
+REST: dict[str, Rule] = DAPO | REWARD | TRACES | AGENT | ENGINE | POLICY | ALGORITHM_REST | DATA_REST | TRAINER_REST

@@ -1,0 +1,158 @@
+"""Coroutines to their end: interrupts that clean up first, several at once with one plain error, results as they come.
+
+run_until_done              the driver: Ctrl-C and SIGTERM cancel it, its cleanup runs, and one that hangs ends all the
+same uninterrupted, to_the_end   work and cleanup that must not be left half done
+together                    side by side; the first failure ends the others
+as_they_end                 results in the order in which they end
+"""
+
+from __future__ import annotations
+
+import asyncio
+import faulthandler
+import logging
+import signal
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Sequence
+from typing import Any, TypeVar
+
+from rayapp.core.errors import RayappError, first_error, one_error
+
+T = TypeVar("T")
+log = logging.getLogger(__name__)
+STDERR = 2
+
+
+def run_until_done(coroutine: Coroutine[Any, Any, T]) -> T:
+    """`asyncio.run`, with SIGTERM handled as Ctrl-C is.
+
+    Raises:
+        KeyboardInterrupt: on either signal, after the coroutine's cleanup has run.
+    """
+    with asyncio.Runner() as runner:
+        loop = runner.get_loop()
+        terminated = False
+
+        async def cancelled_by_sigterm() -> T:
+            nonlocal terminated
+            task = asyncio.current_task()
+            assert task is not None
+
+            def on_sigterm() -> None:
+                nonlocal terminated
+                terminated = True
+                task.cancel()
+
+            loop.add_signal_handler(signal.SIGTERM, on_sigterm)
+            return await coroutine
+
+        try:
+            return runner.run(cancelled_by_sigterm())
+        except asyncio.CancelledError:
+            if terminated:
+                raise KeyboardInterrupt from None
+            raise
+        except BaseExceptionGroup as group:
+            raise first_error(group) from group
+
+
+async def uninterrupted(coroutine: Coroutine[Any, Any, T]) -> T:
+    """Run to the end what must not be left half done; a cancellation that comes meanwhile takes effect after it.
+
+    A second cancellation is a person who will not wait: it ends the coroutine too. An error of the coroutine does not
+    undo a cancellation: it becomes its cause.
+    """
+    task = asyncio.ensure_future(coroutine)
+    try:
+        return await asyncio.shield(task)
+    except asyncio.CancelledError as cancelled:
+        try:
+            await task
+        except Exception as error:  # boundary: whatever it is, the caller has been told to stop
+            log.warning("stopped, and what was to end first failed: %s: %s", type(error).__name__, error)
+            raise cancelled from error
+        raise
+
+
+def is_stopping() -> bool:
+    """Whether somebody has told the current task to stop. A task group that fails meanwhile raises its error only."""
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
+
+
+async def to_the_end(coroutine: Coroutine[Any, Any, T]) -> T:
+    """Run cleanup to its end however often it is interrupted; it has deadlines of its own. A cancellation comes after.
+
+    With `asyncio.shield` alone a second signal would let the caller go on, close the connection to Ray and end the
+    actors before they gave back what they hold.
+    """
+    task = asyncio.ensure_future(coroutine)
+    cancelled: asyncio.CancelledError | None = None
+    while not task.done():
+        try:
+            await asyncio.wait([task])
+        except asyncio.CancelledError as error:
+            cancelled = error
+    if cancelled is not None:
+        raise cancelled from (None if task.cancelled() else task.exception())
+    return task.result()
+
+
+def end_process_after(seconds: float) -> None:
+    """End this process with exit code 1 after so many seconds, whatever it does then: the last way out.
+
+    The stacks of its threads go to stderr. It works when the event loop is blocked, when cleanup waits for ever, and
+    when a thread that hangs on a disk keeps the interpreter from ending. One clock per process: each call sets it anew.
+    """
+    faulthandler.dump_traceback_later(seconds, exit=True, file=STDERR)
+
+
+def let_process_live() -> None:
+    """Stop the clock of `end_process_after`."""
+    faulthandler.cancel_dump_traceback_later()
+
+
+async def together(work: Callable[[T], Awaitable[None]], items: Iterable[T], *, at_once: int | None = None) -> None:
+    """Do `work` for every item. The first failure cancels the rest and is raised when they have ended.
+
+    Args:
+        at_once: most items in work at the same time; None leaves that to `work`.
+    """
+    slots = asyncio.Semaphore(at_once) if at_once else None
+
+    async def one(item: T) -> None:
+        if slots is None:
+            return await work(item)
+        async with slots:
+            return await work(item)
+
+    with one_error():
+        async with asyncio.TaskGroup() as group:
+            for item in items:
+                group.create_task(one(item))
+
+
+async def as_they_end(coroutines: Sequence[Coroutine[Any, Any, T]]) -> AsyncIterator[list[tuple[int, T | Exception]]]:
+    """Lists of (position, result or error), each as soon as it has something in it.
+
+    Whoever stops listening cancels what is left. Errors that are not ours become ours, so that they can travel.
+    """
+    tasks = {asyncio.ensure_future(coroutine): position for position, coroutine in enumerate(coroutines)}
+    left = set(tasks)
+    try:
+        while left:
+            done, left = await asyncio.wait(left, return_when=asyncio.FIRST_COMPLETED)
+            yield sorted(((tasks[task], _outcome(task)) for task in done), key=lambda pair: pair[0])
+    finally:
+        for task in left:
+            task.cancel()
+
+
+def _outcome(task: asyncio.Task[T]) -> T | Exception:
+    if task.cancelled():
+        return RayappError("cancelled")
+    error = task.exception()
+    if error is None:
+        return task.result()
+    if isinstance(error, RayappError | TimeoutError):
+        return error
+    return RayappError(f"{type(error).__name__}: {error}")

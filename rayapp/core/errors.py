@@ -1,0 +1,251 @@
+"""Every error this application raises on purpose.
+
+    RayappError
+    ├── UserError                       the user can fix it: exit code 2
+    │   ├── ConfigError                 a key, a value, or two values that contradict each other
+    │   ├── InputError                  a model, dataset, task or file that can't be used
+    │   └── RunFolderError              the run folder is taken, torn, or belongs to another config
+    ├── SandboxError                    the *sandbox* failed; says nothing about the code that ran in it
+    │   ├── SandboxUnavailableError     none could be created or leased in time
+    │   │   ├── SandboxQuotaError       the provider's quota is reached
+    │   │   └── SandboxRateLimitError   the provider asks to wait (`retry_after_s`)
+    │   ├── SandboxGoneError            it died or was deleted while we used it
+    │   ├── SandboxDeadlineError        the provider did not answer within our own deadline
+    │   ├── SandboxProtocolError        the provider answered something that makes no sense
+    │   ├── SandboxConfigError          key, template or endpoint is wrong: retrying can't help
+    │   └── IsolationUnavailableError   this node can't isolate model-written code
+    ├── EngineError                     a vLLM server can't generate
+    │   ├── EngineDeadError             its process is gone
+    │   └── StaleVersionError           it holds another policy version than the caller requires
+    ├── WeightSyncError                 new weights did not reach a server whole
+    ├── ToolUnavailableError            a tool's service can't be reached: the trajectory fails, not the policy
+    ├── LearnerError                    the learners can't train on what they were given
+    ├── ProcessDiedError                a Ray actor is gone (`EngineDeadError` when it is a server)
+    │   ├── ProcessUnavailableError     it is being started again
+    │   └── LearnersLostError           a learner is gone, and with it the step of all of them
+    ├── StalledError                    nothing was finished for too long, though every process answers
+    ├── RestartsUsedUpError             a process died more often than `recovery.max_restarts` allows
+    ├── ObjectsLostError                groups or weights were in the memory of a node that is gone
+    ├── DeadlineError                   a Ray actor did not answer in time; the message names it
+    ├── CheckpointError                 a checkpoint can't be written or read whole
+    │   └── CheckpointDamagedError      what was read are no weights: another checkpoint may do
+    ├── StorageError                    object storage or a disk can't do what was asked
+    │   ├── StorageUnreachableError     no answer after every retry, or the server fails
+    │   ├── StorageNotFoundError        there is no such object or file
+    │   ├── StorageExistsError          a conditional create lost: somebody else made it first
+    │   ├── StorageTakenError           another process has taken the folder over: nothing is written there any more
+    │   ├── StorageCorruptError         what was read is not what was written
+    │   ├── StorageFullError            the disk or the quota is full
+    │   ├── StorageIncompleteError      a run ended, and not all of it is uploaded: the message says how to go on
+    │   └── StorageConfigError          retrying can't help (also a UserError)
+    │       ├── StorageBucketError      the bucket doesn't exist
+    │       ├── StoragePermissionError  these credentials may not do this
+    │       └── StorageCredentialsError none found, wrong, or expired
+    └── TrainingAbortedError            too many failed rollouts: the run stops rather than train on noise
+
+Code that fails or is stopped *inside* a sandbox is not an error but data: see `ExecResult.outcome`.
+Errors cross Ray, so they must pickle: no subclass takes more than its message, except where `__reduce__` says how.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+class RayappError(Exception):
+    """Base of every error raised on purpose."""
+
+
+class UserError(RayappError):
+    """Something the user can correct. The CLI prints the message without a traceback and exits with 2."""
+
+
+class ConfigError(UserError, ValueError):
+    """A configuration key or value is wrong, or two values contradict each other."""
+
+
+class InputError(UserError, ValueError):
+    """A model, dataset, task or file can't be used."""
+
+
+class RunFolderError(UserError):
+    """The run folder is in use, torn, or was made by another configuration."""
+
+
+class SandboxError(RayappError):
+    """The sandbox failed. Never raised because of what the code in it did."""
+
+
+class SandboxUnavailableError(SandboxError):
+    """No sandbox could be created or leased before the deadline."""
+
+
+class SandboxQuotaError(SandboxUnavailableError):
+    """The provider refuses more sandboxes: the pool goes on with fewer."""
+
+
+class SandboxRateLimitError(SandboxUnavailableError):
+    """The provider asks us to slow down."""
+
+    def __init__(self, message: str, retry_after_s: float | None = None) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+        """Seconds the provider asked for; None when it did not say."""
+
+    def __reduce__(self) -> tuple[type[SandboxRateLimitError], tuple[str, float | None]]:
+        return type(self), (str(self), self.retry_after_s)
+
+
+class SandboxGoneError(SandboxError):
+    """The sandbox died or was deleted: never use it again."""
+
+
+class SandboxDeadlineError(SandboxError, TimeoutError):
+    """The provider did not answer within our deadline; the sandbox's state is unknown, so it is thrown away."""
+
+
+class SandboxProtocolError(SandboxError):
+    """The provider's answer can't be understood."""
+
+
+class SandboxConfigError(SandboxError, UserError):
+    """Wrong key, template, endpoint or permission: retrying can't help, so the run stops with this message."""
+
+
+class IsolationUnavailableError(SandboxConfigError):
+    """This node offers no isolation that model-written code may run under."""
+
+
+class EngineError(RayappError):
+    """A server can't generate."""
+
+
+class EngineDeadError(EngineError):
+    """The engine's process is gone."""
+
+
+class StaleVersionError(EngineError):
+    """A server holds another policy version than the caller requires."""
+
+
+class WeightSyncError(RayappError):
+    """New weights did not reach a server whole; that server must not serve."""
+
+
+class ToolUnavailableError(RayappError):
+    """The service behind a tool can't be reached. Says nothing about the policy, so the trajectory is left out."""
+
+
+class LearnerError(RayappError):
+    """The learners can't train on what they were given."""
+
+
+class ProcessDiedError(RayappError):
+    """The process behind a Ray actor is gone."""
+
+
+class ProcessUnavailableError(ProcessDiedError):
+    """The process behind a Ray actor is gone, and Ray is starting it again."""
+
+
+class LearnersLostError(ProcessDiedError):
+    """A learner is gone or hangs. What the others hold is of no use without it: all start again."""
+
+
+class ObjectsLostError(RayappError):
+    """What a call needs was in the object store of a node that is gone."""
+
+
+class StalledError(RayappError):
+    """Nothing was finished for too long, though every process answers. The message says who waits for what."""
+
+
+class RestartsUsedUpError(RayappError):
+    """A process died more often than it may be started again."""
+
+
+class DeadlineError(RayappError, TimeoutError):
+    """A Ray actor did not answer within its deadline."""
+
+
+class CheckpointError(RayappError):
+    """A checkpoint can't be written or read whole."""
+
+
+class CheckpointDamagedError(CheckpointError):
+    """A checkpoint was read whole, and holds what no training leaves behind. One from before may be good."""
+
+
+class StorageError(RayappError):
+    """Object storage or a disk can't do what was asked. Nothing local is deleted because of it."""
+
+
+class StorageUnreachableError(StorageError):
+    """No answer after every retry, or the server keeps failing."""
+
+
+class StorageNotFoundError(StorageError):
+    """There is no such object, file, or whole folder."""
+
+
+class StorageExistsError(StorageError):
+    """A conditional create lost: it was there before, or another writer made it first."""
+
+
+class StorageTakenError(StorageError):
+    """Another process has taken the folder over. Whoever gets this writes nothing there any more."""
+
+
+class StorageCorruptError(StorageError):
+    """What was read is not what was written: checksum or length differ."""
+
+
+class StorageFullError(StorageError):
+    """The disk or the storage quota is full."""
+
+
+class StorageIncompleteError(StorageError):
+    """A run has ended and some of its files are on this machine only. The message names them and what finishes it."""
+
+
+class StorageConfigError(StorageError, UserError):
+    """A location, endpoint, bucket or credential is wrong: retrying can't help."""
+
+
+class StorageBucketError(StorageConfigError):
+    """The bucket doesn't exist."""
+
+
+class StoragePermissionError(StorageConfigError):
+    """The credentials are good, but may not do this."""
+
+
+class StorageCredentialsError(StorageConfigError):
+    """No credentials were found, or they are wrong or expired."""
+
+
+class TrainingAbortedError(RayappError):
+    """The run stops because going on would train on noise; the message says what failed and how often."""
+
+
+@contextmanager
+def one_error() -> Iterator[None]:
+    """The first error of a group that leaves the block, in the group's place."""
+    try:
+        yield
+    except BaseExceptionGroup as group:
+        raise first_error(group) from group
+
+
+def first_error(error: BaseException) -> BaseException:
+    """The first error inside nested groups: concurrent tasks that fail with it say the same or follow from it."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error
+
+
+WRONG_TOKEN = (
+    "Set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN to the cluster's: on a workstation it is in ~/.ray/auth_token, with "
+    "KubeRay in the Secret named as the RayCluster, key auth_token."
+)

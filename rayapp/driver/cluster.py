@@ -1,0 +1,302 @@
+"""Every actor of a run, started together and ended together. The only module that imports `actors`.
+
+`open_cluster` is a context manager: whatever happens inside, on the way out no actor, no engine process and no sandbox
+is left. The driver talks to a `Cluster`; it never sees a Ray handle.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from actors.calls import answer
+from actors.handles import LearnerHandle, RolloutWorkerHandle, SandboxPoolHandle, VllmServerHandle
+from actors.learner_group import LearnerGroup
+from actors.metrics import MetricsTracker
+from actors.setup.gpus import wait_for_gpus
+from actors.setup.members import PoolMember, ServerMember, WorkerMember
+from actors.setup.placement import Placement
+from actors.setup.session import RaySession, ray_session
+from actors.setup.stacks import dump_stacks
+from actors.setup.started import StandIns, Started
+from actors.setup.starting import (
+    Report,
+    all_ready,
+    learners_use_gpus,
+    ready_pool,
+    spawn_learners,
+    spawn_pool,
+    spawn_rollout_workers,
+    spawn_servers,
+    uses_gpus,
+)
+from actors.spawn import Seat, free_address, spawn
+from rayapp.config.config import Config
+from rayapp.core.aio import to_the_end
+from rayapp.core.errors import (
+    LearnersLostError,
+    ObjectsLostError,
+    ProcessDiedError,
+    RayappError,
+    RestartsUsedUpError,
+    first_error,
+)
+from rayapp.core.protocols import Tracker
+from rayapp.core.types import Group
+from rayapp.driver.store import StoredGroup
+from rayapp.driver.supervision import Limits, Member, Supervisor
+from rayapp.engine.weights.direct import DirectTransport
+from rayapp.engine.weights.object_store import ObjectStoreTransport
+from rayapp.engine.weights.transfer_plan import TransferPlan, choose_transport, transfer_plan
+from rayapp.runs.kept_groups import summaries
+
+__all__ = ["Cluster", "StandIns", "open_cluster", "open_learners", "ready_pool", "spawn_pool"]
+
+
+@dataclass(slots=True, kw_only=True)
+class Cluster:
+    """Handles of a run's actors, all of them ready. Only the learners' change when a process is replaced."""
+
+    config: Config
+    pool: SandboxPoolHandle
+    servers: tuple[VllmServerHandle, ...]
+    learners: LearnerGroup
+    rollout_workers: tuple[RolloutWorkerHandle, ...]
+    weights: ObjectStoreTransport | DirectTransport
+    supervisor: Supervisor
+    dashboard_url: str
+    start_learners: Callable[[LearnerGroup], Awaitable[LearnerGroup]]
+    """Ends these and starts new ones, with the model's own weights."""
+    num_learner_restarts: int = 0
+
+    @property
+    def is_synchronous(self) -> bool:
+        return self.config.train.max_staleness == 0
+
+    def rollout_worker(self, group_id: int) -> RolloutWorkerHandle:
+        return self.rollout_workers[group_id % len(self.rollout_workers)]
+
+    def server_is_up(self, index: int) -> bool:
+        """False while it is being replaced."""
+        return self.supervisor.is_up(self.servers[index].name)
+
+    def check_weights(self) -> None:
+        """Return if a server that is replaced now gets weights.
+
+        Raises:
+            LearnersLostError: those of the last sync are gone with their node, and the learners with them.
+        """
+        if self.weights.are_lost:
+            raise LearnersLostError("the weights of the last sync were on a node that is gone.")
+
+    async def sync_weights(self, version: int) -> dict[str, float]:
+        """Give every server the learners' weights under this version. Returns `weight_sync/*` metrics.
+
+        A server that failed to take them has been replaced, and has taken them, when this returns.
+        """
+        metrics, failed = await self.weights.sync(version, source=self.learners, servers=self.servers)
+        if failed:
+            await self._replace(failed)
+        return metrics | {"weight_sync/servers_failed": float(len(failed))}
+
+    async def _replace(self, failed: Mapping[str, RayappError]) -> None:
+        """Replace servers that failed, each once however many have noticed; all are up when this returns."""
+        # Of the moment of the failures: while one is replaced, another may be found gone and be replaced too.
+        incarnations = {name: self.supervisor.incarnation(name) for name in failed}
+        for name, error in failed.items():
+            # One that is gone is found by its ping; one that answers may hold half of the new weights.
+            if not isinstance(error, ProcessDiedError):
+                await self.supervisor.condemn(name, incarnations[name], str(error))
+        await self.supervisor.settled()
+
+    async def lend_gpus(self) -> None:
+        """Before a step is trained: servers that share the learners' GPUs sleep. The next sync wakes them."""
+        if self.config.cluster.placement == "split":
+            return
+        while failed := await self._put_to_sleep():
+            await self._replace(failed)  # the new one is awake
+
+    async def _put_to_sleep(self) -> dict[str, RayappError]:
+        """By name, the servers that did not go to sleep."""
+        asleep = await asyncio.gather(*(server.sleep() for server in self.servers), return_exceptions=True)
+        failed: dict[str, RayappError] = {}
+        for server, outcome in zip(self.servers, asleep, strict=True):
+            if isinstance(outcome, RayappError):
+                failed[server.name] = outcome
+            elif isinstance(outcome, BaseException):
+                raise outcome
+        return failed
+
+    async def replace_learners(self, error: LearnersLostError) -> None:
+        """Start all learners again; what they had learned since the last checkpoint is gone.
+
+        Raises:
+            RestartsUsedUpError: that happened too often.
+        """
+        limit = self.config.recovery.max_restarts
+        if self.num_learner_restarts >= limit:
+            raise RestartsUsedUpError(
+                f"the learners were lost {limit + 1} times, and recovery.max_restarts is {limit}. Last reason: {error} "
+                "Start the run again: it goes on from its last checkpoint."
+            )
+        self.num_learner_restarts += 1
+        self.learners = await self.start_learners(self.learners)
+
+    async def dump_stacks(self) -> str:
+        """Where every actor is now."""
+        return await dump_stacks()
+
+    def recovery_metrics(self) -> dict[str, float]:
+        """`recovery/*`"""
+        return self.supervisor.metrics() | {"recovery/learner_restarts": float(self.num_learner_restarts)}
+
+    def metrics_tracker(self) -> Tracker:
+        """Reports each step to Ray's metrics endpoint; see docs/operate.md."""
+        return MetricsTracker(self.config.run.name, self.config.train.num_steps)
+
+    def put_groups(self, groups: Sequence[Group]) -> list[StoredGroup[Any]]:
+        """Groups that a checkpoint kept, back in the object store."""
+        import ray
+
+        return [
+            StoredGroup(summary=summary, ref=ray.put(group))
+            for group, summary in zip(groups, summaries(groups), strict=True)
+        ]
+
+    async def fetch_groups(self, groups: Sequence[StoredGroup[Any]]) -> list[Group]:
+        """The groups themselves, for the trajectory file.
+
+        Raises:
+            LearnersLostError: some were on a node that is gone. Their step has to be done again.
+        """
+        timeout_s = self.config.server.sync_timeout_s
+        try:
+            return list(
+                await asyncio.gather(*(answer(g.ref, timeout_s=timeout_s, what="the step's groups") for g in groups))
+            )
+        except ObjectsLostError as error:
+            raise LearnersLostError(str(error)) from None
+
+
+@asynccontextmanager
+async def open_cluster(
+    config: Config,
+    *,
+    with_learners: bool = True,
+    report: Report = lambda text: None,
+    stand_ins: StandIns | None = None,
+) -> AsyncIterator[Cluster]:
+    """Start a run's actors.
+
+    Args:
+        with_learners: False for evaluation, which only generates and scores.
+        report: told, in a line each, where Ray's dashboard is, what is starting, and what is ready.
+        stand_ins: in place of the real servers and learners, for tests and benchmarks of everything else.
+    Raises:
+        ConfigError: Ray can't be reached, or has fewer GPUs than the config needs.
+    """
+    report("connecting to Ray")
+    with ray_session(config) as session:
+        report(await asyncio.to_thread(session.dashboard_line))
+        started = Started(stand_ins)
+        try:
+            cluster = await _start(config, started, session, with_learners=with_learners, report=report)
+            async with cluster.supervisor.watching():
+                yield cluster
+        except BaseExceptionGroup as group:
+            raise first_error(group) from group
+        finally:
+            # A second Ctrl-C must not leave a paid sandbox or an engine process behind.
+            await to_the_end(started.close())
+
+
+async def _start(
+    config: Config, started: Started, session: RaySession, *, with_learners: bool, report: Report
+) -> Cluster:
+    await wait_for_gpus(config)
+    on_gpu = uses_gpus(config)
+    timeout_s = config.cluster.start_timeout_s + config.server.start_timeout_s
+    pool = started.add(spawn_pool(config))  # first: its name tells whether another run of this name goes on
+    started.placement = placement = await Placement.reserve(
+        config, on_gpu=on_gpu, timeout_s=config.cluster.start_timeout_s, with_learners=with_learners
+    )
+    plan = _plan(config, on_gpu=on_gpu) if with_learners else None
+    learners = LearnerGroup(await spawn_learners(config, started, placement) if with_learners else (), plan)
+    servers = spawn_servers(config, started, placement, must_sync=with_learners)
+    workers = spawn_rollout_workers(config, started, servers, pool)
+    report(f"starting: {', '.join(started.names)}")
+    make_pool_ready = partial(ready_pool, config, pool, session, timeout_s)
+    handles: tuple[VllmServerHandle | LearnerHandle | RolloutWorkerHandle, ...]
+    handles = (*servers, *learners.handles, *workers)
+    await all_ready({pool.name: make_pool_ready()} | {h.name: h.ready(timeout_s) for h in handles}, report)
+    weights = (DirectTransport if plan is not None else ObjectStoreTransport)(config.server.sync_timeout_s)
+    members: list[Member] = [
+        PoolMember(pool, make_pool_ready),
+        *(ServerMember(server, timeout_s, weights.catch_up) for server in servers),
+        *(WorkerMember(worker, timeout_s, pool) for worker in workers),
+    ]
+    return Cluster(
+        config=config,
+        pool=pool,
+        servers=servers,
+        learners=learners,
+        rollout_workers=workers,
+        weights=weights,
+        supervisor=Supervisor(members, _limits(config, timeout_s), report=report),
+        dashboard_url=session.dashboard_url,
+        start_learners=partial(_start_learners_again, config, started, placement, timeout_s, report),
+    )
+
+
+async def _start_learners_again(
+    config: Config, started: Started, placement: Placement, timeout_s: float, report: Report, old: LearnerGroup
+) -> LearnerGroup:
+    await started.end(old.handles)
+    group = LearnerGroup(await spawn_learners(config, started, placement), old.plan)
+    await all_ready({learner.name: learner.ready(timeout_s) for learner in group.handles}, report)
+    return group
+
+
+def _plan(config: Config, *, on_gpu: bool) -> TransferPlan | None:
+    """Of a group over learners and engines; None where weights go through the object store."""
+    chosen = choose_transport(config, on_gpu=on_gpu)
+    return None if chosen == "object_store" else transfer_plan(config, chosen)
+
+
+def _limits(config: Config, start_timeout_s: float) -> Limits:
+    recovery = config.recovery
+    return Limits(
+        max_restarts=recovery.max_restarts,
+        ping_every_s=recovery.ping_every_s,
+        ping_timeout_s=recovery.ping_timeout_s,
+        revive_timeout_s=start_timeout_s + config.server.sync_timeout_s,
+    )
+
+
+@asynccontextmanager
+async def open_learners(config: Config, *, report: Report = lambda text: None) -> AsyncIterator[LearnerGroup]:
+    """Only the learners of a run, as a replay needs them; ended behind the block.
+
+    Raises:
+        ConfigError: Ray can't be reached, or has fewer GPUs than learners.
+    """
+    timeout_s = config.cluster.start_timeout_s
+    with ray_session(config):
+        started = Started()
+        try:
+            on_gpu = learners_use_gpus(config)
+            address, port = free_address()
+            world_size = config.learner.num_learners
+            handles = []
+            for rank in range(world_size):
+                name = f"learner-{rank}"
+                actor = spawn("learner", name, config, rank, world_size, address, port, seat=Seat(num_gpus=int(on_gpu)))
+                handles.append(started.add(LearnerHandle(actor, name, config.learner.step_timeout_s)))
+            await all_ready({handle.name: handle.ready(timeout_s) for handle in handles}, report)
+            yield LearnerGroup(tuple(handles))
+        finally:
+            await to_the_end(started.close())

@@ -1,0 +1,85 @@
+"""Evaluations: of a model alone (`rayapp eval`), and of the weights of a run between two steps. They train nothing.
+
+Called by the CLI and by the driver's step.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from functools import partial
+
+from rayapp.config.config import Config
+from rayapp.core.aio import run_until_done
+from rayapp.core.errors import RestartsUsedUpError, one_error
+from rayapp.core.logs import start_logs
+from rayapp.core.types import GroupSummary
+from rayapp.driver.cluster import Cluster, open_cluster
+from rayapp.driver.feeding import LOST_GROUP, MAX_ISSUES
+from rayapp.driver.phases import Phases
+from rayapp.driver.saving import is_due
+from rayapp.rollout.check import check_inputs
+from rayapp.rollout.order import Cohort, evaluation_waves
+from rayapp.runs.tracking.metrics import summarize_step
+from rayapp.runs.tracking.pass_at_k import summarize_passes
+
+
+def run_evaluation(config: Config) -> dict[str, float]:
+    """Everything behind `rayapp eval`: sample `config.eval.samples_per_task` completions per task and score them.
+
+    Returns:
+        The metrics of a training step, over all samples; nothing is written.
+    """
+    start_logs(config.run.name, config.tracking.log_format)
+    check_inputs(config, training=False)
+    return run_until_done(_evaluate_model(config))
+
+
+async def _evaluate_model(config: Config) -> dict[str, float]:
+    async with open_cluster(config, with_learners=False) as cluster:
+        return await evaluate(cluster)
+
+
+async def evaluate(cluster: Cluster, version: int = 0) -> dict[str, float]:
+    """Every task, or every row of the evaluation files, on the weights that the servers hold now, which are `version`.
+
+    Nothing of it is trained on.
+    """
+    num_prompts = await cluster.rollout_worker(0).num_eval_prompts()
+    summaries: list[GroupSummary] = []
+    for wave in evaluation_waves(cluster.config, num_prompts):
+        # All of a wave starts together where nothing else runs, so that the same weights give the same numbers.
+        together = cluster.is_synchronous
+        cohorts = [Cohort(place=place, size=len(wave)) if together else None for place in range(len(wave))]
+        # A group of tasks: when one fails, none of the others may still be on the servers once the run goes on.
+        with one_error():
+            async with asyncio.TaskGroup() as tasks:
+                evaluate_prompt = partial(_evaluate_prompt, cluster, version)
+                running = [tasks.create_task(work) for work in map(evaluate_prompt, wave, cohorts)]
+        summaries += [task.result() for task in running]
+    return summarize_step(summaries, version=version) | summarize_passes(summaries)
+
+
+async def _evaluate_prompt(cluster: Cluster, step: int, index: int, cohort: Cohort | None) -> GroupSummary:
+    """One prompt; again, once what it was lost with is replaced."""
+    for _ in range(MAX_ISSUES):
+        try:
+            return await cluster.rollout_worker(index).evaluate(index, cohort, step)
+        except LOST_GROUP:
+            await cluster.supervisor.settled()
+            cluster.check_weights()
+            cohort = None
+    raise RestartsUsedUpError(f"the evaluation of prompt {index} was lost {MAX_ISSUES} times")
+
+
+async def validate(cluster: Cluster, step: int, phases: Phases) -> dict[str, float]:
+    """Metrics of an evaluation as `eval/*`, on every `eval.every_steps`-th step and the last; nothing on others.
+
+    Called between the weight sync and the release of the step's slots: in a synchronous run nothing else is on the
+    servers then, so training samples the same tokens with and without it.
+    """
+    every_steps = cluster.config.eval.every_steps
+    if every_steps == 0 or not is_due(step, every_steps, last=cluster.config.train.num_steps):
+        return {}
+    with phases("eval"):
+        metrics = await evaluate(cluster, step)
+    return {f"eval/{name}": value for name, value in metrics.items()}

@@ -1,0 +1,114 @@
+"""Keeping the store filled: groups are started as it admits them, and issued again when what they were on is lost.
+
+    feed --> TrajectoryStore.reserve --> rollout-worker-i --> (summary, group_ref) --> TrajectoryStore
+
+One task of the driver's, beside its steps.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager
+
+from rayapp.core.errors import (
+    DeadlineError,
+    EngineDeadError,
+    ObjectsLostError,
+    ProcessDiedError,
+    RestartsUsedUpError,
+    StaleVersionError,
+    WeightSyncError,
+    one_error,
+)
+from rayapp.core.logs import about
+from rayapp.driver.run import Run
+from rayapp.rollout.order import Cohort, GroupRequest, max_groups_at_once
+
+MAX_ISSUES = 10
+"""Of one group. Each process may be lost a few times, but not the same group with all of them."""
+LOST_GROUP = (
+    ProcessDiedError,
+    EngineDeadError,
+    StaleVersionError,
+    WeightSyncError,
+    DeadlineError,
+    ObjectsLostError,
+)
+"""A group's worker, server, sandbox pool or node is gone, hangs, or was started again and is not ready."""
+
+
+@asynccontextmanager
+async def feeding(run: Run) -> AsyncIterator[None]:
+    """Keep the store filled while the block runs; a failure in either ends both.
+
+    Raises:
+        RayappError: the first failure, not a group of them.
+    """
+    with one_error():
+        async with asyncio.TaskGroup() as tasks:
+            feeder = tasks.create_task(feed(run), name="feed")
+            yield
+            feeder.cancel()
+
+
+async def feed(run: Run) -> None:
+    """Start groups as the store admits them. Consumes: slots. Produces: finished groups."""
+    at_once = max_groups_at_once(run.cluster.config)
+    # Nobody else takes seats, so groups that start together can wait until all of theirs are free.
+    seats = asyncio.Semaphore(at_once)
+    async with asyncio.TaskGroup() as tasks:
+        while True:
+            ids, version = await run.store.reserve()
+            # Only a synchronous run starts groups together; what trickles in must not wait for company.
+            size = min(at_once, len(ids)) if run.cluster.is_synchronous else 1
+            for first in range(0, len(ids), size):
+                together = ids[first : first + size]
+                for _ in together:
+                    await seats.acquire()
+                for started in _start(run, together, version, tasks):
+                    started.add_done_callback(lambda _: seats.release())
+
+
+def _start(run: Run, together: Sequence[int], version: int, tasks: asyncio.TaskGroup) -> list[asyncio.Task[None]]:
+    started = []
+    for request in _requests(run, together, version):
+        with about(step=version + 1, group=request.group_id):
+            started.append(tasks.create_task(generate(run, request), name=f"group={request.group_id}"))
+    return started
+
+
+def _requests(run: Run, together: Sequence[int], version: int) -> Iterator[GroupRequest]:
+    for place, group_id in enumerate(together):
+        yield GroupRequest(
+            group_id=group_id,
+            policy_version=version,
+            cohort=Cohort(place=place, size=len(together)) if len(together) > 1 else None,
+            prompt=run.curriculum.draw(group_id) if run.curriculum is not None else None,
+        )
+
+
+async def generate(run: Run, request: GroupRequest) -> None:
+    """One group, start to finish. One that is lost with a process is issued again once that process is replaced.
+
+    Raises:
+        RestartsUsedUpError: it was lost `MAX_ISSUES` times.
+    """
+    group_id, cluster = request.group_id, run.cluster
+    for _ in range(MAX_ISSUES):
+        try:
+            worker = cluster.rollout_worker(group_id)
+            with run.watchdog.waiting(f"group {group_id}", worker.name), run.router.placed(request) as placed:
+                summary, ref = await worker.run_group(placed)
+        except LOST_GROUP as error:
+            version = run.store.reissue(group_id, type(error).__name__)
+            run.tracker.note(f"group {group_id} is issued again: {error}")
+            await cluster.supervisor.settled()
+            cluster.check_weights()
+            # Alone: the others of its cohort may be done, or be on their way from another server.
+            request = GroupRequest(group_id=group_id, policy_version=version, prompt=request.prompt)
+        else:
+            if run.curriculum is not None:
+                run.curriculum.record(request.place, summary)
+            return await run.store.finish(summary, ref)
+    raise RestartsUsedUpError(f"group {group_id} was lost {MAX_ISSUES} times; see the notes above for the reasons")

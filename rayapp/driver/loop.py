@@ -1,0 +1,116 @@
+"""The GRPO loop. It holds scalars and object references; the work is in the actors.
+
+    feed --> TrajectoryStore.reserve --> rollout-worker-i --> (summary, group_ref) --> TrajectoryStore
+                                                                                          | take
+             servers hold version+1 <-- sync_weights <-- learners.train_step(group_refs) <-'
+                       '--> TrajectoryStore.release: only now may new groups start
+
+`max_staleness: 0` makes this synchronous; larger values let `feed` run ahead. Nothing else differs. Feeding is in
+`rayapp.driver.feeding`, what a step does in `rayapp.driver.step`, what it works with in `rayapp.driver.run`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from functools import partial
+
+from rayapp.config.config import Config
+from rayapp.core.aio import is_stopping, run_until_done, uninterrupted
+from rayapp.core.errors import LearnersLostError
+from rayapp.core.logs import about, start_logs
+from rayapp.driver.cluster import Cluster, open_cluster
+from rayapp.driver.evaluation import evaluate
+from rayapp.driver.feeding import feeding
+from rayapp.driver.run import Run, open_run
+from rayapp.driver.saving import saving, saving_when_stopped
+from rayapp.driver.step import begin_checkpoint, step_phases, train_step
+from rayapp.driver.watchdog import unstalled
+from rayapp.rollout.check import check_inputs
+from rayapp.runs.folder import RunFolder
+from rayapp.runs.tracking.plots import write_reward_plot
+from rayapp.runs.tracking.trackers import RunTracker, make_trackers
+
+
+def run_training(config: Config) -> None:
+    """Everything behind `rayapp train`: check, start the actors, train, export, end the actors.
+
+    Raises:
+        UserError: the model, a task, the run folder or the cluster can't be used; nothing was started, or all of it
+            has ended.
+        KeyboardInterrupt: Ctrl-C or SIGTERM; the steps done are saved and the actors have ended.
+    """
+    start_logs(config.run.name, config.tracking.log_format)
+    check_inputs(config, training=True)
+    with RunFolder.open(config) as folder:
+        if folder.is_finished:
+            print(
+                f"{folder.uri} has its {config.train.num_steps} steps, and the model is in {folder.uri}/final. "
+                "For more, raise train.num_steps, if the learning rate is constant; for another run, choose another "
+                "run.name."
+            )
+            return
+        run_until_done(_run(config, folder))
+
+
+async def _run(config: Config, folder: RunFolder) -> None:
+    with make_trackers(config, folder) as tracker:
+        tracker.phase("starting")
+        async with open_cluster(config, report=tracker.note) as cluster:
+            tracker.add("ray metrics", cluster.metrics_tracker())
+            await train_through_losses(config, cluster, folder, tracker)
+            tracker.phase("exporting")
+            await export_final(cluster, folder)
+            tracker.note(f"final model: {folder.uri}/final")
+    write_reward_plot(folder.path)
+
+
+async def export_final(cluster: Cluster, folder: RunFolder) -> None:
+    """`final/`: a Hugging Face folder of the last weights."""
+    with folder.pending_final() as pending:
+        await cluster.learners.export_hf(pending)
+
+
+async def train_through_losses(config: Config, cluster: Cluster, folder: RunFolder, tracker: RunTracker) -> None:
+    """`train`, and again from the last checkpoint with new learners whenever one was lost."""
+    while True:
+        try:
+            return await train(config, cluster, folder, tracker)
+        except LearnersLostError as error:
+            if is_stopping():
+                raise asyncio.CancelledError from error
+            tracker.note(f"lost the learners: {error} Starting them again from the last checkpoint.")
+            started = time.monotonic()
+            await cluster.replace_learners(error)
+            restarts = cluster.num_learner_restarts
+            tracker.note(f"replaced the learners after {time.monotonic() - started:.1f} s (restart {restarts})")
+
+
+async def train(config: Config, cluster: Cluster, folder: RunFolder, tracker: RunTracker) -> None:
+    """Train from the last whole checkpoint, or from the model, to `config.train.num_steps`."""
+    run = await open_run(cluster, folder, tracker)
+    version = run.store.version
+    await cluster.sync_weights(version)
+    if version == 0 and config.eval.before_training:
+        tracker.phase("eval")
+        tracker.log(0, {f"eval/{name}": value for name, value in (await evaluate(cluster)).items()})
+    async with (
+        saving(run.saver),
+        saving_when_stopped(run.saver, folder, run.store, partial(begin_checkpoint, run)),
+        feeding(run),
+    ):
+        run.watchdog.progress("the start")
+        for step in range(version + 1, config.train.num_steps + 1):
+            await _take_and_train(run, step)
+        async with unstalled(run.watchdog, "the last checkpoint"):
+            await run.saver.finish()
+
+
+async def _take_and_train(run: Run, step: int) -> None:
+    phases = step_phases(run)
+    with about(step=step):
+        with phases("rollout"):
+            async with unstalled(run.watchdog, f"groups of step {step}"):
+                groups = await run.store.take(run.cluster.config.train.groups_per_step)
+        # A stop waits for a step that has begun to train: half of one can't be saved.
+        await uninterrupted(train_step(run, step, groups, phases))

@@ -1,0 +1,147 @@
+"""`rayapp train CONFIG --replay RUN`: the learners on a run's recorded trajectories, with no server and no sandbox.
+
+For debugging the learner and for measuring it: from the model that CONFIG names, each recorded step is trained on in
+the order it was recorded, and its metrics are written and compared with the recorded ones. A synchronous run on CPU is
+repeated to the last bit when the config is its own. Writes metrics, but neither checkpoints nor a model.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rayapp.config.config import Config
+from rayapp.core.aio import run_until_done
+from rayapp.core.errors import InputError, RunFolderError
+from rayapp.core.logs import start_logs
+from rayapp.core.summaries import summarize_group
+from rayapp.driver.cluster import open_learners
+from rayapp.driver.phases import Phases
+from rayapp.runs.folder import RunFolder
+from rayapp.runs.tracking.metrics import summarize_step
+from rayapp.runs.tracking.trackers import RunTracker, make_trackers
+from rayapp.runs.trajectories import read_groups
+from rayapp.storage.models.check import check_model
+
+REPEATED = ("learner/", "rollout_probs_diff/", "rollout_log_probs_diff/", "rollout_corr/", "reward/", "length/")
+"""Metrics that follow from the weights and the trajectories alone, by the beginning of their names."""
+
+
+def run_replay(config: Config, recorded: Path) -> None:
+    """Everything behind `--replay`.
+
+    Args:
+        recorded: the folder of a run that kept its trajectories.
+    Raises:
+        UserError: nothing was recorded there, or this run's folder holds another run.
+    """
+    config = apart_from(config, recorded)
+    start_logs(config.run.name, config.tracking.log_format)
+    check_model(config)
+    files = trajectory_files(recorded, config.train.num_steps)
+    with RunFolder.open(config) as folder:
+        if folder.latest_checkpoint() is not None:
+            raise RunFolderError(f"{folder.path} holds a run with checkpoints: give the replay another run.name.")
+        folder.truncate_after(0)
+        run_until_done(_run(config, folder, files, recorded_metrics(recorded)))
+
+
+def apart_from(config: Config, recorded: Path) -> Config:
+    """The config under a name of its own, where it would write over the run that it replays."""
+    if config.run_folder.resolve() != recorded.resolve():
+        return config
+    return config.model_copy(update={"run": config.run.model_copy(update={"name": f"{config.run.name}-replay"})})
+
+
+def trajectory_files(recorded: Path, num_steps: int) -> list[Path]:
+    """`trajectories/step=NNNNNN.parquet` of steps 1, 2, …, at most `num_steps` of them.
+
+    Raises:
+        InputError: there is none, or one is missing in between.
+    """
+    folder = recorded / "trajectories"
+    files = sorted(folder.glob("step=*.parquet"))[:num_steps]
+    if not files:
+        raise InputError(
+            f"{folder} holds no trajectories. --replay takes the folder of a run, e.g. outputs/coding_cpu, that was "
+            "trained with tracking.trajectories: true."
+        )
+    steps = [int(file.stem.removeprefix("step=")) for file in files]
+    if steps != list(range(1, len(files) + 1)):
+        missing = sorted(set(range(1, steps[-1] + 1)) - set(steps))
+        raise InputError(f"{folder} lacks the steps {missing[:10]}: weights can only be repeated from step 1 on.")
+    return files
+
+
+def recorded_metrics(recorded: Path) -> dict[int, dict[str, float]]:
+    """Metrics by step; empty when the run kept none."""
+    file = recorded / "metrics.jsonl"
+    if not file.exists():
+        return {}
+    records = [json.loads(line) for line in file.read_text().splitlines()]
+    return {int(record["step"]): record for record in records}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Difference:
+    """A metric that the replay did not repeat."""
+
+    step: int
+    name: str
+    recorded: float
+    replayed: float
+
+
+def differences(
+    step: int, recorded: Mapping[str, float], replayed: Mapping[str, float]
+) -> tuple[int, list[Difference]]:
+    """How many metrics were compared, and which of them differ in any bit."""
+    names = [name for name in sorted(recorded) if name.startswith(REPEATED) and name in replayed]
+    found = [
+        Difference(step=step, name=name, recorded=recorded[name], replayed=replayed[name])
+        for name in names
+        if recorded[name] != replayed[name] and not (math.isnan(recorded[name]) and math.isnan(replayed[name]))
+    ]
+    return len(names), found
+
+
+async def _run(
+    config: Config, folder: RunFolder, files: Sequence[Path], recorded: Mapping[int, Mapping[str, float]]
+) -> None:
+    num_compared, found = 0, list[Difference]()
+    with make_trackers(config, folder) as tracker:
+        tracker.phase("starting")
+        async with open_learners(config, report=tracker.note) as learners:
+            for step, file in enumerate(files, start=1):
+                phases = Phases(on_change=tracker.phase)
+                with phases("record"):
+                    groups = await asyncio.to_thread(read_groups, file)
+                summaries = tuple(summarize_group(group, time_total_s=0.0) for group in groups)
+                with phases("train"):
+                    metrics = await learners.train_on(step, summaries, groups)
+                metrics = summarize_step(summaries, version=step - 1) | metrics
+                number, differ = differences(step, recorded.get(step, {}), metrics)
+                num_compared, found = num_compared + number, found + differ
+                tracker.log(step, metrics | phases.metrics(summaries) | {"replay/differ": float(len(differ))})
+        _report(tracker, num_compared, found)
+
+
+def _report(tracker: RunTracker, num_compared: int, found: Sequence[Difference]) -> None:
+    for line in report_lines(num_compared, found):
+        tracker.note(line)
+
+
+def report_lines(num_compared: int, found: Sequence[Difference]) -> Iterator[str]:
+    """What the replay repeated, for people."""
+    if not num_compared:
+        yield "replayed; the run recorded no metrics to compare with"
+    elif not found:
+        yield f"replayed: all {num_compared} metrics are the recorded ones to the last bit"
+    else:
+        yield f"replayed: {len(found)} of {num_compared} metrics differ from the recorded ones, first:"
+        for d in found[:5]:
+            yield f"  step {d.step} {d.name}: {d.recorded!r} recorded, {d.replayed!r} now"

@@ -1,0 +1,52 @@
+"""Which server samples which group. One `Router` in the driver, which knows every group that is in flight.
+
+A group stays where it began: its trajectories share their prompt in that server's prefix cache, and each turn of a
+trajectory finds the turns before it there. A group that starts alone goes to the server with the fewest groups; groups
+of a cohort are dealt out by their place in it, so that a synchronous run repeats. Pure counting, no Ray.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+from rayapp.rollout.order import GroupRequest, server_in_cohort
+
+
+class Router:
+    """See the module.
+
+    Args:
+        num_servers: at least one.
+        is_up: whether the server of this index can be asked now; one that is being replaced gets nothing new as long as
+            there is another.
+    """
+
+    def __init__(self, num_servers: int, *, is_up: Callable[[int], bool] = lambda server: True) -> None:
+        self._in_flight = [0] * num_servers
+        self._is_up = is_up
+
+    @contextmanager
+    def placed(self, request: GroupRequest) -> Iterator[GroupRequest]:
+        """The request with its server, which counts as loaded with it while the block runs."""
+        server = self._seat(request)
+        self._in_flight[server] += 1
+        try:
+            yield replace(request, server=server)
+        finally:
+            self._in_flight[server] -= 1
+
+    def _seat(self, request: GroupRequest) -> int:
+        if request.cohort is not None:
+            return server_in_cohort(request.cohort, len(self._in_flight))
+        servers = range(len(self._in_flight))
+        up = [server for server in servers if self._is_up(server)] or servers
+        return min(up, key=lambda server: (self._in_flight[server], server))
+
+    def metrics(self) -> dict[str, float]:
+        """`routing/*`: groups in flight on the server with the most and the one with the fewest."""
+        return {
+            "routing/groups_max": float(max(self._in_flight)),
+            "routing/groups_min": float(min(self._in_flight)),
+        }

@@ -1,0 +1,239 @@
+"""Checkpoints of a run from the driver's side: begun after a step, committed while later steps are trained.
+
+The learners copy their state to host memory and write it in threads; one task of the driver's asks them whether they
+are done and then commits the folder. At most one checkpoint is being written. Used by the driver only.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import asynccontextmanager
+from functools import partial
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Protocol
+
+from rayapp.core.aio import end_process_after, let_process_live, uninterrupted
+from rayapp.core.errors import (
+    CheckpointError,
+    LearnersLostError,
+    RayappError,
+    RestartsUsedUpError,
+    StalledError,
+    TrainingAbortedError,
+)
+from rayapp.core.files import write_text
+from rayapp.driver.store import TrajectoryStore
+from rayapp.runs.folder import RunFolder
+from rayapp.runs.kept_groups import KeptGroups
+
+Begin = Callable[[int], Awaitable[None]]
+log = logging.getLogger(__name__)
+POLL_S = 0.2
+SAVE_S = 900.0
+"""For a run that stops, to save what it has trained. A disk that hangs must not keep it."""
+CLOSE_S = 300.0
+"""And behind that, for the actors to end and what they hold to be given back."""
+NOTHING_KEPT = KeptGroups()
+NO_FILES: Mapping[str, str] = MappingProxyType({})
+
+
+class SavingLearners(Protocol):
+    """The part of the learners that saves."""
+
+    def holds(self, version: int) -> bool:
+        """False in the middle of a step, and when it is another version."""
+        ...
+
+    async def begin_checkpoint(self, folder: Path, version: int) -> None: ...
+
+    async def checkpoint_done(self) -> bool:
+        """Raises CheckpointError when it can't be written."""
+        ...
+
+
+class CheckpointSaver:
+    """See the module. Its owner closes it with `saving`."""
+
+    def __init__(self, learners: SavingLearners, folder: RunFolder, *, asynchronous: bool) -> None:
+        self._learners, self._folder, self._asynchronous = learners, folder, asynchronous
+        self._writing: asyncio.Task[None] | None = None
+        self._seconds = 0.0
+
+    async def begin(
+        self,
+        version: int,
+        *,
+        next_group_id: int,
+        score: float | None = None,
+        kept: KeptGroups = NOTHING_KEPT,
+        files: Mapping[str, str] = NO_FILES,
+    ) -> None:
+        """Start to save; returns when training may go on.
+
+        Args:
+            kept: what a run that goes on from here need not generate again.
+            files: further state of the driver's: text by name.
+        Raises:
+            CheckpointError, StorageFullError: this checkpoint, or the one before it, can't be written.
+        """
+        await self.finish()
+        pending = self._folder.begin_checkpoint(version)
+        started = time.monotonic()
+        async with self._explained():
+            with self._folder.explain_full_disk(pending):
+                for name, text in files.items():
+                    write_text(pending / name, text)
+            await self._learners.begin_checkpoint(pending / "learner", version)
+        self._writing = asyncio.create_task(
+            self._write(version, next_group_id, score, started, kept, pending), name=f"checkpoint={version}"
+        )
+        if not self._asynchronous:
+            await self.finish()
+
+    async def _write(
+        self, version: int, next_group_id: int, score: float | None, started: float, kept: KeptGroups, pending: Path
+    ) -> None:
+        def write_kept() -> None:
+            with self._folder.explain_full_disk(pending):
+                kept.write(pending, version)
+
+        async with self._explained():
+            await asyncio.to_thread(write_kept)
+            while not await self._learners.checkpoint_done():  # noqa: ASYNC110 - an actor can't set an event of ours
+                await asyncio.sleep(POLL_S)
+            await asyncio.to_thread(self._folder.commit_checkpoint, version, next_group_id=next_group_id, score=score)
+        self._seconds = time.monotonic() - started
+
+    def can_save(self, version: int) -> bool:
+        """False in the middle of a step: what the learners hold is not this version."""
+        return self._learners.holds(version)
+
+    @asynccontextmanager
+    async def _explained(self) -> AsyncIterator[None]:
+        """Free the room of a checkpoint that fails, at once: a full disk would stop the next step too."""
+        try:
+            yield
+        except Exception as error:  # not a cancellation: a thread may be committing it at this moment
+            await asyncio.to_thread(self._folder.discard_pending_checkpoint)
+            if isinstance(error, CheckpointError):
+                raise CheckpointError(f"{error} {self._folder.checkpoints.what_is_safe()}") from error
+            raise
+
+    async def finish(self) -> None:
+        """Wait until nothing is being written. Raises as `begin` does."""
+        if self._writing is None:
+            return
+        # Who is told to stop while it waits here does not end the save: it is finished, or given up by `close`.
+        await asyncio.wait([self._writing])
+        writing, self._writing = self._writing, None
+        await writing
+
+    async def check(self) -> dict[str, float]:
+        """After each step: hear of a save that failed. Returns metrics of one that ended since."""
+        if self._writing is None or not self._writing.done():
+            return {}
+        await self.finish()
+        return {"timing_s/checkpoint_write": self._seconds}
+
+    async def close(self) -> None:
+        """Give up what is being written; its folder never counts. Idempotent."""
+        if self._writing is None:
+            return
+        writing, self._writing = self._writing, None
+        writing.cancel()
+        await asyncio.wait([writing])
+        if not writing.cancelled() and (error := writing.exception()) is not None:
+            log.warning("%s was given up: %s", writing.get_name(), error)
+
+
+@asynccontextmanager
+async def saving(saver: CheckpointSaver) -> AsyncIterator[None]:
+    """Close the saver behind the block."""
+    try:
+        yield
+    finally:
+        await saver.close()
+
+
+def is_due(step: int, every_steps: int, *, last: int) -> bool:
+    """True on every `every_steps`-th step (0: none of them) and on the last."""
+    return step == last or (every_steps > 0 and step % every_steps == 0)
+
+
+@asynccontextmanager
+async def saving_when_stopped(
+    saver: CheckpointSaver, folder: RunFolder, store: TrajectoryStore[Any], begin: Begin
+) -> AsyncIterator[None]:
+    """A run that is stopped saves the steps since its last checkpoint first.
+
+    It is stopped by a person (Ctrl-C, SIGTERM, `ray job stop`), by a stall, or because a process was lost too often. In
+    the middle of a step there is nothing whole to save, and the last checkpoint stays what the run goes on from. One
+    that trains on noise (TrainingAbortedError) only ends the save that is under way.
+
+    Args:
+        begin: starts to save the store's version.
+    Raises:
+        CheckpointError: a person stopped it, and it can't be saved. Else a warning says so, beside what stopped it.
+    """
+    save = partial(_save_at_the_end, saver, folder, store, begin)
+    try:
+        yield
+    except asyncio.CancelledError:
+        await save()
+        raise
+    except (StalledError, RestartsUsedUpError, TrainingAbortedError) as reason:
+        try:
+            # Not interrupted: that a process was lost too often is found by others too, who stop the run as well.
+            await uninterrupted(_finish(saver) if isinstance(reason, TrainingAbortedError) else save())
+        except RayappError as error:
+            log.warning("%s", error)
+        if isinstance(reason, StalledError):
+            end_process_after(CLOSE_S)  # a thread that hangs on a disk would keep the interpreter from ending
+        raise
+
+
+async def _save_at_the_end(
+    saver: CheckpointSaver, folder: RunFolder, store: TrajectoryStore[Any], begin: Begin
+) -> None:
+    async with _in_time():
+        await saver.finish()
+        last = folder.latest_checkpoint()
+        if store.version <= (last.version if last is not None else 0):
+            return
+        if not saver.can_save(store.version):
+            log.warning("stopped in the middle of step %d: the run goes on from its last checkpoint", store.version + 1)
+            return
+        await begin(store.version)
+        await saver.finish()
+
+
+async def _finish(saver: CheckpointSaver) -> None:
+    async with _in_time():
+        await saver.finish()
+
+
+@asynccontextmanager
+async def _in_time() -> AsyncIterator[None]:
+    """Raises CheckpointError: the block took too long. Then the process, which may hang on a disk, ends by force."""
+    end_process_after(SAVE_S + CLOSE_S)
+    limit = asyncio.timeout(SAVE_S)
+    try:
+        async with limit:
+            yield
+    except LearnersLostError as error:
+        # Not as itself: the run would start new learners and go on.
+        raise CheckpointError(f"the steps since the last checkpoint are not saved: {error}") from error
+    except TimeoutError:
+        if not limit.expired():
+            raise
+        raise CheckpointError(
+            f"the steps since the last checkpoint are not saved: they were not written within {SAVE_S:g} s. Does the "
+            "disk of the run folder answer? Start the run again: it goes on from its last checkpoint."
+        ) from None
+    finally:
+        if not limit.expired():
+            let_process_live()

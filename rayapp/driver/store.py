@@ -1,0 +1,320 @@
+"""The bounded store between rollouts and training, and the ledger of every group that passes through it.
+
+    feed --reserve--> [admitted] --finish--> [ready] --take--> [training] --release--> (trained)
+                          |                     |
+                          '------- drop --------'            (dropped, with a reason, or refused when finished)
+
+It holds at most `(max_staleness + 1) * groups_per_step` groups that are not yet trained. A slot is freed by `release`
+only, and the driver calls that after the new weights have reached every server: a slot freed earlier would let a prompt
+start on weights about to be replaced. So a group is never older than `max_staleness` optimizer steps, and with
+`max_staleness == 0` this is synchronous GRPO. Pure asyncio, one event loop, no Ray: what it stores is opaque.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
+
+from rayapp.core.types import GroupSummary
+from rayapp.driver.dynamic_sampling import EQUAL_REWARDS
+
+RefT = TypeVar("RefT")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredGroup(Generic[RefT]):
+    """A finished group: its numbers, and where it is."""
+
+    summary: GroupSummary
+    ref: RefT
+    """Reference to the `Group` in the object store; never resolved by the driver."""
+    ready_at_s: float = field(default_factory=time.monotonic)
+    """When it was finished, on the monotonic clock."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ledger:
+    """How many groups are in each state. Every group is in exactly one."""
+
+    admitted: int
+    ready: int
+    training: int
+    trained: int
+    dropped: int
+    issued: int
+    """Ids handed out so far; the five above add up to it."""
+
+    def balances(self) -> bool:
+        return self.admitted + self.ready + self.training + self.trained + self.dropped == self.issued
+
+
+class TrajectoryStore(Generic[RefT]):
+    """See the module's diagram.
+
+    Args:
+        groups_per_step: groups that one optimizer step trains on.
+        max_staleness: optimizer steps a group may be behind the weights that train on it.
+        version: policy version that the servers hold now.
+        num_groups: groups that this run still trains on; no more than these, and those in place of dropped ones, are
+            ever admitted.
+        next_group_id: first id to hand out; on resume, `next_untrained_id` of the run before.
+        straggler_window: groups that may be trained before one that was admitted earlier and is still being generated.
+            0 keeps their order. None may wait so long that it grows too stale, whatever this is.
+        waiting: finished groups that a checkpoint kept.
+        done_ahead: on resume, ids from next_group_id on that have been trained, or dropped for good.
+        refuses: whether a finished group is dropped instead of kept, by its summary and its place in the step.
+    """
+
+    def __init__(
+        self,
+        *,
+        groups_per_step: int,
+        max_staleness: int,
+        version: int,
+        num_groups: int,
+        next_group_id: int = 0,
+        straggler_window: int = 0,
+        waiting: Sequence[StoredGroup[RefT]] = (),
+        done_ahead: Collection[int] = (),
+        refuses: Callable[[GroupSummary, int], bool] = lambda summary, place: False,
+    ) -> None:
+        self._refuses = refuses
+        self._groups_per_step = groups_per_step
+        self._max_staleness = max_staleness
+        self._capacity = (max_staleness + 1) * groups_per_step
+        self._num_groups = num_groups
+        self._version = version
+        self._next_id = next_group_id
+        self._step_first_id = next_group_id
+        self._straggler_window = straggler_window
+        self._num_issued = len(waiting)
+        self._admitted: set[int] = set()
+        self._admitted_for: dict[int, int] = _oldest_versions(waiting)
+        """Version that each group in generation, or ready, was admitted for: nothing older can have sampled it."""
+        self._ready: dict[int, StoredGroup[RefT]] = {group.summary.group_id: group for group in waiting}
+        self._done_ahead = set(done_ahead)
+        self._never_again = frozenset((*self._ready, *done_ahead))
+        """Ids that a checkpoint has kept, or counted as done."""
+        self._overtaken: Counter[int] = Counter()
+        """Of each group in generation: groups with higher ids that were taken since it was admitted."""
+        self._training: set[int] = set()
+        self._num_trained = 0
+        self._dropped_since_release: set[int] = set()
+        self.dropped_for: Counter[str] = Counter()
+        self.reissued_for: Counter[str] = Counter()
+        self._changed = asyncio.Condition()
+
+    @property
+    def version(self) -> int:
+        """Policy version on which a group admitted now is generated."""
+        return self._version
+
+    async def reserve(self) -> tuple[list[int], int]:
+        """Wait for a free slot, then take all that are free: groups that start together, on the same weights.
+
+        Returns:
+            Their ids, and the policy version they must be generated on.
+        """
+        async with self._changed:
+            await self._changed.wait_for(lambda: self._num_free() > 0)
+            ids = [self._hand_out() for _ in range(self._num_free())]
+            self._admitted.update(ids)
+            self._admitted_for.update(dict.fromkeys(ids, self._version))
+        return ids, self._version
+
+    def _hand_out(self) -> int:
+        group_id = self._upcoming_id()
+        self._next_id = group_id + 1
+        self._num_issued += 1
+        return group_id
+
+    def _upcoming_id(self) -> int:
+        group_id = self._next_id
+        while group_id in self._never_again:
+            group_id += 1
+        return group_id
+
+    def _num_free(self) -> int:
+        if self._max_staleness == 0 and self._admitted:
+            # Synchronous runs repeat to the last bit: what replaces dropped groups starts together, once all are done,
+            # and not with whichever was dropped first.
+            return 0
+        in_store = len(self._admitted) + len(self._ready) + len(self._training)
+        still_wanted = self._num_groups - self._num_trained - in_store
+        return min(self._capacity - in_store, still_wanted)
+
+    async def finish(self, summary: GroupSummary, ref: RefT) -> None:
+        """A group is generated and scored. Each admitted group finishes or is dropped exactly once."""
+        async with self._changed:
+            if summary.group_id not in self._admitted:
+                raise AssertionError(f"group {summary.group_id} finished, but it is not being generated")
+            self._leave(summary.group_id)
+            if self._refuses(summary, self._place(summary.group_id)):
+                self._count_dropped(summary.group_id, EQUAL_REWARDS)
+            else:
+                self._ready[summary.group_id] = StoredGroup(summary=summary, ref=ref)
+            self._changed.notify_all()
+
+    def reissue(self, group_id: int, reason: str) -> int:
+        """An admitted group was lost with the process that made it, and is generated again. Nothing of it was kept.
+
+        Returns:
+            The policy version it is generated on now: the servers may have got newer weights since it was admitted.
+        """
+        if group_id not in self._admitted:
+            raise AssertionError(f"group {group_id} issued again for {reason}, but it is not being generated")
+        self.reissued_for[reason] += 1
+        return self._version
+
+    def _leave(self, group_id: int) -> None:
+        self._admitted.remove(group_id)
+        self._overtaken.pop(group_id, None)
+
+    def _place(self, group_id: int) -> int:
+        """Among the groups admitted for the next step; below 0 for as many as may be ahead of it."""
+        return group_id - self._step_first_id - self._max_staleness * self._groups_per_step
+
+    async def drop(self, group_id: int, reason: str) -> None:
+        """Give a group up, admitted or ready: it is counted, and its slot goes to the next prompt."""
+        async with self._changed:
+            if group_id in self._admitted:
+                self._leave(group_id)
+            elif self._ready.pop(group_id, None) is None:
+                raise AssertionError(f"group {group_id} dropped for {reason}, but it is not in the store")
+            self._count_dropped(group_id, reason)
+            self._changed.notify_all()
+
+    def _count_dropped(self, group_id: int, reason: str) -> None:
+        self.dropped_for[reason] += 1
+        del self._admitted_for[group_id]
+        if self._max_staleness == 0:
+            self._dropped_since_release.add(group_id)
+        else:
+            self._done_ahead.add(group_id)
+
+    async def take(self, num_groups: int) -> list[StoredGroup[RefT]]:
+        """The next `num_groups` groups, oldest first, once that many are ready and no straggler is in their way.
+
+        Order of ids, not of arrival: what a step trains on must not depend on which server was faster. Within
+        `straggler_window` groups pass one that is still being generated, unless it could then grow too stale.
+        """
+        async with self._changed:
+            await self._changed.wait_for(lambda: self._next_in_order(num_groups) is not None)
+            ids = self._next_in_order(num_groups)
+            assert ids is not None
+            for running in self._admitted:
+                self._overtaken[running] += _num_above(running, ids)
+            groups = [self._ready.pop(group_id) for group_id in ids]
+            for group_id in ids:
+                del self._admitted_for[group_id]
+        self._training.update(ids)
+        for group in groups:
+            self._check_staleness(group.summary)
+        return groups
+
+    def _next_in_order(self, num_groups: int) -> list[int] | None:
+        """Ids of the next step, or None while it has to wait. Asked after each group that finishes."""
+        if len(self._ready) < num_groups:
+            return None
+        ids = sorted(self._ready)[:num_groups]
+        if self._overtakes_too_many(ids) or not self._leaves_time_for_the_rest(ids):
+            return None
+        return ids
+
+    def _overtakes_too_many(self, ids: Sequence[int]) -> bool:
+        return any(
+            self._overtaken[running] + _num_above(running, ids) > self._straggler_window
+            for running in self._admitted
+            if running < ids[-1]
+        )
+
+    def _leaves_time_for_the_rest(self, ids: Sequence[int]) -> bool:
+        """Whether every other group can still be trained in time, at `groups_per_step` a step."""
+        taken = set(ids)
+        rest = sorted(
+            self._admitted_for[group_id] + self._max_staleness
+            for group_id in (*self._admitted, *self._ready)
+            if group_id not in taken
+        )
+        # The n-th of them is trained in step 1 + n // groups_per_step after this one, by the version before that.
+        return all(last >= self._version + 1 + place // self._groups_per_step for place, last in enumerate(rest))
+
+    def _check_staleness(self, summary: GroupSummary) -> None:
+        staleness = self._version - summary.min_policy_version
+        if staleness > self._max_staleness:
+            raise AssertionError(
+                f"group {summary.group_id} was sampled by version {summary.min_policy_version} and would be trained by "
+                f"{self._version}: {staleness} steps stale, the bound is {self._max_staleness}"
+            )
+
+    async def release(self, version: int) -> None:
+        """The taken groups are trained and every server holds `version`: their slots admit new prompts."""
+        async with self._changed:
+            self._num_trained += len(self._training)
+            self._done_ahead |= self._training
+            self._training.clear()
+            self._dropped_since_release.clear()
+            self._step_first_id = self.next_untrained_id
+            self._done_ahead = {group_id for group_id in self._done_ahead if group_id > self._step_first_id}
+            self._version = version
+            self._changed.notify_all()
+
+    @property
+    def next_untrained_id(self) -> int:
+        """Where a resumed run starts handing out ids: groups in flight now are generated again, once.
+
+        In a synchronous run so are those dropped since the last release: what replaced them must start with the same
+        neighbours.
+        """
+        in_flight = (*self._admitted, *self._ready, *self._training, *self._dropped_since_release)
+        # Kept groups can be ahead of ids that have not been handed out again yet.
+        return min((*in_flight, self._upcoming_id()))
+
+    @property
+    def done_ahead(self) -> tuple[int, ...]:
+        """Ids above `next_untrained_id` that are trained or dropped: a resumed run must not hand them out again."""
+        first = self.next_untrained_id
+        return tuple(sorted(group_id for group_id in self._done_ahead if group_id > first))
+
+    @property
+    def waiting(self) -> list[StoredGroup[RefT]]:
+        """Finished groups that no step has taken yet, oldest first."""
+        return [self._ready[group_id] for group_id in sorted(self._ready)]
+
+    def oldest_ready_s(self) -> float:
+        """Seconds that the oldest finished group has waited to be trained on; 0 when none waits."""
+        now = time.monotonic()
+        return max((now - group.ready_at_s for group in self._ready.values()), default=0.0)
+
+    def ledger(self) -> Ledger:
+        return Ledger(
+            admitted=len(self._admitted),
+            ready=len(self._ready),
+            training=len(self._training),
+            trained=self._num_trained,
+            dropped=self.dropped_for.total(),
+            issued=self._num_issued,
+        )
+
+
+def _num_above(group_id: int, ids: Sequence[int]) -> int:
+    """How many of these sorted ids are higher."""
+    return len(ids) - bisect_right(ids, group_id)
+
+
+def _oldest_versions(waiting: Sequence[StoredGroup[RefT]]) -> dict[int, int]:
+    """By id, the version that a kept group was admitted for at the earliest.
+
+    Groups are admitted in the order of their ids, so none was admitted for a newer version than a later one was sampled
+    by; one that was issued again was itself sampled by newer weights than that.
+    """
+    versions: dict[int, int] = {}
+    for group in sorted(waiting, key=lambda stored: stored.summary.group_id, reverse=True):
+        oldest = min([group.summary.min_policy_version, *list(versions.values())[-1:]])
+        versions[group.summary.group_id] = oldest
+    return versions

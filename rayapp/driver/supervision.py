@@ -1,0 +1,233 @@
+"""Keeping the processes of a run alive: who is gone or hangs is started again, made ready, and only then used.
+
+One `Supervisor` per run, in the driver. It knows its members by a protocol, not by Ray: `actors.setup.members` has the
+real ones, tests have scripted ones. Learners are not members, as one that dies takes the others' step with it: the
+driver starts them all again from the last checkpoint.
+
+    up --ping fails--> down --kill, revive (process, engine, current weights)--> up
+                         '--restarts used up--> RestartsUsedUpError ends the run
+
+Pings judge a process that is up. One that is being started has a deadline of its own, `revive_timeout_s`: on a busy
+machine a fresh process answers late, and taking it for hung would end it again and again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from rayapp.core.errors import (
+    DeadlineError,
+    ProcessDiedError,
+    ProcessUnavailableError,
+    RayappError,
+    RestartsUsedUpError,
+)
+
+log = logging.getLogger(__name__)
+BIRTH_POLL_S = 0.1
+
+
+class Member(Protocol):
+    """One process that can be replaced while the others go on. Every method raises RayappError for what went wrong."""
+
+    @property
+    def name(self) -> str: ...
+
+    async def incarnation(self, timeout_s: float) -> str:
+        """Which start of the process answers: another text after every start.
+
+        Raises:
+            ProcessDiedError: none does.
+            DeadlineError: it hangs.
+        """
+        ...
+
+    async def ping(self, timeout_s: float) -> str:
+        """`incarnation`, from a process that can do its work now."""
+        ...
+
+    async def kill(self) -> None:
+        """End the process, so that Ray starts it again. Idempotent; one that hangs ends too."""
+        ...
+
+    async def revive(self) -> None:
+        """Make a process that has just started as useful as the one before it was."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """See `recovery` in the configuration."""
+
+    max_restarts: int
+    ping_every_s: float
+    ping_timeout_s: float
+    revive_timeout_s: float
+
+
+class Supervisor:
+    """See the module.
+
+    Args:
+        members: all of them up.
+        report: told in a line what is gone and what has been started again.
+    """
+
+    def __init__(
+        self, members: Sequence[Member], limits: Limits, *, report: Callable[[str], None] = lambda text: None
+    ) -> None:
+        self._members = {member.name: member for member in members}
+        self._incarnations = dict.fromkeys(self._members, "")
+        self._limits = limits
+        self._report = report
+        self._locks = {name: asyncio.Lock() for name in self._members}
+        self._replacing: set[asyncio.Task[None]] = set()
+        self._down: set[str] = set()
+        self.restarts: Counter[str] = Counter()
+        """By name, over the run."""
+        self.seconds_down = 0.0
+
+    @asynccontextmanager
+    async def watching(self) -> AsyncIterator[None]:
+        """Look after the members while the block runs; what can't be helped is raised from the block.
+
+        Raises:
+            RestartsUsedUpError: a member died too often.
+        """
+        for name, member in self._members.items():
+            self._incarnations[name] = await member.ping(self._limits.revive_timeout_s)
+        async with asyncio.TaskGroup() as tasks:
+            watches = [tasks.create_task(self._watch(name), name=f"watch {name}") for name in self._members]
+            try:
+                yield
+            finally:
+                for task in (*watches, *self._replacing):
+                    task.cancel()
+
+    async def _watch(self, name: str) -> None:
+        while True:
+            await asyncio.sleep(self._limits.ping_every_s)
+            await self._check(name)
+
+    async def settled(self) -> None:
+        """Return once every member answers; what is gone is started again first. Call it after any call has failed.
+
+        Raises:
+            RestartsUsedUpError: a member died too often.
+        """
+        await asyncio.gather(*(self._owned(self._check(name), name) for name in self._members))
+
+    def is_up(self, name: str) -> bool:
+        """False while it is being replaced."""
+        return name not in self._down
+
+    def incarnation(self, name: str) -> str:
+        """The start of the member that is up; empty while it is being replaced."""
+        return self._incarnations[name] if self.is_up(name) else ""
+
+    async def condemn(self, name: str, incarnation: str, reason: str) -> None:
+        """A member answers, but must not go on as it is: replace it, unless this start of it is gone already.
+
+        Args:
+            incarnation: what `incarnation` said when it failed. One that was being replaced then is made ready anyway.
+        """
+        await self._owned(self._condemn(name, incarnation, reason), name)
+
+    async def _condemn(self, name: str, incarnation: str, reason: str) -> None:
+        async with self._locks[name]:
+            if incarnation and incarnation == self._incarnations[name]:
+                await self._replace(self._members[name], reason, must_kill=True)
+
+    async def _owned(self, work: Coroutine[Any, Any, None], name: str) -> None:
+        """Wait for work on a member that goes on when the caller is stopped: half replaced, the member would be lost a
+        second time, or be taken for up."""
+        task = asyncio.create_task(work, name=f"replace {name}")
+        self._replacing.add(task)
+        task.add_done_callback(self._replacing.discard)
+        await asyncio.shield(task)
+
+    async def _check(self, name: str) -> None:
+        # One at a time for each member: whoever comes second finds it replaced.
+        async with self._locks[name]:
+            reason, must_kill = await self._why_down(self._members[name])
+            if reason:
+                await self._replace(self._members[name], reason, must_kill=must_kill)
+
+    async def _why_down(self, member: Member) -> tuple[str, bool]:
+        """Why it has to be replaced (empty: it is up), and whether an old process is still there to be ended."""
+        known = self._incarnations[member.name]
+        try:
+            if await member.ping(self._limits.ping_timeout_s) == known:
+                return "", False
+            return "its process ended and was started again.", False
+        except ProcessDiedError as error:
+            return str(error), False
+        except DeadlineError as error:
+            return str(error), True
+        except RayappError as error:
+            return str(error), await self._is_still(member, known)
+
+    async def _is_still(self, member: Member, incarnation: str) -> bool:
+        try:
+            return await member.incarnation(self._limits.ping_timeout_s) == incarnation
+        except RayappError as error:
+            return not isinstance(error, ProcessDiedError)
+
+    async def _replace(self, member: Member, reason: str, *, must_kill: bool) -> None:
+        self._report(f"lost {member.name}: {reason}")
+        log.warning("lost %s: %s", member.name, reason)
+        started = time.monotonic()
+        self._down.add(member.name)
+        while True:
+            self._count(member.name, reason)
+            try:
+                async with asyncio.timeout(self._limits.revive_timeout_s):
+                    if must_kill:
+                        await member.kill()
+                    await self._revive(member)
+                break
+            except RayappError as error:
+                # Asked, and not read from the error: it may be about another process that this one needs.
+                reason, must_kill = str(error), await self._is_still(member, self._incarnations[member.name])
+            except TimeoutError:
+                reason, must_kill = f"it was not ready again within {self._limits.revive_timeout_s:g} s.", True
+        self._down.discard(member.name)
+        seconds = time.monotonic() - started
+        self.seconds_down += seconds
+        self._report(f"replaced {member.name} after {seconds:.1f} s (restart {self.restarts[member.name]})")
+
+    async def _revive(self, member: Member) -> None:
+        """Wait for a new process, make it ready, and remember it."""
+        known = self._incarnations[member.name]
+        # Ray has no event for a restart of an actor: asking is the only way to know.
+        while (born := await self._born(member)) in ("", known):  # noqa: ASYNC110
+            await asyncio.sleep(BIRTH_POLL_S)
+        self._incarnations[member.name] = born
+        await member.revive()
+
+    async def _born(self, member: Member) -> str:
+        try:
+            return await member.incarnation(self._limits.ping_timeout_s)
+        except (ProcessUnavailableError, DeadlineError):
+            # Not there yet, or there and still importing: how long that may take is `revive_timeout_s`.
+            return ""
+
+    def _count(self, name: str, reason: str) -> None:
+        if self.restarts[name] >= self._limits.max_restarts:
+            raise RestartsUsedUpError(
+                f"{name} was lost {self.restarts[name] + 1} times, and recovery.max_restarts is "
+                f"{self._limits.max_restarts}. Last reason: {reason} Find out why in Ray's logs of {name} (dashboard, "
+                "Actors), then start the run again: it goes on from its last checkpoint."
+            )
+        self.restarts[name] += 1
+
+    def metrics(self) -> dict[str, float]:
+        """`recovery/*`: restarts and seconds without a member, over the run so far."""
+        return {"recovery/restarts": float(self.restarts.total()), "recovery/seconds_down": self.seconds_down}

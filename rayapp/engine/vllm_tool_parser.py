@@ -1,0 +1,205 @@
+"""vLLM's tool-call parsers as a `ToolCallParser`: one per model family, chosen by name (hermes for Qwen2.5 and 3).
+
+Called by rollout workers through `load_parser`. Importing vLLM takes seconds and half a gigabyte, so nothing else
+imports this module at its top. A parser is asked about one call at a time where its format marks calls' ends: vLLM's
+own give up on a whole turn for one call that is malformed.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import sys
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import islice
+from typing import Any
+
+import regex
+
+from rayapp.core.errors import ConfigError
+from rayapp.tools.base import ToolSchema
+from rayapp.tools.calls import MAX_CALLS, RawCall, SampleCall
+
+log = logging.getLogger(__name__)
+_START = ("tool_call_start_token", "tool_calls_start_token", "bot_token", "start_token")
+_END = ("tool_call_end_token", "tool_calls_end_token", "end_token")
+_SEARCHES = ("search", "match", "fullmatch", "findall", "finditer", "split", "sub", "subn")
+_PARSE_TIMEOUT_S = 1.0
+"""Of processor time, for one turn: the event loop waits for it. Not of the clock, which a busy machine runs down."""
+_MALFORMED = "the parser {name} can't read it: it must be complete, valid JSON in the form the system prompt shows"
+
+
+class VllmToolParser:
+    """See `rayapp.tools.calls.ToolCallParser`.
+
+    Args:
+        name: vLLM's name of the parser, e.g. hermes.
+        tokenizer: of the model.
+        tools: what the policy may call; some formats need the schemas to read argument types.
+        by_call: show it one call at a time, where its format marks where calls begin and end; else the whole turn.
+    Raises:
+        ConfigError: vLLM has no such parser, or it doesn't fit the tokenizer.
+    """
+
+    def __init__(self, name: str, tokenizer: Any, tools: Sequence[ToolSchema], *, by_call: bool = True) -> None:
+        from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+
+        self._name = name
+        self._request = ChatCompletionRequest(
+            model="policy",
+            messages=[{"role": "user", "content": ""}],
+            tools=[tool.as_openai() for tool in tools] or None,
+        )
+        self._parser = _make(name, tokenizer, self._request.tools)
+        self._start = _token(self._parser, _START)
+        self._is_gated = by_call
+        self._block = _block_pattern(self._start, _token(self._parser, _END)) if by_call else None
+        _set_deadlines(self._parser)
+        # It logs a traceback for each malformed call, which is daily bread here.
+        logging.getLogger(type(self._parser).__module__).setLevel(logging.CRITICAL)
+
+    def parse(self, text: str) -> tuple[RawCall, ...]:
+        if self._is_gated and self._start and self._start not in text:
+            return ()
+        _DEADLINE.begin()
+        if self._block is None:
+            return self._read(text)
+        blocks = islice(self._block.finditer(text), MAX_CALLS + 1)
+        return tuple(call for match in blocks for call in self._read(match.group()))
+
+    def _read(self, text: str) -> tuple[RawCall, ...]:
+        try:
+            found = _DEADLINE.keep(self._parser.extract_tool_calls, text, self._request)
+        except Exception as error:  # boundary: what the policy wrote may break any parser
+            return (RawCall(problem=f"{_MALFORMED.format(name=self._name)} ({type(error).__name__})"),)
+        if not found.tools_called:
+            is_meant = bool(self._start) and self._start in text
+            return (RawCall(problem=_MALFORMED.format(name=self._name)),) if is_meant else ()
+        return tuple(RawCall(name=call.function.name, arguments=call.function.arguments) for call in found.tool_calls)
+
+
+def load_parser(
+    name: str, tokenizer: Any, tools: Sequence[ToolSchema], sample: SampleCall | None = None
+) -> VllmToolParser:
+    """The parser of that name, in a way of asking it that finds the sample.
+
+    Args:
+        sample: a call as the model's template writes it; None takes the parser as it is.
+    Raises:
+        ConfigError: as `VllmToolParser`, or it doesn't find the sample; the message names parsers that do.
+    """
+    parser = VllmToolParser(name, tokenizer, tools)
+    if sample is None:
+        return parser
+    found = _fitting(name, tokenizer, tools, sample)
+    if found is None:
+        others = [other for other in _known() if other != name and _fitting(other, tokenizer, tools, sample)]
+        raise ConfigError(
+            f"vLLM's tool parser {name!r} doesn't find a call that this model's chat template writes: "
+            f"{sample.texts[0][:300]!r}. Set agent.tool_parser to one that does: {', '.join(others) or 'vLLM has none'}"
+        )
+    return found
+
+
+def _fitting(name: str, tokenizer: Any, tools: Sequence[ToolSchema], sample: SampleCall) -> VllmToolParser | None:
+    """Call by call if that works: then one that is malformed doesn't take the others along."""
+    for by_call in (True, False):
+        try:
+            parser = VllmToolParser(name, tokenizer, tools, by_call=by_call)
+            if sample.is_found_by(parser):
+                return parser
+        except Exception:  # boundary: as in _make, and a parser may need packages that are not here
+            log.debug("tool parser %s", name, exc_info=True)
+    return None
+
+
+def _known() -> list[str]:
+    from vllm.tool_parsers import ToolParserManager
+
+    return sorted(ToolParserManager.list_registered())
+
+
+def _make(name: str, tokenizer: Any, tools: Any) -> Any:
+    from vllm.tool_parsers import ToolParserManager
+
+    try:
+        kind = ToolParserManager.get_tool_parser(name)
+    except KeyError:
+        raise ConfigError(f"vLLM has no tool parser {name!r}; it has: {', '.join(_known())}") from None
+    try:
+        return kind(tokenizer, tools)
+    except Exception as error:  # boundary: parsers look up tokens of their family in the tokenizer
+        raise ConfigError(
+            f"vLLM's tool parser {name!r} doesn't fit this model's tokenizer: {type(error).__name__}: {error}"
+        ) from error
+
+
+class _Deadline:
+    """Of the parse that the process is at: its event loop waits, so there is one at a time.
+
+    Parsers are quadratic or cubic in what a policy can write: GLM's took 14 s for 6 kB, and holds the GIL in regular
+    expressions. Those get a timeout, and every call of a function is a moment to stop.
+    """
+
+    def __init__(self) -> None:
+        self._ends_at = 0.0
+        self._is_kept = False
+
+    def begin(self) -> None:
+        self._ends_at = time.thread_time() + _PARSE_TIMEOUT_S
+
+    def left_s(self) -> float | None:
+        """None where nobody waits."""
+        return max(0.001, self._ends_at - time.thread_time()) if self._is_kept else None
+
+    def keep(self, extract: Callable[..., Any], *args: Any) -> Any:
+        """Call it. Raises TimeoutError, again for every call made by a parser that has caught it."""
+        before, self._is_kept = sys.getprofile(), True
+        sys.setprofile(self._check)
+        try:
+            return extract(*args)
+        finally:
+            sys.setprofile(before)
+            self._is_kept = False
+
+    def _check(self, frame: object, event: str, called: object) -> None:
+        if called is not sys.setprofile and time.thread_time() > self._ends_at:
+            raise TimeoutError("the parser took too long")
+
+
+class _TimedPattern:
+    """A pattern of the package regex, which all of vLLM's parsers use, under the deadline."""
+
+    def __init__(self, pattern: Any) -> None:
+        self._pattern = pattern
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._pattern, name)
+        return partial(found, timeout=_DEADLINE.left_s()) if name in _SEARCHES else found
+
+
+def _set_deadlines(parser: Any) -> None:
+    """On the patterns of a parser and of the modules that it uses."""
+    kind = type(regex.compile(""))
+    modules = [module for name, module in sys.modules.items() if name.startswith(("vllm.parser", "vllm.tool_parsers"))]
+    for owner in [parser, *modules]:
+        for name in dir(owner):
+            if isinstance(pattern := getattr(owner, name, None), kind):
+                setattr(owner, name, _TimedPattern(pattern))
+
+
+def _token(parser: Any, names: Sequence[str]) -> str:
+    found = (getattr(parser, name, None) for name in names)
+    return next((token for token in found if isinstance(token, str) and token), "")
+
+
+def _block_pattern(start: str, end: str) -> re.Pattern[str] | None:
+    if not start or not end:
+        return None
+    begin, stop = re.escape(start), re.escape(end)
+    return re.compile(f"{begin}.*?(?:{stop}|(?={begin})|\\Z)", re.DOTALL)
+
+
+_DEADLINE = _Deadline()

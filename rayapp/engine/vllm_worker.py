@@ -1,0 +1,142 @@
+"""What we add to vLLM's workers: taking new weights out of shared memory, and not outliving the server.
+
+vLLM mixes this class into its own worker by import path (`worker_extension_cls`), in the engine's processes. Those are
+no Ray workers and refuse pickled calls, so a call carries only a file's name and plain data.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import threading
+from pathlib import Path
+from typing import Any
+
+from rayapp.engine.vllm_adapter import is_adapter, load_adapter
+from rayapp.engine.weights import vllm_gloo
+from rayapp.engine.weights.buckets import TensorEntry, unpack
+from rayapp.engine.weights.checksum import checksum_of
+
+# This module is imported in every worker before it makes its weight-transfer engine.
+vllm_gloo.register()
+
+
+class WeightUpdateExtension:
+    """Mixed into vLLM's worker, which brings `model_runner`."""
+
+    model_runner: Any
+
+    def load_shared_weights(self, path: str, entries: list[TensorEntry], checksums: dict[str, int]) -> int:
+        """Load a whole model, or an adapter, from a file in shared memory. Returns the number of tensors found to be
+        held as sent.
+
+        Args:
+            path: file of raw tensors in memory, such as /proc/<server>/fd/<memfd>.
+            entries: what is where in it.
+            checksums: of a sample of its tensors, made by the learner.
+        Raises:
+            ValueError: what arrived, or what the model holds now, is not what was sent.
+        """
+        import torch
+
+        size = Path(path).stat().st_size
+        data = torch.from_file(path, shared=True, size=size, dtype=torch.uint8)
+        sampled = {name: tensor for name, tensor in unpack(entries, data) if name in checksums}
+        _check("arrive", sampled, checksums)
+        if is_adapter(entries):
+            return load_adapter(self.model_runner, unpack(entries, data))
+        # Layer-wise reload and not load_weights: on CPU vLLM repacks parameters after the first load, and a second
+        # plain load finds no weight_loader on them.
+        self.model_runner.reload_weights(weights_iterator=unpack(entries, data))
+        _pack_experts_again(self.model_runner.get_model())
+        _tie_again(self.model_runner.get_model(), self.model_runner.model_config.hf_text_config)
+        return self.check_weights(checksums)
+
+    def seal_weights(self, checksums: dict[str, int]) -> int:
+        """After an update that went straight into the model: pack and tie again, then `check_weights`."""
+        _pack_experts_again(self.model_runner.get_model())
+        _tie_again(self.model_runner.get_model(), self.model_runner.model_config.hf_text_config)
+        return self.check_weights(checksums)
+
+    def check_weights(self, checksums: dict[str, int]) -> int:
+        """Compare what the model holds with checksums of the learner's; tensors that it keeps apart under their own
+        names, whole and in bfloat16: norms and biases. Returns how many those are.
+
+        Raises:
+            ValueError: one differs.
+        """
+        import torch
+
+        parameters = dict(self.model_runner.get_model().named_parameters())
+        held = {name: p for name, p in parameters.items() if name in checksums and p.dtype == torch.bfloat16}
+        # By name and not by shape: on CPU vLLM repacks some matrices into one dimension.
+        whole = {name: p for name, p in held.items() if "norm" in name or name.endswith(".bias")}
+        _check("are held", whole, checksums)
+        return len(whole)
+
+    def seed_sampling(self, seed: int) -> None:
+        """Seed the generator that all requests sample from."""
+        import torch
+
+        torch.manual_seed(seed)
+
+    def answer(self) -> bool:
+        """True: this worker takes calls."""
+        return True
+
+    def die_with(self, server_pid: int) -> None:
+        """End this engine when the server's process ends, SIGKILL included: nobody else would."""
+        pidfd = os.pidfd_open(server_pid)
+        threading.Thread(target=_end_engine_after, args=(pidfd, server_pid), daemon=True).start()
+
+
+def _check(what: str, tensors: dict[str, Any], checksums: dict[str, int]) -> None:
+    wrong = [name for name, tensor in tensors.items() if checksum_of(tensor) != checksums[name]]
+    if wrong:
+        raise ValueError(
+            f"{len(wrong)} of {len(tensors)} sampled tensors have another checksum where they {what} than where the "
+            f"learner sent them: {', '.join(wrong[:3])}"
+        )
+
+
+def _pack_experts_again(model: Any) -> None:
+    """Bring experts into the order that the CPU kernel reads.
+
+    vLLM 0.30 does so where it makes the kernel, at the first load only: after a second one the kernel would read plain
+    matrices as packed ones, and no norm or bias would show it.
+    """
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cpu():
+        return
+    for layer in model.modules():
+        kernel = getattr(getattr(layer, "quant_method", None), "moe_kernel", None)
+        if kernel is not None:
+            kernel.fused_experts.process_weights_after_loading(layer)
+
+
+def _tie_again(model: Any, architecture: Any) -> None:
+    """Give a tied output layer the new embedding.
+
+    vLLM 0.30 reloads layer by layer and passes over an output layer that has no weights of its own in the checkpoint.
+    On CPU that layer holds a repacked copy of the embedding: without this it would go on sampling with the old one.
+    """
+    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
+
+    if not architecture.tie_word_embeddings:
+        return
+    layers = list(model.modules())
+    embedding = next(layer for layer in layers if type(layer) is VocabParallelEmbedding)
+    for head in (layer for layer in layers if isinstance(layer, ParallelLMHead)):
+        head.tie_weights(embedding)
+        head.quant_method.process_weights_after_loading(head)
+
+
+def _end_engine_after(pidfd: int, server_pid: int) -> None:
+    select.select([pidfd], [], [])
+    engine_core = os.getppid()
+    # With tensor parallelism this worker is a child of the engine core; else it is the engine core.
+    if engine_core not in (server_pid, 1):
+        os.kill(engine_core, signal.SIGKILL)
+    os._exit(1)

@@ -1,0 +1,171 @@
+"""Advantages: verl's estimators, called with what this project's groups hold.
+
+Called by the learner once a step, on every trajectory of the step (some estimators whiten over all of them), on every
+rank alike. It never sees invalid trajectories and never computes a baseline of its own.
+
+Rows are *compact*: row i holds trajectory i's response tokens, left-aligned, with the reward on the last of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rayapp.config.algorithm import AlgorithmSection
+from rayapp.config.algorithm_names import ADV_ESTIMATORS, NEEDS_CRITIC, NEEDS_GREEDY_BASELINE, NEEDS_LOG_PROBS
+from rayapp.core.errors import ConfigError, LearnerError
+from rayapp.core.types import FloatArray
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdvantageInputs:
+    """B trajectories, T response tokens in the longest.
+
+    Example: two groups of two, one trajectory of the second invalid and left out -> B = 3, group_index [0, 0, 1].
+    """
+
+    rewards: FloatArray
+    """(B,)"""
+    num_response_tokens: NDArray[np.int64]
+    """(B,) at least 1."""
+    group_index: NDArray[np.int64]
+    """(B,) equal for trajectories of one prompt."""
+    reward_terms: dict[str, FloatArray]
+    """Each (B,); gdpo normalises each of them by itself."""
+    baselines: FloatArray | None = None
+    """(B,) reward of the group's greedy trajectory, for remax."""
+    old_log_probs: Tensor | None = None
+    """(B, T), for the optimal token baselines."""
+    sum_pi_squared: Tensor | None = None
+    """(B, T) sum over the vocabulary of squared probabilities, for the optimal token baselines."""
+    is_weights: Tensor | None = None
+    """(B, T) rollout correction weights, or None."""
+
+
+def compute_advantages(inputs: AdvantageInputs, algorithm: AlgorithmSection) -> Tensor:
+    """Advantage of every response token.
+
+    Returns:
+        (B, T) float32, 0 past a row's own tokens.
+    Raises:
+        ConfigError: an unknown estimator, one that needs a critic, or a gdpo term that no reward has.
+        LearnerError: a reward is not finite: a scorer's bug must not reach the optimizer.
+    """
+    from verl.trainer.ppo.core_algos import get_adv_estimator_fn
+
+    check_estimator(algorithm.adv_estimator)
+    if not np.isfinite(inputs.rewards).all():
+        raise LearnerError(f"rewards must be finite, got {inputs.rewards.tolist()}: the task's scorer has a bug")
+    advantages, _ = get_adv_estimator_fn(algorithm.adv_estimator)(**_arguments(inputs, algorithm))
+    return _as_float32(advantages)
+
+
+def check_estimator(name: str) -> None:
+    """Raises ConfigError unless `name` can be used here."""
+    if name in NEEDS_CRITIC:
+        raise ConfigError(f"algorithm.adv_estimator {name!r} needs a critic, and there is none. Use one of {_names()}.")
+    if name not in ADV_ESTIMATORS:
+        raise ConfigError(f"algorithm.adv_estimator {name!r} is none of verl 0.9.1's: use one of {_names()}.")
+
+
+def response_mask(num_response_tokens: Sequence[int] | NDArray[np.int64]) -> Tensor:
+    """(B, T) float32: 1 on a row's own tokens. T is the longest row, at least 1."""
+    import torch
+
+    lengths = torch.as_tensor(np.asarray(num_response_tokens))
+    width = max(1, int(lengths.max())) if lengths.numel() else 1
+    return (torch.arange(width) < lengths[:, None]).float()
+
+
+def _arguments(inputs: AdvantageInputs, algorithm: AlgorithmSection) -> dict[str, Any]:
+    import torch
+
+    mask = response_mask(inputs.num_response_tokens)
+    name = algorithm.adv_estimator
+    arguments: dict[str, Any] = {
+        "token_level_rewards": _on_last_token(torch.as_tensor(inputs.rewards), mask, _dtype(name)),
+        "response_mask": mask,
+        "index": inputs.group_index,
+        "config": _algo_config(algorithm),
+    }
+    if name.startswith("grpo") or name == "gdpo":
+        arguments["norm_adv_by_std_in_grpo"] = algorithm.norm_adv_by_std
+    if name == "gdpo":
+        arguments |= _gdpo_arguments(inputs, mask, algorithm)
+    if name in NEEDS_GREEDY_BASELINE:
+        arguments["reward_baselines"] = torch.as_tensor(_required(inputs.baselines, name, "baselines"))
+    if name in NEEDS_LOG_PROBS:
+        arguments["old_log_probs"] = _required(inputs.old_log_probs, name, "old_log_probs")
+        arguments["sum_pi_squared"] = _required(inputs.sum_pi_squared, name, "sum_pi_squared")
+        arguments["rollout_is_weights"] = inputs.is_weights
+    return arguments
+
+
+def _gdpo_arguments(inputs: AdvantageInputs, mask: Tensor, algorithm: AlgorithmSection) -> dict[str, Any]:
+    """gdpo reads each term from the batch and puts it on the last token itself."""
+    import torch
+
+    if not algorithm.gdpo_reward_terms:
+        return {"config": None}
+    # A term that only some rewards have is NaN in the others.
+    whole = {name for name, values in inputs.reward_terms.items() if np.isfinite(values).all()}
+    missing = sorted(set(algorithm.gdpo_reward_terms) - whole)
+    if missing:
+        raise ConfigError(f"algorithm.gdpo_reward_terms names {missing}, but all rewards have only {sorted(whole)}")
+    prompts = torch.zeros(mask.shape[0], 0)
+    terms = {name: inputs.reward_terms[name] for name in algorithm.gdpo_reward_terms}
+    return {"non_tensor_batch": terms, "batch": {"prompts": prompts, "attention_mask": mask.long()}}
+
+
+def _algo_config(algorithm: AlgorithmSection) -> Any:
+    """The part of verl's AlgoConfig that estimators read. A DictConfig: gdpo reads keys AlgoConfig does not declare."""
+    from omegaconf import OmegaConf
+
+    return OmegaConf.create(
+        {
+            "gamma": 1.0,
+            "norm_adv_by_std_in_grpo": algorithm.norm_adv_by_std,
+            "gdpo_reward_keys": list(algorithm.gdpo_reward_terms),
+        }
+    )
+
+
+def _dtype(estimator: str) -> Any:
+    """Of the rewards that verl computes with.
+
+    In float64 the mean of equal rewards is exactly that reward. In float32 it is not, and a group without signal gets
+    advantages of about 1e-9 / (0 + 1e-6): noise that is trained on. Token baselines take float32 only.
+    """
+    import torch
+
+    return torch.float32 if estimator in NEEDS_LOG_PROBS else torch.float64
+
+
+def _on_last_token(rewards: Tensor, mask: Tensor, dtype: Any) -> Tensor:
+    import torch
+
+    token_level = torch.zeros_like(mask, dtype=dtype)
+    last = mask.sum(-1).long().clamp(min=1) - 1
+    token_level[torch.arange(mask.shape[0]), last] = rewards.to(dtype)
+    return token_level  # (B, T)
+
+
+def _required(value: Any, estimator: str, name: str) -> Any:
+    if value is None:
+        raise LearnerError(f"algorithm.adv_estimator {estimator!r} needs {name}, and the caller gave none")
+    return value
+
+
+def _as_float32(advantages: Tensor) -> Tensor:
+    return advantages.detach().float()
+
+
+def _names() -> str:
+    return ", ".join(ADV_ESTIMATORS)

@@ -1,0 +1,167 @@
+"""A learner's state on disk: torch distributed checkpoint, written by all ranks into one folder, read by any number.
+
+The driver writes into a folder aside and renames it when every rank is done, so what is read here was whole. Holds
+float32 weights, AdamW's moments, the optimizer step (the schedule's only state), the policy version and torch's RNG.
+Writing happens in threads, on copies in host memory: training goes on meanwhile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import async_save
+
+from rayapp.core.errors import CheckpointDamagedError, CheckpointError
+from rayapp.learner.policy import named_weights
+from rayapp.learner.state.export import not_finite, stage_hf
+from rayapp.learner.step import PolicyLearner
+
+
+class SaveInProgress:
+    """One rank's part of a checkpoint that threads are writing. Training may go on: they write copies.
+
+    Args:
+        folder: for messages.
+        writing: one per thread.
+    """
+
+    def __init__(self, folder: str, writing: Sequence[Future[Any]]) -> None:
+        self._folder, self._writing = folder, tuple(writing)
+
+    def is_done(self) -> bool:
+        return all(future.done() for future in self._writing)
+
+    def wait(self) -> None:
+        """Until all of it is written.
+
+        Raises:
+            CheckpointError: it can't be written whole, e.g. because the disk is full.
+        """
+        wait(self._writing)
+        errors = [error for future in self._writing if (error := future.exception()) is not None]
+        if errors:
+            raise CheckpointError(
+                f"the checkpoint in {self._folder} can't be written: {_reason(errors[0])}. Mend this (on a full disk: "
+                "free some space) and start the same command again."
+            ) from errors[0]
+
+
+def begin_save(learner: PolicyLearner, folder: str, version: int) -> SaveInProgress:
+    """Copy what `checkpoint.save_contents` names to the host, then write it in the background. Collective.
+
+    Args:
+        folder: for the learner's state; the Hugging Face folder is `hf_model` beside it.
+    Raises:
+        CheckpointError: a weight or a moment is not finite: it would take the place of a checkpoint that is good.
+    """
+    contents = learner.config.checkpoint.save_contents
+    writing: list[Future[Any]] = []
+    state = {name: value for name, value in _state(learner).items() if name.split(".")[0] in contents}
+    if wrong := _not_finite_anywhere(learner, state):
+        raise CheckpointError(f"training has left the numbers: {wrong}. No checkpoint of them is saved.")
+    if state:
+        state["counters"] = torch.tensor([version, learner.optimizer_steps, learner.skipped_steps])
+        state["rng"] = torch.get_rng_state()
+        writing.append(_async_save(state, folder, learner.ranks.save_group))
+    staged = None
+    if "hf_model" in contents:
+        staged = stage_hf(learner.config, learner.model, rank=learner.ranks.rank)
+    if staged is not None:
+        writer = ThreadPoolExecutor(1, thread_name_prefix="hf_model")
+        writing.append(writer.submit(staged.write, Path(folder).with_name("hf_model")))
+        writer.shutdown(wait=False)
+    return SaveInProgress(folder, writing)
+
+
+def _async_save(state: dict[str, Any], folder: str, group: Any) -> Future[Any]:
+    """torch's; the copies are made when it returns."""
+    future = async_save(state, checkpoint_id=folder, process_group=group)
+    assert isinstance(future, Future), f"async_save gave a {type(future).__name__}"
+    return future
+
+
+def load_learner(learner: PolicyLearner, folder: str) -> int:
+    """Read a state back, on any number of ranks. Collective.
+
+    Returns:
+        The policy version it holds.
+    Raises:
+        CheckpointError: it is torn, or of another model; CheckpointDamagedError when its weights are not finite.
+    """
+    state = _state(learner)
+    state["counters"] = torch.zeros(3, dtype=torch.int64)
+    state["rng"] = torch.get_rng_state()
+    try:
+        _check_same_model(state, folder)
+        load(state, checkpoint_id=folder, process_group=learner.ranks.cpu_group)
+    except (CheckpointException, OSError, ValueError, RuntimeError, KeyError) as error:
+        raise CheckpointError(
+            f"the checkpoint in {folder} can't be read into this model: {_reason(error)}. It is torn or belongs to "
+            "another model; give the model.path it was made from, or set run.resume: never with another run.name."
+        ) from error
+    if wrong := _not_finite_anywhere(learner, state):
+        raise CheckpointDamagedError(f"the checkpoint in {folder} holds {wrong}")
+    version, learner.optimizer_steps, learner.skipped_steps = (int(value) for value in state["counters"])
+    torch.set_rng_state(state["rng"])
+    return version
+
+
+def _not_finite_anywhere(learner: PolicyLearner, state: dict[str, Any]) -> str:
+    """What some rank holds; each gets the same answer, so that none waits for another in a collective. Collective."""
+    return next(filter(None, learner.ranks.gather(not_finite(state))), "")
+
+
+def _check_same_model(state: dict[str, Any], folder: str) -> None:
+    """Raises ValueError unless the checkpoint has exactly these tensors: one with more layers would load in part."""
+    stored = {
+        name: tuple(entry.size)
+        for name, entry in FileSystemReader(folder).read_metadata().state_dict_metadata.items()
+        if isinstance(entry, TensorStorageMetadata)
+    }
+    own = {name: tuple(value.shape) for name, value in state.items() if isinstance(value, Tensor)}
+    different = [
+        f"{name} is {stored.get(name, 'missing')} there and {own.get(name, 'missing')} here"
+        for name in sorted(stored.keys() | own.keys())
+        if stored.get(name) != own.get(name)
+    ]
+    if different:
+        more = f", and {len(different) - 2} more" if len(different) > 2 else ""
+        raise ValueError(f"{len(different)} tensors differ: {'; '.join(different[:2])}{more}")
+
+
+def _state(learner: PolicyLearner) -> dict[str, Any]:
+    """Tensors by name; loading fills them in place. Sharded ones are stored whole, so any world size can read them."""
+    state: dict[str, Any] = {}
+    for name, parameter in named_weights(learner.model):
+        if not parameter.requires_grad:
+            continue  # frozen under LoRA: it is what model.path holds
+        state[f"model.{name}"] = parameter.detach()
+        for kind, moment in _moments(learner.optimizer, parameter).items():
+            state[f"optimizer.{name}.{kind}"] = moment
+    return state
+
+
+def _moments(optimizer: torch.optim.Optimizer, parameter: torch.nn.Parameter) -> dict[str, Tensor]:
+    """AdamW's state of one parameter, made as AdamW would when it has not stepped yet."""
+    moments = optimizer.state[parameter]
+    if not moments:
+        moments["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
+        moments["exp_avg"] = torch.zeros_like(parameter)
+        moments["exp_avg_sq"] = torch.zeros_like(parameter)
+    return dict(moments)
+
+
+def _reason(error: BaseException) -> str:
+    """DCP wraps what happened on each rank; the cause is one line of it."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    causes = [line for line in lines if "Error" in line or "error" in line]
+    return (causes or lines or [type(error).__name__])[-1]

@@ -1,0 +1,174 @@
+"""What one step trains on: advantages, which trajectories count, and how the step is cut into optimizer steps.
+
+Made on every rank from the summaries of *all* groups, so that ranks agree on every count without talking; only the
+trajectories themselves differ from rank to rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rayapp.config.algorithm_names import BATCH_COUPLED_LOSSES, NEEDS_GREEDY_BASELINE, NEEDS_NO_GROUP
+from rayapp.config.config import Config
+from rayapp.core.errors import LearnerError
+from rayapp.core.types import FloatArray, Group, GroupSummary, RolloutStatus
+from rayapp.learner.algo.advantages import AdvantageInputs, compute_advantages
+from rayapp.learner.algo.losses import LossScale
+from rayapp.learner.batch import TrainItem
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepTable:
+    """Every trajectory of the step, in order, as arrays over R rows; the same on every rank."""
+
+    group: NDArray[np.int64]
+    """(R,) position of its group."""
+    index: NDArray[np.int64]
+    """(R,) which trajectory of its group."""
+    trained: NDArray[np.bool_]
+    """(R,) counts in baselines, and in losses where it is not `filtered`."""
+    filtered: NDArray[np.bool_]
+    """(R,) left out of the loss by algorithm.overlong.filter."""
+    rewards: FloatArray
+    """(R,)"""
+    num_response_tokens: NDArray[np.int64]
+    """(R,)"""
+    num_groups: int
+
+    @property
+    def trained_rows(self) -> NDArray[np.int64]:
+        return np.flatnonzero(self.trained)
+
+    @property
+    def loss_rows(self) -> NDArray[np.int64]:
+        return np.flatnonzero(self.trained & ~self.filtered)
+
+
+def make_table(summaries: Sequence[GroupSummary], config: Config) -> StepTable:
+    """Which trajectories count.
+
+    Left out are invalid ones, the greedy baseline of remax, and those whose group has nobody to compare them with.
+    """
+    estimator = config.algorithm.adv_estimator
+    trained = [summary.valid.astype(bool).copy() for summary in summaries]
+    for valid in trained:
+        if estimator in NEEDS_GREEDY_BASELINE:
+            # Without the baseline's own verdict the others can't be judged.
+            valid[:] = valid & valid[-1]
+            valid[-1] = False
+        if estimator not in NEEDS_NO_GROUP and valid.sum() < 2:
+            valid[:] = False
+    sizes = [summary.rewards.size for summary in summaries]
+    return StepTable(
+        group=np.repeat(np.arange(len(sizes)), sizes),
+        index=np.concatenate([np.arange(size) for size in sizes]),
+        trained=np.concatenate(trained),
+        filtered=_overlong(summaries) & config.algorithm.overlong.filter,
+        rewards=np.concatenate([summary.rewards for summary in summaries]),
+        num_response_tokens=np.concatenate([summary.num_response_tokens for summary in summaries]).astype(np.int64),
+        num_groups=len(sizes),
+    )
+
+
+def _overlong(summaries: Sequence[GroupSummary]) -> NDArray[np.bool_]:
+    """(R,) ran into the limit."""
+    return np.array([status == RolloutStatus.TRUNCATED for s in summaries for status in s.statuses], np.bool_)
+
+
+def advantage_inputs(table: StepTable, summaries: Sequence[GroupSummary], config: Config) -> AdvantageInputs:
+    """Of the trained rows."""
+    rows = table.trained_rows
+    baselines = None
+    if config.algorithm.adv_estimator in NEEDS_GREEDY_BASELINE:
+        baselines = np.array([summaries[g].rewards[-1] for g in table.group[rows]], dtype=np.float32)
+    return AdvantageInputs(
+        rewards=table.rewards[rows],
+        num_response_tokens=table.num_response_tokens[rows],
+        group_index=table.group[rows],
+        reward_terms=_reward_terms(table, summaries),
+        baselines=baselines,
+    )
+
+
+def row_advantages(table: StepTable, inputs: AdvantageInputs, config: Config) -> dict[int, FloatArray]:
+    """(R_i,) advantages by row number, for the trained rows."""
+    rows = table.trained_rows
+    if rows.size == 0:
+        return {}
+    advantages = compute_advantages(inputs, config.algorithm).numpy()
+    return {int(row): advantages[i, : table.num_response_tokens[row]].astype(np.float32) for i, row in enumerate(rows)}
+
+
+def minibatch_of(table: StepTable, num_minibatches: int) -> NDArray[np.int64]:
+    """(R,) which optimizer step of this step a row belongs to: whole groups, in order."""
+    per_minibatch = -(-table.num_groups // num_minibatches)
+    result: NDArray[np.int64] = table.group // per_minibatch
+    return result
+
+
+def loss_scale(table: StepTable, chosen: NDArray[np.bool_], config: Config, dp_size: int) -> LossScale:
+    """Counts of the rows in the loss among `chosen`, over all ranks."""
+    rows = table.trained & ~table.filtered & chosen
+    return LossScale(
+        num_tokens=int(table.num_response_tokens[rows].sum()),
+        num_trajectories=int(rows.sum()),
+        dp_size=dp_size,
+        max_response_tokens=config.rollout.max_completion_tokens,
+    )
+
+
+def local_items(
+    table: StepTable,
+    advantages: dict[int, FloatArray],
+    positions: Sequence[int],
+    groups: Sequence[Group],
+) -> list[TrainItem]:
+    """This rank's trajectories among those that `advantages` has.
+
+    Raises:
+        LearnerError: a group is not the one its summary describes.
+    """
+    by_position = dict(zip(positions, groups, strict=True))
+    items: list[TrainItem] = []
+    for row in sorted(advantages):
+        group = by_position.get(int(table.group[row]))
+        if group is None:
+            continue
+        trajectory = group.trajectories[int(table.index[row])]
+        if trajectory.num_response_tokens != table.num_response_tokens[row]:
+            raise LearnerError(
+                f"group {group.group_id}, trajectory {table.index[row]} has {trajectory.num_response_tokens} response "
+                f"tokens, but its summary says {table.num_response_tokens[row]}: summaries and groups are out of step"
+            )
+        item = TrainItem(
+            row=int(row), group=int(table.group[row]), trajectory=trajectory, advantages=advantages[int(row)]
+        )
+        items.append(item)
+    return items
+
+
+def needs_computing(item: TrainItem, config: Config) -> bool:
+    """False when the trajectory's gradient is exactly zero: nothing but its (zero) advantages pulls on it."""
+    algorithm = config.algorithm
+    pulls_at_zero_advantage = (
+        algorithm.kl_loss_coef > 0
+        or algorithm.entropy_coef > 0
+        or algorithm.policy_loss in (*BATCH_COUPLED_LOSSES, "dro")
+    )
+    return pulls_at_zero_advantage or bool(np.any(item.advantages))
+
+
+def _reward_terms(table: StepTable, summaries: Sequence[GroupSummary]) -> dict[str, FloatArray]:
+    """Terms of the trained rows, as far as every group of theirs has them; one that failed as a whole has none."""
+    in_play = [set(summaries[group].reward_terms) for group in np.unique(table.group[table.trained])]
+    names = sorted(set.intersection(*in_play)) if in_play else []
+    return {name: np.concatenate([_term(summary, name) for summary in summaries])[table.trained] for name in names}
+
+
+def _term(summary: GroupSummary, name: str) -> FloatArray:
+    values = summary.reward_terms.get(name)
+    return np.full(summary.rewards.size, np.nan, np.float32) if values is None else values

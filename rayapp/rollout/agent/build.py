@@ -1,0 +1,86 @@
+"""From settings to an `AgentLoop`: tokenizer, template, parser and tools checked against each other.
+
+Called once per rollout worker, before it takes any prompt: what can't work is told then.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from rayapp.rollout.agent.chat import ChatFormat, load_template
+from rayapp.rollout.agent.episode import AgentLimits
+from rayapp.rollout.agent.loop import AgentLoop
+from rayapp.tools.base import ToolContext, ToolSchema
+from rayapp.tools.calls import SampleCall, ToolCallParser
+from rayapp.tools.loading import open_tools
+from rayapp.tools.toolset import ToolSet
+
+MakeParser = Callable[[str, Any, Sequence[ToolSchema], SampleCall | None], ToolCallParser]
+
+_ANY_TOOL = ToolSchema(
+    name="look_up", description="Looks up.", parameters={"type": "object", "properties": {"word": {"type": "string"}}}
+)
+log = logging.getLogger(__name__)
+
+
+def _vllm_parser(name: str, tokenizer: Any, tools: Sequence[ToolSchema], sample: SampleCall | None) -> ToolCallParser:
+    from rayapp.engine.vllm_tool_parser import load_parser  # imports vLLM: seconds
+
+    return load_parser(name, tokenizer, tools, sample)
+
+
+async def open_agent_loop(
+    tokenizer: Any,
+    *,
+    limits: AgentLimits,
+    model: str,
+    tool_file: str | Path = "",
+    parser: str = "hermes",
+    chat_template: str = "",
+    context: ToolContext | None = None,
+    make_parser: MakeParser = _vllm_parser,
+) -> AgentLoop:
+    """The loop of a process; close it with `await loop.tools.close()`.
+
+    Args:
+        model: its name, for messages.
+        tool_file: see docs/tools.md; empty is a policy without tools.
+        parser: vLLM's name of the tool parser.
+        chat_template: a .jinja file or a shipped template's name; empty keeps the model's own.
+        make_parser: in place of vLLM's; for tests and benchmarks.
+    Raises:
+        ConfigError: the tool file is wrong, an MCP server can't be used, the template has no place for tools, or there
+            is no such parser, or it doesn't find a call that the template writes.
+    """
+    tools = await open_tools(tool_file, context) if tool_file else ToolSet()
+    try:
+        template = load_template(chat_template) if chat_template else ""
+        chat = ChatFormat(tokenizer, tools.schemas, template=template, name=model)
+        found = make_parser(parser, tokenizer, tools.schemas, _sample(chat, parser))
+    except BaseException:
+        await tools.close()
+        raise
+    return AgentLoop(chat=chat, parser=found, tools=tools, limits=limits)
+
+
+def check_parser(tokenizer: Any, *, model: str, parser: str, chat_template: str) -> None:
+    """As `open_agent_loop` does, with one tool that stands for all: theirs may be behind a service.
+
+    Raises:
+        ConfigError: the template has no place for tools, or the parser doesn't read what it writes.
+    """
+    template = load_template(chat_template) if chat_template else ""
+    chat = ChatFormat(tokenizer, [_ANY_TOOL], template=template, name=model)
+    _vllm_parser(parser, tokenizer, [_ANY_TOOL], _sample(chat, parser))
+
+
+def _sample(chat: ChatFormat, parser: str) -> SampleCall | None:
+    if not chat.has_tools:
+        return None
+    sample = chat.sample_call()
+    if sample is None:
+        log.warning("the chat template writes no calls, so nothing tells whether the tool parser %s fits", parser)
+    return sample

@@ -1,0 +1,293 @@
+"""The model's chat template as token ids: the prompt with its tools, and what follows a sampled turn.
+
+    prompt_ids(messages, tools)                    rendered once per trajectory
+    suffix_ids(sampled ids, tool messages)         end of the turn, tool results, opening of the next turn
+
+Called by the agent loop. What the policy sampled is never rendered again: the suffix is what the template writes after
+a stand-in for the assistant's text, so turn n+1's prompt is turn n's prompt + sampled ids + suffix, id by id. Some
+templates (Mistral, gpt-oss) write results only after calls: for them stand-in calls take the place of the text.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from importlib.resources import files
+from itertools import takewhile
+from pathlib import Path
+from typing import Any, Protocol
+
+from rayapp.core.errors import ConfigError
+from rayapp.rollout.agent.cutting import Neutralizer, marks
+from rayapp.tools.base import ToolSchema
+from rayapp.tools.calls import SampleCall
+
+Message = Mapping[str, Any]
+_STAND_IN = "Stand-in-for-what-was-sampled"
+_QUESTION: Message = {"role": "user", "content": "Question"}
+_ANSWER: Message = {"role": "assistant", "content": _STAND_IN}
+_WORD, _NO_WORD = re.compile(r"\w"), re.compile(r"[^\w\s\u2581]")
+_RESULTS = ("result-of-the-first-call", "result-of-the-second-call")
+
+
+class ChatTokenizer(Protocol):
+    """The part of a Hugging Face tokenizer that multi-turn rollouts use."""
+
+    @property
+    def all_special_tokens(self) -> list[str]: ...
+
+    @property
+    def all_special_ids(self) -> list[int]: ...
+
+    def encode(self, text: str, *, add_special_tokens: bool = ...) -> list[int]: ...
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = ...) -> str: ...
+
+    def apply_chat_template(self, conversation: list[dict[str, Any]], **options: Any) -> Any: ...
+
+
+class ChatFormat:
+    """See the module.
+
+    Args:
+        tokenizer: of the model.
+        tools: all that the policy may call.
+        template: Jinja text that replaces the tokenizer's own template; empty keeps that.
+        name: of the model, for messages.
+    Raises:
+        ConfigError: there is no template, or it has no place for tools or for their results.
+    """
+
+    def __init__(
+        self, tokenizer: ChatTokenizer, tools: Sequence[ToolSchema] = (), *, template: str = "", name: str = "the model"
+    ) -> None:
+        self.tokenizer = tokenizer
+        self._name = name
+        self._template = template
+        self._schemas = tuple(tools)
+        self._tools = [tool.as_openai() for tool in tools]
+        self._options: dict[str, Any] = {"chat_template": template} if template else {}
+        self._special_ids = _special_ids(tokenizer)
+        self._end_text = self._end_of_turn()
+        self._end_ids = self._encode(self._end_text)
+        self._needs_calls = False
+        self._head_ids = self._end_ids
+        self._neutralize = Neutralizer(_added_tokens(tokenizer))
+        if tools:
+            self._check_tools()
+
+    def without_tools(self) -> ChatFormat:
+        """The same for prompts that tell of no tools."""
+        return ChatFormat(self.tokenizer, (), template=self._template, name=self._name)
+
+    @property
+    def has_tools(self) -> bool:
+        return bool(self._schemas)
+
+    def prompt_ids(self, messages: Sequence[Message]) -> list[int]:
+        """The conversation so far, the tools, and the opening of the policy's turn."""
+        return self._encode(self.render(messages))
+
+    def render(self, messages: Sequence[Message], *, add_generation_prompt: bool = True) -> str:
+        """As `prompt_ids`, as text.
+
+        Raises:
+            ConfigError: the template refuses these messages.
+        """
+        try:
+            text: str = self.tokenizer.apply_chat_template(
+                [dict(message) for message in messages],
+                tools=self._tools or None,
+                tokenize=False,
+                add_generation_prompt=add_generation_prompt,
+                **self._options,
+            )
+        except Exception as error:  # boundary: a template is a program that may raise anything
+            raise ConfigError(f"the chat template of {self._name} fails: {type(error).__name__}: {error}") from error
+        return text
+
+    def turn_text(self, token_ids: Sequence[int]) -> str:
+        """What the policy wrote, with the tokens that a tool parser looks for and without the end of the turn."""
+        kept = len(token_ids) - _overlap(token_ids, self._end_ids)
+        if kept == len(token_ids) and self._ends_otherwise(token_ids):
+            kept -= 1
+        return self.tokenizer.decode(list(token_ids[:kept]), skip_special_tokens=False)
+
+    def suffix_ids(
+        self, sampled_ids: Sequence[int], tool_texts: Sequence[str], tool_names: Sequence[str] = ()
+    ) -> list[int]:
+        """What stands between a sampled turn and the next: never sampled, so never trained on.
+
+        Args:
+            sampled_ids: the turn; what it already holds of the turn's end is not repeated.
+            tool_texts: results in the order of the calls. Control tokens of the model in them are broken up.
+            tool_names: who gave them; some templates write that.
+        """
+        ids = self._encode(self._after_turn([self._neutralize(text) for text in tool_texts], tool_names))
+        repeated = _overlap(sampled_ids, ids[: len(self._head_ids)])
+        if not repeated and self._end_ids and self._ends_otherwise(sampled_ids):
+            # Llama ends a turn that calls with <|eom_id|>: <|eot_id|> would be a second end.
+            repeated = 1
+        return ids[repeated:]
+
+    def sample_call(self) -> SampleCall | None:
+        """A call of one of the tools as the template writes what an assistant said; None if it writes no calls."""
+        tool = next((tool for tool in self._schemas if _sample_arguments(tool)), self._schemas[0])
+        arguments = _sample_arguments(tool)
+        texts = [
+            text
+            for content in ("", None)
+            for given in (arguments, json.dumps(arguments))
+            if (text := self._said(_call(tool.name, given), content)) and tool.name in text
+        ]
+        return SampleCall(texts=tuple(dict.fromkeys(texts)), name=tool.name, arguments=arguments) if texts else None
+
+    def _said(self, call: Message, content: str | None) -> str:
+        try:
+            asked = self.render([_QUESTION])
+            told = self.render(
+                [_QUESTION, {"role": "assistant", "content": content, "tool_calls": [call]}],
+                add_generation_prompt=False,
+            )
+        except ConfigError:
+            return ""
+        asked_ids, told_ids = self._encode(asked), self._encode(told)
+        # Not all of what was asked need be there: the prompt may open a thought that a finished turn has not.
+        shared = takewhile(lambda pair: pair[0] == pair[1], zip(asked_ids, told_ids, strict=False))
+        return self.turn_text(told_ids[len(list(shared)) :])
+
+    def _encode(self, text: str) -> list[int]:
+        return self.tokenizer.encode(text, add_special_tokens=False)
+
+    def _ends_otherwise(self, token_ids: Sequence[int]) -> bool:
+        """It ends with a special token. An engine stops only at one that ends a turn, though not always the usual."""
+        return bool(token_ids) and token_ids[-1] in self._special_ids
+
+    def _after_turn(self, results: Sequence[str], names: Sequence[str] = ()) -> str:
+        known = [*names, *("unknown" for _ in results[len(names) :])]
+        told = [
+            {"role": "tool", "content": text, "name": name, "tool_call_id": _call_id(i)}
+            for i, (text, name) in enumerate(zip(results, known, strict=True))
+        ]
+        if not self._needs_calls:
+            return self._plain([_QUESTION, _ANSWER, *told]).partition(_STAND_IN)[2]
+        calls = [_call(name, {}, i) for i, name in enumerate(known)]
+        asked: list[Message] = [_QUESTION, {"role": "assistant", "content": "", "tool_calls": calls}]
+        before = self._plain(asked, add_generation_prompt=False)
+        return self._end_text + self._plain([*asked, *told]).removeprefix(before)
+
+    def _plain(self, messages: Sequence[Message], *, add_generation_prompt: bool = True) -> str:
+        """Without the tools, which templates put before the first message: long, and cut off by whoever asks."""
+        text: str = self.tokenizer.apply_chat_template(
+            [dict(message) for message in messages],
+            tokenize=False,
+            add_generation_prompt=add_generation_prompt,
+            **self._options,
+        )
+        return text
+
+    def _end_of_turn(self) -> str:
+        text = self.render([_QUESTION, _ANSWER], add_generation_prompt=False)
+        if _STAND_IN not in text:
+            raise ConfigError(f"the chat template of {self._name} does not write out what the assistant said")
+        return text.rpartition(_STAND_IN)[2]
+
+    def _check_tools(self) -> None:
+        cure = (
+            "Choose a model whose template has tools (e.g. Qwen2.5-Instruct), or name a template that has: a .jinja "
+            "file, or the shipped chatml_hermes for models that speak ChatML"
+        )
+        prompt = self.render([_QUESTION])
+        if missing := [tool.name for tool in self._schemas if tool.name not in prompt]:
+            raise ConfigError(
+                f"the chat template of {self._name} has no place for tools: it leaves out {', '.join(missing)}. {cure}."
+            )
+        try:
+            rest = self._choose_form()
+        except Exception as error:  # boundary: as in render
+            raise ConfigError(
+                f"the chat template of {self._name} can't write tool results: {type(error).__name__}: {error}. {cure}."
+            ) from error
+        if not self._is_whole(rest):
+            raise ConfigError(f"the chat template of {self._name} leaves out the results of tools. {cure}.")
+        head, between, end = re.split("|".join(_RESULTS), rest, maxsplit=2)
+        self._head_ids = self._encode(head)
+        written = [head, between, end, *self._plain([_QUESTION]).split(_QUESTION["content"])]
+        self._neutralize = Neutralizer({*_added_tokens(self.tokenizer), *marks(written)})
+
+    def _choose_form(self) -> str:
+        """Results after a text, or else after calls; what the template writes of two."""
+        try:
+            rest = self._after_turn(_RESULTS)
+            if self._is_whole(rest):
+                return rest
+        except Exception:  # boundary: as in render; the other form's error is told if both fail
+            rest = ""
+        self._needs_calls = True
+        return self._after_turn(_RESULTS)
+
+    def _is_whole(self, rest: str) -> bool:
+        return all(text in rest for text in _RESULTS) and rest.startswith(self._end_text.rstrip())
+
+
+def load_template(name_or_path: str) -> str:
+    """Jinja text: of a file, or of a template shipped with this application (`chatml_hermes`).
+
+    Raises:
+        ConfigError: there is neither.
+    """
+    folder = files("rayapp.rollout.agent") / "templates"
+    shipped = {Path(entry.name).stem: entry for entry in folder.iterdir() if entry.name.endswith(".jinja")}
+    if name_or_path in shipped:
+        return shipped[name_or_path].read_text(encoding="utf-8")
+    try:
+        return Path(name_or_path).read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(
+            f"chat template {name_or_path!r}: {error.strerror}. Give a .jinja file or one of: {', '.join(shipped)}"
+        ) from error
+
+
+def _overlap(head: Sequence[int], tail: Sequence[int]) -> int:
+    """Length of the longest end of `head` that `tail` begins with."""
+    for length in range(min(len(head), len(tail)), 0, -1):
+        if list(head[len(head) - length :]) == list(tail[:length]):
+            return length
+    return 0
+
+
+def _added(tokenizer: ChatTokenizer) -> Mapping[int, Any]:
+    added: Mapping[int, Any] = getattr(tokenizer, "added_tokens_decoder", {})
+    return added
+
+
+def _special_ids(tokenizer: ChatTokenizer) -> set[int]:
+    marked = (token_id for token_id, token in _added(tokenizer).items() if getattr(token, "special", False))
+    return {*tokenizer.all_special_ids, *marked}
+
+
+def _added_tokens(tokenizer: ChatTokenizer) -> set[str]:
+    """Control tokens as text. Not only those marked special: DeepSeek's <｜User｜> is not. Words and blanks stay."""
+    tokens = {*tokenizer.all_special_tokens, *(str(token) for token in _added(tokenizer).values())}
+    return {token for token in tokens if _WORD.search(token) and _NO_WORD.search(token)}
+
+
+def _call_id(index: int) -> str:
+    """Nine letters and digits, as Mistral's templates demand."""
+    return f"call{index:05d}"
+
+
+def _call(name: str, arguments: object, index: int = 0) -> Message:
+    return {"id": _call_id(index), "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def _sample_arguments(tool: ToolSchema) -> dict[str, object]:
+    """Of the tool's texts and integers, which every call format can write."""
+    samples: Mapping[object, object] = {"string": "some text", "integer": 3}
+    properties = tool.parameters.get("properties") or {}
+    return {
+        name: samples[part["type"]]
+        for name, part in properties.items()
+        if isinstance(part, Mapping) and isinstance(part.get("type"), str) and part["type"] in samples
+    }

@@ -1,0 +1,178 @@
+"""The agent loop: the policy speaks, its tools answer, until it has said its last word. Called by rollout workers.
+
+    prompt ids -> generate -> sampled ids -> tool calls? -- no --> answered
+                     ^                          | yes, side by side
+                     '--- suffix ids (results) <'
+
+Token in, token out: the engine reads exactly what it sampled before, plus what the template adds. What the policy or a
+tool does wrong is text for the policy; what infrastructure does wrong ends the episode as failed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+from rayapp.core.errors import InputError, SandboxConfigError, SandboxError, ToolUnavailableError, first_error
+from rayapp.core.protocols import RolloutEngine
+from rayapp.core.types import CallRecord, Completion, RolloutStatus, SamplingParams, TurnRecord
+from rayapp.rollout.agent.calls import run_call, too_many
+from rayapp.rollout.agent.chat import ChatFormat
+from rayapp.rollout.agent.episode import AgentLimits, AgentPrompt, Episode, EpisodeEnd
+from rayapp.rollout.agent.transcript import Transcript
+from rayapp.tools.base import ToolFailedError
+from rayapp.tools.calls import MAX_CALLS, RawCall, ToolCallParser, after_thoughts
+from rayapp.tools.toolset import ToolSet, ToolStates
+
+log = logging.getLogger(__name__)
+_STATUS = {
+    EpisodeEnd.ANSWERED: RolloutStatus.COMPLETED,
+    EpisodeEnd.MAX_TURNS: RolloutStatus.MAX_TURNS,
+    EpisodeEnd.MAX_TOKENS: RolloutStatus.TRUNCATED,
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AgentLoop:
+    """What all episodes of a process share."""
+
+    chat: ChatFormat
+    parser: ToolCallParser
+    tools: ToolSet
+    limits: AgentLimits
+
+    async def run(
+        self, prompt: AgentPrompt, *, engine: RolloutEngine, sampling: SamplingParams, request_id: str
+    ) -> Episode:
+        """One episode. No deadline of its own but those of the tools: the caller sets one.
+
+        Args:
+            sampling: of every turn; `max_tokens` is lowered to what is left of the episode.
+            request_id: turn N asks the engine as `request_id/turn=N`.
+        Raises:
+            EngineError: the engine can't generate.
+            SandboxConfigError: no sandbox can ever be had with this configuration.
+        """
+        episode = _Episode(loop=self, engine=engine, sampling=sampling, request_id=request_id, prompt=prompt)
+        try:
+            async with self.tools.trajectory(prompt.tools_kwargs) as states:
+                end = await episode.play(states)
+                rewards = await states.rewards()
+        except SandboxConfigError:
+            raise
+        except SandboxError as error:
+            return episode.failed(RolloutStatus.ERROR_SANDBOX, error)
+        except ToolUnavailableError as error:
+            return episode.failed(RolloutStatus.ERROR_TOOL, error)
+        except (InputError, ToolFailedError) as error:
+            return episode.failed(RolloutStatus.ERROR_TASK, error)
+        return replace(episode.finished(end, _STATUS[end]), tool_rewards=rewards)
+
+
+@dataclass(slots=True, kw_only=True)
+class _Episode:
+    """One episode in the making."""
+
+    loop: AgentLoop
+    engine: RolloutEngine
+    sampling: SamplingParams
+    request_id: str
+    prompt: AgentPrompt
+    transcript: Transcript = field(init=False)
+    turns: list[TurnRecord] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.transcript = Transcript(self.prompt.token_ids)
+
+    async def play(self, states: ToolStates) -> EpisodeEnd:
+        limits = self.loop.limits
+        while True:
+            completion, calls = await self._speak()
+            if completion.finish_reason == "length":
+                return EpisodeEnd.MAX_TOKENS
+            if not calls:
+                return EpisodeEnd.ANSWERED
+            if len(self.turns) >= limits.max_assistant_turns:
+                return EpisodeEnd.MAX_TURNS
+            records = await self._run_calls(calls, states)
+            self.turns[-1] = replace(self.turns[-1], calls=records)
+            suffix = self._suffix(completion, records)
+            if self._left() <= len(suffix):
+                # Results that leave no room to answer are not appended: nobody would learn from them.
+                return EpisodeEnd.MAX_TOKENS
+            self.transcript.add_read(suffix)
+
+    async def _speak(self) -> tuple[Completion, tuple[RawCall, ...]]:
+        sampling = replace(self.sampling, max_tokens=min(self.sampling.max_tokens, self._left()))
+        request_id = f"{self.request_id}/turn={len(self.turns)}"
+        started_at_s = time.time()
+        completion = await self.engine.generate(request_id, self.transcript.ids, sampling)
+        start, end = self.transcript.add_sampled(completion)
+        text = self.loop.chat.turn_text(completion.token_ids.tolist())
+        self.turns.append(
+            TurnRecord(
+                start=start,
+                end=end,
+                text=text,
+                finish_reason=completion.finish_reason,
+                policy_version=completion.policy_version,
+                started_at_s=started_at_s,
+                queued_s=completion.time_queued_s,
+                generate_s=completion.time_generate_s,
+                version_spans=completion.version_spans,
+            )
+        )
+        return completion, self._calls(text)
+
+    def _calls(self, text: str) -> tuple[RawCall, ...]:
+        try:
+            calls = self.loop.parser.parse(after_thoughts(text))
+        except Exception as error:  # boundary: a parser is a program that reads whatever a policy writes
+            log.warning("%s: the tool parser failed: %s: %s", self.request_id, type(error).__name__, error)
+            return (RawCall(problem=f"the parser failed ({type(error).__name__})"),)
+        if len(calls) <= MAX_CALLS:
+            return calls
+        return (*calls[:MAX_CALLS], RawCall(problem=f"calls after the first {MAX_CALLS} of a turn are not read"))
+
+    def _suffix(self, completion: Completion, records: Sequence[CallRecord]) -> list[int]:
+        names = [record.name if self.loop.tools.get(record.name) else "unknown" for record in records]
+        try:
+            return self.loop.chat.suffix_ids(
+                completion.token_ids.tolist(), [record.output for record in records], names
+            )
+        except Exception as error:  # boundary: a template is a program, and reads what a tool has said
+            raise ToolFailedError(f"the chat template can't write these results: {error}", "template") from error
+
+    async def _run_calls(self, calls: Sequence[RawCall], states: ToolStates) -> tuple[CallRecord, ...]:
+        limits, tools = self.loop.limits, self.loop.tools
+        first, rest = calls[: limits.max_calls_per_turn], calls[limits.max_calls_per_turn :]
+        try:
+            async with asyncio.TaskGroup() as group:
+                running = [
+                    group.create_task(run_call(call, tools=tools, states=states, limits=limits)) for call in first
+                ]
+        except BaseExceptionGroup as errors:
+            raise first_error(errors) from None
+        return (*(task.result() for task in running), *(too_many(call, limits) for call in rest))
+
+    def _left(self) -> int:
+        return self.loop.limits.max_response_tokens - self.transcript.num_response_tokens
+
+    def failed(self, status: RolloutStatus, error: Exception) -> Episode:
+        return self.finished(EpisodeEnd.FAILED, status, f"{type(error).__name__}: {error}"[:500])
+
+    def finished(self, end: EpisodeEnd, status: RolloutStatus, failure: str = "") -> Episode:
+        token_ids, mask, log_probs = self.transcript.arrays()
+        return Episode(
+            token_ids=token_ids,
+            response_mask=mask,
+            rollout_log_probs=log_probs,
+            num_prompt_tokens=self.transcript.num_prompt_tokens,
+            turns=tuple(self.turns),
+            end=end,
+            status=status,
+            failure=failure,
+        )

@@ -1,0 +1,72 @@
+"""An episode and its verdict as what training takes, and the numbers that metrics count. Pure; called by the group.
+
+task.score(final text, tool rewards) -> Reward --'
+Episode -----------------------------------------+--> Trajectory
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+
+from rayapp.core.types import Reward, RolloutStatus, Trajectory
+from rayapp.rollout.agent.episode import Episode
+
+_FAILURE_KINDS = {
+    RolloutStatus.ERROR_TOOL: "tool_unavailable",
+    RolloutStatus.ERROR_SANDBOX: "sandbox",
+    RolloutStatus.ERROR_TASK: "task",
+}
+
+
+def to_trajectory(episode: Episode, reward: Reward | None, *, asked_version: int = 0) -> Trajectory:
+    """The trajectory of an episode.
+
+    Args:
+        reward: its verdict; None for an episode that failed, which gets one that is not valid.
+        asked_version: policy version of an episode that ended before the policy spoke.
+    """
+    if reward is None or episode.status.is_error:
+        reward = Reward.invalid(_FAILURE_KINDS.get(episode.status, "unscored"), episode.failure)
+    reward = replace(reward, terms={**reward.terms, **episode_terms(episode)})
+    oldest = [turn.policy_version for turn in episode.turns] or [asked_version]
+    newest = [turn.max_policy_version for turn in episode.turns] or [asked_version]
+    status = episode.status
+    if not reward.valid and not status.is_error:
+        status = RolloutStatus.ERROR_SANDBOX
+    return Trajectory(
+        token_ids=episode.token_ids,
+        response_mask=episode.response_mask,
+        rollout_log_probs=episode.rollout_log_probs,
+        completion_text=episode.final_text,
+        reward=reward,
+        status=status,
+        min_policy_version=min(oldest),
+        max_policy_version=max(newest),
+        num_turns=len(episode.turns),
+        turns=episode.turns,
+        time_generate_s=sum(turn.queued_s + turn.generate_s for turn in episode.turns),
+    )
+
+
+def episode_terms(episode: Episode) -> dict[str, float]:
+    """What happened, as numbers that are recorded beside the reward's own terms.
+
+    Example: {"num_turns": 3, "tool/calls": 2, "tool/failed": 1, "tool/failed/timeout": 1, "tool/time_s": 0.4,
+    "tool/wait_s": 0, "tool/reward/calc_gsm8k_reward": 1.0, "tool/step_reward": -0.05}.
+    """
+    calls = episode.calls
+    failures = Counter(call.failure for call in calls if call.failure)
+    step_rewards = [call.reward for call in calls if call.reward is not None]
+    terms: dict[str, float] = {
+        "num_turns": float(len(episode.turns)),
+        "tool/calls": float(len(calls)),
+        "tool/failed": float(sum(failures.values())),
+        "tool/time_s": sum(call.duration_s - call.waited_s for call in calls),
+        "tool/wait_s": sum(call.waited_s for call in calls),
+    }
+    terms |= {f"tool/failed/{kind}": float(count) for kind, count in failures.items()}
+    terms |= {f"tool/reward/{name}": value for name, value in episode.tool_rewards.items()}
+    if step_rewards:
+        terms["tool/step_reward"] = float(sum(step_rewards))
+    return terms

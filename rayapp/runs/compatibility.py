@@ -1,0 +1,76 @@
+"""Whether a run may go on under a changed configuration: only if what it learns from the same state is the same."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from rayapp.config.config import Config
+from rayapp.core.errors import RunFolderError
+
+FREE_KEYS = (
+    "run.output_dir",
+    "run.staging_dir",
+    "run.resume",
+    "cluster",
+    "checkpoint",
+    "eval",
+    "data.eval_files",
+    "data.max_eval_rows",
+    "data.cache_dir",
+    "tracking",
+    "recovery",
+    "sandbox",
+    "server.start_timeout_s",
+    "server.request_timeout_s",
+    "server.sync_timeout_s",
+    "learner.step_timeout_s",
+    "rollout.group_deadline_s",
+    "rollout.max_failed_ratio",
+)
+"""Keys and sections that may differ: they change where, how long and how visibly a run goes on, not what it learns.
+
+So may train.num_steps while the learning rate does not follow from it.
+"""
+
+
+def check_same_training(config: Config, stored: Path) -> None:
+    """Compare with the configuration that the run folder was made by.
+
+    Raises:
+        RunFolderError: keys differ that change the training; the message names each with both values.
+    """
+    before = dict(_flat(yaml.safe_load(stored.read_text()) or {}))
+    now = dict(_flat(config.model_dump(mode="json")))
+    free = FREE_KEYS if config.learner.optimizer.schedule != "constant" else (*FREE_KEYS, "train.num_steps")
+    changed = [
+        f"{key}: {before.get(key)!r} before, {now.get(key)!r} now{_reason(key, config)}"
+        for key in sorted(before.keys() | now.keys())
+        if before.get(key) != now.get(key) and not _is_among(key, free)
+    ]
+    if changed:
+        raise RunFolderError(
+            f"{stored.parent} was made by another configuration:\n  " + "\n  ".join(changed) + "\nGo on with the old "
+            "values, or choose another run.name."
+        )
+
+
+def _is_among(key: str, free: Sequence[str]) -> bool:
+    return any(key == each or key.startswith(f"{each}.") for each in free)
+
+
+def _reason(key: str, config: Config) -> str:
+    if key != "train.num_steps":
+        return ""
+    return f" (learner.optimizer.schedule is {config.learner.optimizer.schedule}: each step's learning rate follows)"
+
+
+def _flat(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in tree.items():
+        if isinstance(value, dict) and value:
+            yield from _flat(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value

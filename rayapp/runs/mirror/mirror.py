@@ -1,0 +1,279 @@
+"""A run whose folder is on s3://: it works in a staging folder, and this sends what is whole to object storage.
+
+    driver --writes--> staging folder --Uploader, every second--> s3://bucket/prefix/<run.name>/
+
+One thread with an event loop of its own, so that neither an upload nor an outage makes a training step wait. Opened by
+`RunFolder.open` before anything starts, closed behind the run: what is not uploaded then is an error that says how to
+finish. The run's files stay on this machine until all of them are there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import shutil
+import threading
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from rayapp.config.config import Config
+from rayapp.config.sections import CheckpointSection
+from rayapp.core.errors import RunFolderError, StorageError, StorageIncompleteError, StorageTakenError, first_error
+from rayapp.core.location import Location
+from rayapp.runs.mirror.ledger import Ledger
+from rayapp.runs.mirror.lock import BEAT_EVERY_S, LEASE_S, SETTLE_S, RunLock, acquire, last_generation
+from rayapp.runs.mirror.restore import prepare
+from rayapp.runs.mirror.upload import Uploader
+from rayapp.storage.base import Storage
+from rayapp.storage.opening import open_storage
+from rayapp.storage.settings import S3Settings
+
+log = logging.getLogger(__name__)
+Send = Callable[[], Awaitable[None]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Patience:
+    """How long things may take."""
+
+    look_every_s: float = 1.0
+    """Between two looks at the staging folder."""
+    beat_every_s: float = BEAT_EVERY_S
+    lease_s: float = LEASE_S
+    settle_s: float = SETTLE_S
+    finish_s: float = 60.0
+    """At the end of a run, uploads that fail are tried again for so long. Uploads that go on are waited for."""
+
+
+class RunMirror:
+    """The uploads of a run that goes on. Make one with `mirroring`."""
+
+    def __init__(
+        self, ledger: Ledger, lock: RunLock, section: CheckpointSection, settings: S3Settings | None, patience: Patience
+    ) -> None:
+        self.uri = ledger.uri
+        self._ledger, self._lock, self._section = ledger, lock, section
+        self._settings, self._patience = settings, patience
+        self._uploader: Uploader | None = None
+        self._ended = threading.Event()
+        self._is_ready = threading.Event()
+        self._stuck_at: int | None = None
+        """Bytes uploaded when the storage could not be used any more; None while it can."""
+        self._num_outages = 0
+        self._crash: BaseException | None = None
+        self._left: dict[str, int] = {}
+        # A daemon: a person who interrupts twice is not kept waiting by an upload.
+        self._thread = threading.Thread(target=self._run, name="mirror", daemon=True)
+        self._thread.start()
+        self._is_ready.wait()
+
+    def metrics(self) -> dict[str, float]:
+        """`storage/*`.
+
+        Raises:
+            RunFolderError: another run has taken the folder over.
+        """
+        if self._lock.lost:
+            raise RunFolderError(self._lock.lost)
+        uploader = self._uploader
+        if uploader is None:
+            return {"storage/failed": 1.0}
+        pending = uploader.pending()
+        return {
+            "storage/pending_files": float(len(pending)),
+            "storage/pending_bytes": float(sum(pending.values())),
+            "storage/uploaded_bytes": float(uploader.uploaded_bytes),
+            "storage/failed": float(uploader.num_failed + self._num_outages),
+        }
+
+    def truncate_after(self, version: int) -> None:
+        """Trajectories of later steps are to go: a resumed run takes those steps again."""
+        if self._uploader is not None:
+            self._uploader.cut_after = version
+
+    def is_reading(self, checkpoint: Path) -> bool:
+        """True while a checkpoint is being sent."""
+        return self._uploader is not None and checkpoint in self._uploader.busy
+
+    def finish(self) -> dict[str, int]:
+        """Send the rest and let go of the remote folder. Idempotent.
+
+        Returns:
+            Bytes that are not there, by key; empty when all is well.
+        Raises:
+            KeyboardInterrupt: the person in front of it will not wait.
+        """
+        self._ended.set()
+        while self._thread.is_alive():
+            self._thread.join(0.2)
+        # Whoever can't tell what is there must not say that all of it is: the staging folder would go.
+        if self._crash is not None or self._lock.lost:
+            return self._left or {"(not known)": 0}
+        return self._left
+
+    @property
+    def trouble(self) -> str:
+        """The last thing that went wrong, for people."""
+        if self._lock.lost:
+            return self._lock.lost
+        if self._crash is not None:
+            return f"{type(self._crash).__name__}: {self._crash}"
+        return self._uploader.last_error if self._uploader is not None else ""
+
+    def _run(self) -> None:
+        try:
+            asyncio.run(self._work())
+        except Exception as error:  # boundary: told in metrics, and by `finish`
+            self._crash = first_error(error)
+            log.warning("uploads to %s have ended: %s", self.uri, self._crash)
+        finally:
+            self._is_ready.set()
+
+    async def _work(self) -> None:
+        async with (
+            open_storage(self.uri, settings=self._settings) as storage,
+            open_storage(f"{self.uri}/final", settings=self._settings) as final,
+        ):
+            fence = partial(self._lock.fence, storage)
+            uploader = Uploader(storage.fenced(fence), final.fenced(fence), self._ledger, self._section)
+            self._uploader = uploader
+            self._is_ready.set()
+            async with asyncio.TaskGroup() as tasks:
+                beating = tasks.create_task(self._lock.beat_for_ever(storage, self._patience.beat_every_s), name="beat")
+                await asyncio.gather(self._until_ended(uploader.files), self._until_ended(uploader.folders))
+                await self._send_rest(uploader)
+                beating.cancel()
+            self._left = uploader.pending()
+            self._ledger.save()
+            with suppress(StorageError):
+                # Without it the next run waits for our lease to end: no more than that.
+                await self._lock.release(storage)
+
+    async def _until_ended(self, send: Send) -> None:
+        while not self._ended.is_set() and not self._lock.lost:
+            await self._attempt(send)
+            await asyncio.to_thread(self._ended.wait, self._patience.look_every_s)
+
+    async def _attempt(self, send: Send) -> None:
+        """One round. That the storage can't be used is counted each time, and told once; so is its return."""
+        uploader = self._uploader
+        assert uploader is not None
+        try:
+            await send()
+            self._ledger.save()
+        except StorageTakenError:
+            return  # told by `metrics`, which ends the run
+        except (StorageError, OSError) as error:
+            self._num_outages += 1
+            uploader.last_error = str(error)
+            if self._stuck_at is None:
+                self._stuck_at = uploader.uploaded_bytes
+                log.warning("nothing can be uploaded now; training goes on, and uploads are tried again: %s", error)
+        # A round that had nothing to send succeeds in every outage.
+        if self._stuck_at is not None and uploader.uploaded_bytes > self._stuck_at:
+            self._stuck_at = None
+            log.warning("uploads to %s go on", self.uri)
+
+    async def _send_rest(self, uploader: Uploader) -> None:
+        async def everything() -> None:
+            await uploader.files()
+            await uploader.folders(is_final=True)
+            await uploader.files()
+
+        since, before = time.monotonic(), uploader.uploaded_bytes
+        while not self._lock.lost:
+            await self._attempt(everything)
+            if not uploader.pending():
+                return
+            if uploader.uploaded_bytes > before:
+                since, before = time.monotonic(), uploader.uploaded_bytes
+            if time.monotonic() - since > self._patience.finish_s:
+                return
+            await asyncio.sleep(self._patience.look_every_s)
+
+
+@contextmanager
+def mirroring(
+    config: Config,
+    folder: Path,
+    *,
+    only_send: bool = False,
+    settings: S3Settings | None = None,
+    patience: Patience | None = None,
+) -> Iterator[RunMirror | None]:
+    """Bring the staging folder up to date, and mirror it while the block runs; None for a run on a local disk.
+
+    Args:
+        folder: `config.run_folder`, which nobody else on this machine writes to.
+        only_send: refuse to change the staging folder: it must hold what was written last.
+    Raises:
+        RunFolderError: another run lives in the remote folder.
+        StorageError: it can't be reached or used; nothing was started.
+        StorageIncompleteError: the block has ended well, but not all of its files could be uploaded.
+    """
+    if not Location.parse(config.run.output_dir).is_remote:
+        yield None
+        return
+    patience = patience or Patience()
+    lock, ledger = asyncio.run(_open(config, folder, settings, patience, only_send=only_send))
+    mirror = RunMirror(ledger, lock, config.checkpoint, settings, patience)
+    try:
+        yield mirror
+    except BaseException:
+        # What the run failed with is the news; that some of it is not uploaded is said beside it.
+        left = mirror.finish()
+        if left:
+            log.warning("%s", _unfinished(mirror, folder, left))
+        raise
+    left = mirror.finish()
+    if left:
+        raise StorageIncompleteError(_unfinished(mirror, folder, left))
+    shutil.rmtree(folder)
+
+
+async def _open(
+    config: Config, folder: Path, settings: S3Settings | None, patience: Patience, *, only_send: bool
+) -> tuple[RunLock, Ledger]:
+    must_be_new = config.run.resume == "never" and not only_send
+    async with open_storage(config.run_uri, settings=settings) as storage:
+        await storage.check()
+        if only_send:
+            await _check_last_writer(storage, folder)
+        lock = await acquire(
+            storage, lease_s=patience.lease_s, poll_s=min(2.0, patience.lease_s / 4), settle_s=patience.settle_s
+        )
+        # A checkpoint may take longer to fetch than a lease lasts.
+        beating = asyncio.create_task(lock.beat_for_ever(storage, patience.beat_every_s), name="beat")
+        try:
+            ledger = await prepare(storage, folder, lock.generation, must_be_new=must_be_new)
+        except BaseException:
+            with suppress(StorageError):
+                await lock.release(storage)
+            raise
+        finally:
+            beating.cancel()
+    if lock.lost:
+        raise RunFolderError(lock.lost)
+    return lock, ledger
+
+
+async def _check_last_writer(storage: Storage, folder: Path) -> None:
+    ledger = Ledger.load(folder)
+    if ledger is None or ledger.generation != await last_generation(storage):
+        raise RunFolderError(
+            f"{storage.uri} was written by another process after {folder} was: sending this would replace newer files. "
+            "Nothing was changed on either side."
+        )
+
+
+def _unfinished(mirror: RunMirror, folder: Path, left: dict[str, int]) -> str:
+    names = ", ".join(sorted(left)[:5]) + (f" and {len(left) - 5} more" if len(left) > 5 else "")
+    why = f" Last: {mirror.trouble}." if mirror.trouble else ""
+    return (
+        f"{len(left)} files or folders ({sum(left.values()) / 1e6:.1f} MB) are not in {mirror.uri}: {names}. They are "
+        f"safe in {folder}.{why} When that is mended, finish with: rayapp sync {folder}"
+    )

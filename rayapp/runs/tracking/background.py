@@ -1,0 +1,157 @@
+"""A tracker that talks to a service, in a thread of its own: a server that hangs must not make training wait.
+
+    driver --log, trace--> queue (bounded) --> thread --> the tracker (made there, on its first record)
+
+What failed in the thread is raised at the next call, where RunTracker counts it. Records wait in memory while a service
+is slow; when `MAX_WAITING` of them do, further ones are refused, which counts as a failure as well.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import Generic, Protocol, TypeVar
+
+from rayapp.core.protocols import Tracker
+from rayapp.core.types import Group
+from rayapp.runs.tracking.traces import TracedRollout, chosen_rollouts
+
+MAX_WAITING = 1000
+MAX_WAITING_TRACES = 4
+"""Steps. Their groups stay in the object store until they are written."""
+CLOSE_TIMEOUT_S = 60.0
+"""Without a record being taken. Libraries of services take seconds to import, on a busy machine many."""
+
+T = TypeVar("T", bound=Tracker)
+
+
+class RolloutTracer(Tracker, Protocol):
+    """A tracker that takes whole rollouts too."""
+
+    def trace(self, rollouts: Sequence[TracedRollout]) -> None: ...
+
+
+class BackgroundTracker(Generic[T]):
+    """Runs a tracker in a daemon thread.
+
+    Args:
+        name: for the thread and for messages.
+        make: makes the tracker for the run's first step; may take long or fail, and is tried again at the next record.
+    """
+
+    def __init__(self, name: str, make: Callable[[int], T], *, close_timeout_s: float = CLOSE_TIMEOUT_S) -> None:
+        self._name = name
+        self._make = make
+        self._close_timeout_s = close_timeout_s
+        self._records: queue.Queue[tuple[int, Callable[[T], None]] | None] = queue.Queue(MAX_WAITING)
+        self._errors: queue.SimpleQueue[Exception] = queue.SimpleQueue()
+        self._num_taken = 0
+        # A daemon: a service that never answers must not keep the process from ending.
+        self._thread = threading.Thread(target=self._work, name=f"tracker-{name}", daemon=True)
+        self._thread.start()
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Hand a record over.
+
+        Raises:
+            Exception: what an earlier record failed with, or queue.Full; this record is handed over all the same if it
+                can be.
+        """
+        values = dict(metrics)
+        self._put(step, lambda tracker: tracker.log(step, values))
+
+    def _put(self, step: int, work: Callable[[T], None]) -> None:
+        try:
+            self._records.put_nowait((step, work))
+        except queue.Full:
+            raise queue.Full(f"{MAX_WAITING} steps wait for {self._name}, which is too slow or hangs") from None
+        self._raise_first()
+
+    def close(self) -> None:
+        """Write what is waiting, for as long as the deadline never passes without a record being taken.
+
+        Raises:
+            TimeoutError: not all of it was written.
+            Exception: what a record failed with.
+        """
+        try:
+            self._records.put(None, timeout=self._close_timeout_s)
+        except queue.Full:
+            self._raise_late()
+        num_taken = -1
+        while self._thread.is_alive() and self._num_taken > num_taken:
+            num_taken = self._num_taken
+            self._thread.join(self._close_timeout_s)
+        if self._thread.is_alive():
+            self._raise_late()
+        self._raise_first()
+
+    def _raise_late(self) -> None:
+        raise TimeoutError(f"{self._name} did not take {self._records.qsize()} steps in {self._close_timeout_s:g} s")
+
+    def _raise_first(self) -> None:
+        if not self._errors.empty():
+            raise self._errors.get()
+
+    def _work(self) -> None:
+        tracker: T | None = None
+        while (record := self._records.get()) is not None:
+            try:
+                step, work = record
+                tracker = tracker or self._make(step)
+                work(tracker)
+            except Exception as error:  # boundary: the driver's next call raises it
+                self._errors.put(error)
+            self._num_taken += 1
+        try:
+            if tracker is not None:
+                tracker.close()
+        except Exception as error:  # boundary: as above
+            self._errors.put(error)
+
+
+class BackgroundTracer(BackgroundTracker[RolloutTracer]):
+    """As `BackgroundTracker`, for a tracker that takes a share of the rollouts too.
+
+    Args:
+        ratio: of all rollouts, see `chosen_rollouts`.
+        seed: draws them.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        make: Callable[[int], RolloutTracer],
+        *,
+        ratio: float,
+        seed: int,
+        close_timeout_s: float = CLOSE_TIMEOUT_S,
+    ) -> None:
+        super().__init__(name, make, close_timeout_s=close_timeout_s)
+        self._ratio = ratio
+        self._seed = seed
+        self._places = threading.Semaphore(MAX_WAITING_TRACES)
+
+    def trace(self, step: int, groups: Sequence[Group]) -> None:
+        """Hand over the rollouts of a step that are to be traced.
+
+        Raises:
+            Exception: as `log`; queue.Full: this step's traces are left out.
+        """
+        chosen = chosen_rollouts(step, groups, self._ratio, seed=self._seed)
+        if not chosen:
+            return
+        if not self._places.acquire(blocking=False):
+            raise queue.Full(
+                f"traces of {MAX_WAITING_TRACES} steps wait for {self._name}; those of step {step} are left out. Lower "
+                "tracking.trace_ratio."
+            )
+
+        def write(tracker: RolloutTracer) -> None:
+            try:
+                tracker.trace(chosen)
+            finally:
+                self._places.release()
+
+        self._put(step, write)

@@ -1,0 +1,265 @@
+"""`trajectories/step=NNNNNN.parquet`: everything a step trained on, one row per trajectory.
+
+Written by the driver, read by people with any parquet tool, and back into `Group`s exactly by `read_groups`.
+The schema is in docs/run-folder.md; its version is in the file's metadata under `rayapp.schema_version`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from rayapp.core.errors import InputError
+from rayapp.core.files import replacing
+from rayapp.core.types import (
+    CallRecord,
+    ExecRecord,
+    FloatArray,
+    Group,
+    Prompt,
+    Reward,
+    RolloutStatus,
+    Trajectory,
+    TurnRecord,
+    VersionSpan,
+)
+
+SCHEMA_VERSION = "1"
+_KEY = b"rayapp.schema_version"
+# One trajectory of a big step can be read without its neighbours' tokens.
+ROWS_PER_ROW_GROUP = 512
+_NOTHING: Mapping[int, FloatArray] = {}
+
+_EXEC = pa.struct(
+    [
+        ("sandbox_id", pa.string()),
+        ("provider", pa.string()),
+        ("outcome", pa.string()),
+        ("started_at_s", pa.float64()),
+        ("duration_s", pa.float64()),
+    ]
+)
+_CALL = pa.struct(
+    [
+        ("name", pa.string()),
+        ("arguments", pa.string()),
+        ("output", pa.string()),
+        ("failure", pa.string()),
+        ("reward", pa.float64()),
+        ("started_at_s", pa.float64()),
+        ("duration_s", pa.float64()),
+        ("waited_s", pa.float64()),
+        ("execs", pa.list_(_EXEC)),
+    ]
+)
+_SPAN = pa.struct([("policy_version", pa.int32()), ("num_tokens", pa.int32())])
+_TURN = pa.struct(
+    [
+        ("start", pa.int32()),
+        ("end", pa.int32()),
+        ("text", pa.string()),
+        ("finish_reason", pa.string()),
+        ("policy_version", pa.int32()),
+        ("started_at_s", pa.float64()),
+        ("queued_s", pa.float64()),
+        ("generate_s", pa.float64()),
+        ("calls", pa.list_(_CALL)),
+        ("version_spans", pa.list_(_SPAN)),
+    ]
+)
+SCHEMA = pa.schema(
+    [
+        ("step", pa.int32()),
+        ("group_id", pa.int64()),
+        ("index", pa.int32()),
+        ("task", pa.string()),
+        ("prompt", pa.string()),
+        ("prefill", pa.string()),
+        ("stop", pa.list_(pa.string())),
+        ("num_prompt_tokens", pa.int32()),
+        ("num_response_tokens", pa.int32()),
+        ("completion", pa.string()),
+        ("token_ids", pa.list_(pa.int32())),
+        ("response_mask", pa.list_(pa.bool_())),
+        ("rollout_log_probs", pa.list_(pa.float32())),
+        ("learner_log_probs", pa.list_(pa.float32())),
+        ("reward", pa.float64()),
+        ("reward_terms", pa.map_(pa.string(), pa.float64())),
+        ("reward_status", pa.string()),
+        ("reward_detail", pa.string()),
+        ("valid", pa.bool_()),
+        ("failure_kind", pa.string()),
+        ("status", pa.string()),
+        ("num_turns", pa.int32()),
+        ("min_policy_version", pa.int32()),
+        ("max_policy_version", pa.int32()),
+        ("time_generate_s", pa.float64()),
+        ("time_score_s", pa.float64()),
+        ("turns", pa.list_(_TURN)),
+    ],
+    metadata={_KEY: SCHEMA_VERSION.encode()},
+)
+
+
+_ROW = pa.struct(list(SCHEMA))
+
+
+def write_trajectories(
+    path: Path, step: int, groups: Sequence[Group], learner_log_probs: Mapping[int, FloatArray] = _NOTHING
+) -> None:
+    """Write the trajectories of one step, aside and then renamed.
+
+    Args:
+        learner_log_probs: by position of the trajectory in the step, of its response tokens; those left out are null.
+    """
+    members = ((group, index) for group in groups for index in range(len(group.trajectories)))
+    rows = [
+        _row(step, group, index, learner_log_probs.get(position)) for position, (group, index) in enumerate(members)
+    ]
+    table = pa.Table.from_pylist([_storable(row, _ROW) for row in rows], schema=SCHEMA)
+    with replacing(path) as pending:
+        pq.write_table(table, pending, compression="zstd", row_group_size=ROWS_PER_ROW_GROUP, write_page_checksum=True)
+
+
+def _storable(value: Any, kind: pa.DataType) -> Any:
+    """A value as a column of this type takes it, whatever a policy wrote, a tool said or a reward function returned.
+
+    Half of a surrogate pair is spelled out; what is no number, or too large for a float, is NaN or infinite.
+    """
+    if value is None or isinstance(value, np.ndarray):
+        return value
+    if pa.types.is_string(kind):
+        return str(value).encode("utf-8", "backslashreplace").decode()
+    if pa.types.is_floating(kind):
+        return _number(value)
+    if pa.types.is_struct(kind):
+        return {field.name: _storable(value[field.name], field.type) for field in kind}
+    if pa.types.is_map(kind):
+        return [(_storable(key, kind.key_type), _storable(item, kind.item_type)) for key, item in value]
+    if pa.types.is_list(kind):
+        return [_storable(item, kind.value_type) for item in value]
+    return value
+
+
+def _number(value: Any) -> float:
+    try:
+        return float(value)
+    except OverflowError:
+        return float("inf") if value > 0 else float("-inf")
+    except (TypeError, ValueError):
+        return float("nan")
+
+
+def _over_all_tokens(trajectory: Trajectory, of_response: FloatArray | None) -> FloatArray | None:
+    """(T,) as the engine's are stored: 0 where nothing was sampled."""
+    if of_response is None:
+        return None
+    values = np.zeros(trajectory.token_ids.size, np.float32)
+    values[trajectory.response_mask] = of_response
+    return values
+
+
+def _row(step: int, group: Group, index: int, of_response: FloatArray | None) -> dict[str, Any]:
+    prompt, trajectory = group.prompt, group.trajectories[index]
+    reward = trajectory.reward
+    return {
+        "step": step,
+        "group_id": group.group_id,
+        "index": index,
+        "task": prompt.task,
+        "prompt": prompt.text,
+        "prefill": prompt.prefill,
+        "stop": list(prompt.stop),
+        "num_prompt_tokens": prompt.token_ids.size,
+        "num_response_tokens": trajectory.num_response_tokens,
+        "completion": trajectory.completion_text,
+        "token_ids": trajectory.token_ids,
+        "response_mask": trajectory.response_mask,
+        "rollout_log_probs": trajectory.rollout_log_probs,
+        "learner_log_probs": _over_all_tokens(trajectory, of_response),
+        "reward": reward.value,
+        "reward_terms": list(reward.terms.items()),
+        "reward_status": reward.status,
+        "reward_detail": reward.detail,
+        "valid": reward.valid,
+        "failure_kind": reward.failure_kind,
+        "status": trajectory.status.value,
+        "num_turns": trajectory.num_turns,
+        "min_policy_version": trajectory.min_policy_version,
+        "max_policy_version": trajectory.max_policy_version,
+        "time_generate_s": trajectory.time_generate_s,
+        "time_score_s": reward.time_score_s,
+        "turns": [asdict(turn) for turn in trajectory.turns],
+    }
+
+
+def read_groups(path: Path) -> list[Group]:
+    """The groups of a file, as they were written.
+
+    Raises:
+        InputError: it is no file of this schema version.
+    """
+    try:
+        table = pq.read_table(path, page_checksum_verification=True)
+    except (OSError, pa.ArrowException) as error:
+        raise InputError(f"{path} is no readable parquet file: {error}") from None
+    found = (table.schema.metadata or {}).get(_KEY, b"none").decode()
+    if found != SCHEMA_VERSION:
+        raise InputError(f"{path} has trajectory schema {found}, this version reads {SCHEMA_VERSION}")
+    return [_group(list(rows)) for _, rows in groupby(table.to_pylist(), key=lambda row: row["group_id"])]
+
+
+def _group(rows: list[dict[str, Any]]) -> Group:
+    first = rows[0]
+    prompt = Prompt(
+        task=first["task"],
+        text=first["prompt"],
+        token_ids=np.array(first["token_ids"][: first["num_prompt_tokens"]], np.int32),
+        prefill=first["prefill"],
+        stop=tuple(first["stop"]),
+    )
+    return Group(group_id=first["group_id"], prompt=prompt, trajectories=tuple(_trajectory(row) for row in rows))
+
+
+def _trajectory(row: dict[str, Any]) -> Trajectory:
+    reward = Reward(
+        value=row["reward"],
+        terms=dict(row["reward_terms"]),
+        status=row["reward_status"],
+        valid=row["valid"],
+        failure_kind=row["failure_kind"],
+        detail=row["reward_detail"],
+        time_score_s=row["time_score_s"],
+    )
+    return Trajectory(
+        token_ids=np.array(row["token_ids"], np.int32),
+        response_mask=np.array(row["response_mask"], np.bool_),
+        rollout_log_probs=np.array(row["rollout_log_probs"], np.float32),
+        completion_text=row["completion"],
+        reward=reward,
+        status=RolloutStatus(row["status"]),
+        min_policy_version=row["min_policy_version"],
+        max_policy_version=row["max_policy_version"],
+        num_turns=row["num_turns"],
+        time_generate_s=row["time_generate_s"],
+        # Files written before there were tools have no such column.
+        turns=tuple(_turn(turn) for turn in row.get("turns") or ()),
+    )
+
+
+def _turn(record: dict[str, Any]) -> TurnRecord:
+    # Files written before weights could change within a turn have no spans.
+    spans = tuple(VersionSpan(**span) for span in record.get("version_spans") or ())
+    return TurnRecord(**record | {"calls": tuple(_call(call) for call in record["calls"]), "version_spans": spans})
+
+
+def _call(record: dict[str, Any]) -> CallRecord:
+    # Files written before executions were recorded have no such field.
+    return CallRecord(**record | {"execs": tuple(ExecRecord(**one) for one in record.get("execs") or ())})

@@ -1,0 +1,139 @@
+"""`rayapp report RUN`: a run for people who weren't there, as one HTML file that needs nothing else, and PNG plots.
+
+Drawn from what the page of `rayapp view` shows: the same panels over metrics.jsonl, and a few completions. It reads the
+run and writes only where it is told. Everything a model wrote is escaped by the template engine.
+"""
+
+from __future__ import annotations
+
+import base64
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, PackageLoader, select_autoescape
+
+from rayapp.core.errors import InputError
+from rayapp.runs.view.curves import keys_of
+from rayapp.runs.view.groups import GroupFilter, Page
+from rayapp.runs.view.panels import PANELS, keys_of_panel
+from rayapp.runs.view.report_plots import Curves, draw_panels
+from rayapp.runs.view.run import ViewedRun, curves_of
+from rayapp.runs.view.source import open_source
+
+MAX_EXAMPLE_CHARS = 4000
+HEADLINES = {
+    "reward/mean": "reward",
+    "reward/pass_rate/mean": "tests passed",
+    "reward/solved/mean": "completions that pass every test",
+    "learner/entropy": "entropy",
+    "length/response/mean": "tokens of a completion",
+    "timing_s/step": "seconds of a step",
+}
+SETTINGS = (
+    "model.path", "tasks", "algorithm.adv_estimator", "algorithm.policy_loss", "algorithm.kl_loss_coef",
+    "rollout.group_size", "rollout.temperature", "rollout.max_completion_tokens", "train.num_steps",
+    "train.groups_per_step", "train.max_staleness", "learner.optimizer.lr", "server.num_servers", "run.seed",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """What was written."""
+
+    page: Path
+    plots: tuple[Path, ...]
+
+
+def write_report(uri: str, out: Path | None) -> Report:
+    """Write `report.html` and one PNG a panel.
+
+    Args:
+        uri: a run folder, or s3://….
+        out: folder for them; None is `report/` in the run folder, or in the working folder for a run on S3.
+
+    Raises:
+        InputError: no such run, or it has no step yet.
+    """
+    run = ViewedRun(open_source(uri))
+    while run.refresh():
+        pass
+    records = run.records()
+    if not records:
+        raise InputError(f"{uri} has no step in metrics.jsonl yet: there is nothing to report")
+    out = out or (Path(uri) if "://" not in uri else Path.cwd() / run.name) / "report"
+    out.mkdir(parents=True, exist_ok=True)
+    plots = draw_panels(panel_curves(records), out)
+    page = out / "report.html"
+    pending = page.with_name(f".{page.name}.pending")
+    pending.write_text(_render(run, records, plots))
+    pending.replace(page)
+    return Report(page=page, plots=tuple(plots.values()))
+
+
+def panel_curves(records: list[dict[str, Any]]) -> list[Curves]:
+    """The panels that have data."""
+    known = keys_of(records)
+    shown = ((panel, keys_of_panel(panel, known)) for panel in PANELS)
+    return [Curves(panel=panel, curves=curves_of(records, panel, keys)) for panel, keys in shown if keys]
+
+
+def headlines(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """First and last tenth of the run, for the numbers that people ask for first.
+
+    Example: steps with reward 0, …, 1 -> {"name": "reward", "first": 0.0, "last": 1.0}.
+    """
+    found = []
+    for key, name in HEADLINES.items():
+        values = [record[key] for record in records if isinstance(record.get(key), int | float)]
+        tenth = max(1, len(values) // 10)
+        if values:
+            first, last = values[:tenth], values[-tenth:]
+            found.append({"name": name, "first": sum(first) / tenth, "last": sum(last) / tenth})
+    return found
+
+
+def examples(run: ViewedRun) -> list[dict[str, Any]]:
+    """For each task the best completion of its first and of its last group."""
+    chosen: list[dict[str, Any]] = []
+    for task in run.facets()["tasks"]:
+        for when, descending in (("first", False), ("last", True)):
+            page = Page(sort="step", descending=descending, limit=1)
+            row = run.find(GroupFilter(task=task), page)["rows"][0]
+            group = run.group(row["step"], row["group_id"])
+            best = max(group["trajectories"], key=lambda one: (one["valid"], one["reward"]))
+            text = group["prefill"] + best["completion"]
+            chosen.append(best | {"task": task, "when": when, "step": row["step"], "text": text[:MAX_EXAMPLE_CHARS]})
+    return chosen
+
+
+def settings(config: dict[str, Any]) -> list[tuple[str, Any]]:
+    """The settings a reader asks for, of those that the configuration has."""
+    found = []
+    for key in SETTINGS:
+        value: Any = config
+        for part in key.split("."):
+            value = value.get(part) if isinstance(value, dict) else None
+        if value is not None:
+            found.append((key, ", ".join(map(str, value)) if isinstance(value, list) else value))
+    return found
+
+
+def _render(run: ViewedRun, records: list[dict[str, Any]], plots: dict[str, Path]) -> str:
+    environment = Environment(
+        loader=PackageLoader("rayapp", "runs/view/templates"), autoescape=select_autoescape(default=True)
+    )
+    environment.filters["when"] = lambda stamp: time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(stamp))
+    images = {title: base64.b64encode(path.read_bytes()).decode() for title, path in plots.items()}
+    return environment.get_template("report.html.jinja").render(
+        run=run.summary(),
+        first=records[0],
+        last=records[-1],
+        headlines=headlines(records),
+        settings=settings(run.config()),
+        facets=run.facets(),
+        images=images,
+        examples=examples(run),
+    )

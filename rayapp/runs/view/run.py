@@ -1,0 +1,218 @@
+"""Everything the page asks about one run, put together from its files. Called by the server; read only."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from rayapp.core.errors import InputError, RayappError, StorageError
+from rayapp.runs.view.advantages import group_advantages
+from rayapp.runs.view.curves import Metrics, curve, keys_of
+from rayapp.runs.view.details import read_group, read_trajectory
+from rayapp.runs.view.diff import diff_lines
+from rayapp.runs.view.groups import GroupFilter, Page, facets, find_groups, neighbours, same_prompt
+from rayapp.runs.view.index import GroupIndex
+from rayapp.runs.view.panels import PANELS, Panel, keys_of_panel
+from rayapp.runs.view.source import RunSource
+from rayapp.runs.view.tokens import load_tokenizer
+
+# A run that has not logged for so many times the length of its last step is no longer said to be running.
+QUIET_STEPS = 5
+QUIET_FLOOR_S = 120.0
+_Small = tuple[tuple[int, int], list[dict[str, Any]], dict[str, Any]]
+"""Stamp and records of metrics.jsonl, and the configuration."""
+
+
+class ViewedRun:
+    """One run that the server shows.
+
+    Args:
+        source: its files.
+        tokenizer_path: what a person chose with --tokenizer.
+    """
+
+    def __init__(self, source: RunSource, tokenizer_path: Path | None = None) -> None:
+        self.source = source
+        self.name = source.name
+        self.index = GroupIndex(source)
+        self._metrics = Metrics(source)
+        self._tokenizer_path = tokenizer_path
+        self._tokenizer: Any | None = None
+        self._seen: _Small = ((0, 0), [], {})
+        self.problem = ""
+        """Why the last refresh failed; empty when it did not."""
+
+    def refresh(self) -> bool:
+        """Look for new files; True when more is waiting. A storage that is away for a while is told on the page."""
+        try:
+            more = self.index.refresh()
+        except RayappError as error:
+            self.problem = str(error)
+            return False
+        self.problem = ""
+        return more
+
+    def config(self) -> dict[str, Any]:
+        """The resolved configuration; empty where there is none, or none that parses."""
+        try:
+            loaded = yaml.safe_load(self.source.read_bytes("config.yaml") or b"")
+        except yaml.YAMLError:
+            return {}
+        return loaded if isinstance(loaded, dict) else {}
+
+    def records(self) -> list[dict[str, Any]]:
+        """Every logged step."""
+        return self._metrics.records()
+
+    def _small_files(self) -> tuple[_Small, str]:
+        """The small files, and why they are not those of now: a storage that is away takes no page with it."""
+        try:
+            stamp = self.source.stamp("metrics.jsonl") or (0, 0)
+            self._seen = (stamp, self._metrics.records(), self.config())
+        except StorageError as error:
+            return self._seen, str(error)
+        return self._seen, ""
+
+    def summary(self) -> dict[str, Any]:
+        """What the page asks for again and again; `revision` changes whenever it would look different."""
+        (stamp, records, config), away = self._small_files()
+        num_steps = _section(config, "train").get("num_steps")
+        progress = asdict(self.index.progress())
+        problems = list(dict.fromkeys(text for text in (away, self.problem, *progress.pop("problems")) if text))
+        return {
+            "name": self.name,
+            "location": self.source.root,
+            "revision": f"{stamp[0]}-{stamp[1]}-{progress['revision']}",
+            "state": run_state(records, num_steps, now=time.time()),
+            "num_steps": num_steps,
+            "last": records[-1] if records else None,
+            "index": progress,
+            "problems": problems[:20],
+        }
+
+    def panels(self) -> list[dict[str, Any]]:
+        """Charts with their curves; one without any data is left out."""
+        records = self._metrics.records()
+        known = keys_of(records)
+        shown = [(panel, keys_of_panel(panel, known)) for panel in PANELS]
+        return [
+            asdict(panel) | {"keys": keys, "curves": curves_of(records, panel, keys)} for panel, keys in shown if keys
+        ]
+
+    def metric_keys(self) -> list[str]:
+        return keys_of(self._metrics.records())
+
+    def curve(self, key: str) -> dict[str, list[float]]:
+        return curve(self._metrics.records(), key)
+
+    def facets(self) -> dict[str, Any]:
+        return facets(self.index)
+
+    def groups(self, query: Mapping[str, str]) -> dict[str, Any]:
+        """Raises InputError: a filter that can't be."""
+        return find_groups(self.index, GroupFilter.parse(query), Page.parse(query))
+
+    def find(self, chosen: GroupFilter, page: Page) -> dict[str, Any]:
+        """As `groups`, for callers that have no address."""
+        return find_groups(self.index, chosen, page)
+
+    def group(self, step: int, group_id: int) -> dict[str, Any]:
+        """A group with its trajectories, their advantages, and the other groups of its prompt.
+
+        Raises:
+            InputError: there is none.
+        """
+        rows = read_group(self.source, step, group_id)
+        advantages = self._advantages(rows)
+        for row, value in zip(rows, advantages.values, strict=True):
+            row["advantage"] = value
+        known = self.index.query(
+            "select prompt_id from groups where step = $step and group_id = $group", {"step": step, "group": group_id}
+        )
+        shared = {name: rows[0].pop(name) for name in ("prompt", "prefill", "task", "num_prompt_tokens")}
+        for row in rows[1:]:
+            for name in shared:
+                del row[name]
+        return shared | {
+            "step": step,
+            "group_id": group_id,
+            "prompt_id": known[0]["prompt_id"] if known else None,
+            "neighbours": neighbours(self.index, step, group_id),
+            "advantage_label": advantages.label,
+            "trajectories": rows,
+            "same_prompt": same_prompt(self.index, known[0]["prompt_id"]) if known else [],
+        }
+
+    def trajectory(self, step: int, group_id: int, index: int) -> dict[str, Any]:
+        """Raises InputError: there is none."""
+        rows = read_group(self.source, step, group_id)
+        advantages = self._advantages(rows)
+        found = read_trajectory(self.source, step, group_id, index, self.tokenizer())
+        by_index = {row["index"]: value for row, value in zip(rows, advantages.values, strict=True)}
+        return found | {
+            "step": step,
+            "group_id": group_id,
+            "advantage": by_index.get(index),
+            "advantage_label": advantages.label,
+            "group_size": len(rows),
+        }
+
+    def diff(self, left: tuple[int, int, int], right: tuple[int, int, int]) -> dict[str, Any]:
+        """Two completions against each other, each named by (step, group, index).
+
+        Raises:
+            InputError: one of them is not there.
+        """
+        one, other = (self._completion(*key) for key in (left, right))
+        return {
+            "left": {key: one[key] for key in ("reward", "reward_status", "reward_detail", "task")},
+            "right": {key: other[key] for key in ("reward", "reward_status", "reward_detail", "task")},
+            "same_prompt": one["prompt"] == other["prompt"],
+            "prompt": one["prompt"],
+            "rows": diff_lines(one["prefill"] + one["completion"], other["prefill"] + other["completion"]),
+        }
+
+    def tokenizer(self) -> Any | None:
+        """None while there is none; a run that ends brings one, so it is looked for again."""
+        if self._tokenizer is None:
+            model_path = str(_section(self.config(), "model").get("path", ""))
+            self._tokenizer = load_tokenizer(self.source, model_path, self._tokenizer_path)
+        return self._tokenizer
+
+    def _completion(self, step: int, group_id: int, index: int) -> dict[str, Any]:
+        rows = read_group(self.source, step, group_id)
+        found = next((row for row in rows if row["index"] == index), None)
+        if found is None:
+            raise InputError(f"group {group_id} of step {step} has no trajectory {index}")
+        return found
+
+    def _advantages(self, rows: list[dict[str, Any]]) -> Any:
+        algorithm = _section(self.config(), "algorithm")
+        return group_advantages([row["reward"] for row in rows], [row["valid"] for row in rows], algorithm)
+
+
+def curves_of(records: list[dict[str, Any]], panel: Panel, keys: Sequence[str]) -> dict[str, dict[str, list[float]]]:
+    """The curves of a panel by their metric."""
+    absent = 0.0 if panel.absent_is_zero else None
+    return {key: curve(records, key, absent=absent) for key in keys}
+
+
+def run_state(records: list[dict[str, Any]], num_steps: int | None, *, now: float) -> str:
+    """waiting, running, finished or quiet; judged by the log alone, because looking must not touch the run's lock."""
+    if not records:
+        return "waiting"
+    last = records[-1]
+    if num_steps is not None and last["step"] >= num_steps:
+        return "finished"
+    patience_s = max(QUIET_FLOOR_S, QUIET_STEPS * float(last.get("timing_s/step", 0.0)))
+    return "running" if now - float(last.get("time", 0.0)) < patience_s else "quiet"
+
+
+def _section(config: Mapping[str, Any], name: str) -> dict[str, Any]:
+    section = config.get(name)
+    return section if isinstance(section, dict) else {}

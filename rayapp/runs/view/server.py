@@ -1,0 +1,136 @@
+"""The web server of `rayapp view`: JSON about runs, and the static page that draws it. GET only.
+
+    browser --poll /api/runs every 2 s--> Starlette --threads--> ViewedRun --> files of the run
+                                              '-- one background thread keeps every index up with its files
+
+It writes nothing anywhere, so a run never notices whether somebody looks.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import FileResponse, Response
+from starlette.routing import Mount, Route
+from starlette.staticfiles import StaticFiles
+from starlette.types import ASGIApp
+
+from rayapp.core.errors import InputError, StorageError
+from rayapp.runs.view.run import ViewedRun
+from rayapp.runs.view.security import Guard
+
+STATIC = Path(__file__).parent / "static"
+REFRESH_EVERY_S = 2.0
+
+
+def make_app(runs: Sequence[ViewedRun], *, token: str = "", refresh_every_s: float = REFRESH_EVERY_S) -> ASGIApp:
+    """The whole application.
+
+    Args:
+        runs: what is shown; addresses name a run by its position.
+        token: asked for unless empty.
+    """
+    routes = [
+        Route("/", _page),
+        Route("/api/runs", lambda request: answer([run.summary() for run in request.app.state.runs])),
+        Route("/api/runs/{run:int}/config", _of_run(lambda run, _: run.config())),
+        Route("/api/runs/{run:int}/panels", _of_run(lambda run, _: run.panels())),
+        Route("/api/runs/{run:int}/keys", _of_run(lambda run, _: run.metric_keys())),
+        Route("/api/runs/{run:int}/curve", _of_run(lambda run, query: run.curve(query.get("key", "")))),
+        Route("/api/runs/{run:int}/facets", _of_run(lambda run, _: run.facets())),
+        Route("/api/runs/{run:int}/groups", _of_run(lambda run, query: run.groups(query))),
+        Route("/api/runs/{run:int}/group", _of_run(lambda run, query: run.group(*_numbers(query, "step", "group")))),
+        Route(
+            "/api/runs/{run:int}/trajectory",
+            _of_run(lambda run, query: run.trajectory(*_numbers(query, "step", "group", "index"))),
+        ),
+        Route("/api/runs/{run:int}/diff", _of_run(_diff)),
+        Mount("/static", StaticFiles(directory=STATIC)),
+    ]
+    app = Starlette(
+        routes=routes,
+        lifespan=lambda _: _refreshing(runs, refresh_every_s),
+        exception_handlers={InputError: _bad_request, StorageError: _bad_gateway},
+    )
+    app.state.runs = list(runs)
+    return Guard(app, token)
+
+
+def answer(content: Any, status: int = 200) -> Response:
+    """JSON for a browser: numbers that are none become null, and nothing is kept in a cache."""
+    body = json.dumps(_finite(content), allow_nan=False, separators=(",", ":"))
+    return Response(body, status, headers={"cache-control": "no-store"}, media_type="application/json")
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return value
+
+
+def _of_run(read: Callable[[ViewedRun, Any], Any]) -> Callable[[Request], Response]:
+    """An endpoint about the run that the address names. It is no coroutine, so Starlette runs it in a thread."""
+
+    def endpoint(request: Request) -> Response:
+        runs: list[ViewedRun] = request.app.state.runs
+        number = request.path_params["run"]
+        if number >= len(runs):
+            raise InputError(f"there is no run {number}: {len(runs)} are shown")
+        return answer(read(runs[number], request.query_params))
+
+    return endpoint
+
+
+def _diff(run: ViewedRun, query: Any) -> dict[str, Any]:
+    left = _numbers(query, "step", "group", "index")
+    right = _numbers(query, "other_step", "other_group", "other_index")
+    return run.diff((left[0], left[1], left[2]), (right[0], right[1], right[2]))
+
+
+def _numbers(query: Any, *names: str) -> list[int]:
+    try:
+        return [int(query[name]) for name in names]
+    except (KeyError, ValueError):
+        raise InputError(f"the address needs whole numbers for {', '.join(names)}") from None
+
+
+def _page(_: Request) -> Response:
+    return FileResponse(STATIC / "index.html", headers={"cache-control": "no-cache"})
+
+
+def _bad_request(_: Request, error: Exception) -> Response:
+    return answer({"error": str(error)}, 404)
+
+
+def _bad_gateway(_: Request, error: Exception) -> Response:
+    return answer({"error": str(error)}, 502)
+
+
+@asynccontextmanager
+async def _refreshing(runs: Sequence[ViewedRun], every_s: float) -> AsyncIterator[None]:
+    task = asyncio.create_task(_refresh_forever(runs, every_s))
+    try:
+        yield
+    finally:
+        task.cancel()
+        with suppress(asyncio.CancelledError):
+            await task
+
+
+async def _refresh_forever(runs: Sequence[ViewedRun], every_s: float) -> None:
+    """One batch of each run in turn, so that a huge run doesn't keep a small one waiting."""
+    while True:
+        waiting = [await asyncio.to_thread(run.refresh) for run in runs]
+        await asyncio.sleep(0 if any(waiting) else every_s)

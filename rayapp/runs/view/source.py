@@ -1,0 +1,127 @@
+"""Where a run's files come from: a folder, or `s3://…` read by ranges. Nothing here writes.
+
+Called by the rest of `rayapp.runs.view`. A run folder belongs to its writer: files appear whole (written aside and
+renamed) and disappear only when a resumed run takes steps again, so name, size and time tell whether a file is known.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pyarrow.fs as pafs
+
+from rayapp.core.errors import InputError, StorageUnreachableError
+from rayapp.core.location import Location
+from rayapp.runs import format as run_format
+from rayapp.storage.settings import settings_from_environment
+
+_STEP_FILE = re.compile(r"step=(\d+)\.parquet")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepFile:
+    """The trajectories of one step, as they are on storage now."""
+
+    step: int
+    path: str
+    """In the file system of the source."""
+    stamp: tuple[int, int]
+    """Bytes and time of change in ns: another stamp is another content."""
+
+
+class RunSource:
+    """A run's files, read only.
+
+    Args:
+        files: pyarrow's file system.
+        root: the run folder in it.
+        name: what people call the run.
+    """
+
+    def __init__(self, files: Any, root: str, name: str) -> None:
+        self.files = files
+        self.root = root.rstrip("/")
+        self.name = name
+
+    def step_files(self) -> list[StepFile]:
+        """Trajectory files, newest step first. Empty where the run records none."""
+        found = self._list(f"{self.root}/trajectories")
+        matches = ((info, _STEP_FILE.fullmatch(info.base_name)) for info in found)
+        files = [
+            StepFile(step=int(match.group(1)), path=info.path, stamp=(info.size, info.mtime_ns or 0))
+            for info, match in matches
+            if match is not None
+        ]
+        return sorted(files, key=lambda file: -file.step)
+
+    def read_bytes(self, name: str, *, offset: int = 0) -> bytes | None:
+        """What is in a small file of the run from `offset` on; None when there is no such file."""
+        try:
+            with self.files.open_input_file(f"{self.root}/{name}") as file:
+                size = file.size()
+                return bytes(file.read_at(size - offset, offset)) if size > offset else b""
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            raise StorageUnreachableError(f"{self.root}/{name} can't be read: {error}") from None
+
+    def stamp(self, name: str) -> tuple[int, int] | None:
+        """Bytes and time of change in ns; None when there is no such file."""
+        info = self._info(f"{self.root}/{name}")
+        return (info.size, info.mtime_ns or 0) if info.type == pafs.FileType.File else None
+
+    def _info(self, path: str) -> Any:
+        try:
+            return self.files.get_file_info(path)
+        except OSError as error:
+            raise StorageUnreachableError(f"{path} can't be looked at: {error}") from None
+
+    def _list(self, folder: str) -> list[Any]:
+        try:
+            return list(self.files.get_file_info(pafs.FileSelector(folder, allow_not_found=True)))
+        except OSError as error:
+            raise StorageUnreachableError(f"{folder} can't be listed: {error}") from None
+
+
+def open_source(uri: str) -> RunSource:
+    """The run at a path or `s3://bucket/prefix`; credentials from the environment, as everywhere.
+
+    Raises:
+        InputError: nothing there looks like a run.
+        RunFolderError: a newer version wrote it.
+        StorageConfigError: the location or the settings can't be used.
+    """
+    location = Location.parse(uri)
+    if location.is_remote:
+        source = RunSource(_s3(), f"{location.bucket}/{location.key}", Path(location.key).name or location.bucket)
+    else:
+        path = Path(location.key).expanduser().resolve()
+        source = RunSource(pafs.LocalFileSystem(), str(path), path.name)
+    if source.stamp("config.yaml") is None and source.stamp("metrics.jsonl") is None and not source.step_files():
+        raise InputError(
+            f"{uri} is no run folder: it has neither config.yaml nor metrics.jsonl nor trajectories/. "
+            "Give the folder of one run, e.g. outputs/coding_cpu"
+        )
+    version = source.read_bytes(run_format.NAME)
+    if version is not None:
+        run_format.check_format_text(version, uri)
+    return source
+
+
+def _s3() -> Any:
+    """pyarrow's S3 with the settings that the storage layer uses."""
+    settings = settings_from_environment()
+    options: dict[str, Any] = {
+        "access_key": settings.access_key_id,
+        "secret_key": settings.secret_access_key,
+        "session_token": settings.session_token,
+        "region": settings.region,
+        "endpoint_override": settings.endpoint_url,
+        "force_virtual_addressing": settings.addressing_style == "virtual",
+        "connect_timeout": settings.transfer.connect_timeout_s,
+        "request_timeout": settings.transfer.read_timeout_s,
+    }
+    return pafs.S3FileSystem(**{key: value for key, value in options.items() if value is not None})

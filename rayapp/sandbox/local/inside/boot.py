@@ -1,0 +1,105 @@
+"""First code of a zygote process: read the settings, warm up, become nobody, enter the isolation level, serve.
+
+Started as `python -s -P -S -c … FD` with next to no environment and one inherited socket; see `slot.py`. Answers one
+packet, {"ready": …} or {"failed": the step that this node refuses}, and then belongs to `zygote.py`.
+"""
+
+# Paths here are texts for mount(), hence os and not pathlib.
+# ruff: noqa: PTH120
+from __future__ import annotations
+
+import gc
+import importlib
+import os
+import signal
+import socket
+import sys
+from collections.abc import Sequence
+
+from rayapp.sandbox.local import wire
+from rayapp.sandbox.local.inside import privileges
+from rayapp.sandbox.local.inside.zygote import Zygote
+from rayapp.sandbox.local.levels import kernel, visible_files
+from rayapp.sandbox.local.levels import level as levels
+from rayapp.sandbox.local.levels.landlocked import Landlocked
+from rayapp.sandbox.local.levels.limits import mapped_bytes, set_standing_limits
+from rayapp.sandbox.local.levels.namespaces import Namespaces
+from rayapp.sandbox.verdict.harness import HASH_SEED, describe
+
+WARM_MODULES = (
+    "abc", "array", "ast", "bisect", "collections", "contextlib", "copy", "dataclasses", "datetime", "decimal",
+    "enum", "fractions", "functools", "heapq", "io", "itertools", "json", "math", "operator", "random", "re",
+    "statistics", "string", "time", "traceback", "typing", "types", "linecache",
+)  # fmt: skip
+"""What model-written code imports most: paid for once here, not in each execution."""
+
+
+def main(descriptor: int) -> None:
+    _forget_inherited()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    with socket.socket(fileno=kernel.reserve_descriptors(descriptor)) as channel:
+        settings, _ = wire.receive(channel)
+        try:
+            level = _prepare(settings)
+        except Exception as error:  # boundary: told to the provider, which decides
+            wire.send(channel, {"failed": describe(error)})
+            return
+        wire.send(channel, {"ready": level.name, "pid": os.getpid(), "uid": os.getuid()})
+        zygote = Zygote(channel, level)
+        zygote.serve()
+        zygote.forget()
+
+
+def _forget_inherited() -> None:
+    """What a service manager or a shell gave this application: code and its sandbox are the same under all of them.
+
+    With a umask of 077 the folders of the sandbox's view could not be entered by the code's user, and no level but the
+    weakest would be offered; a blocked or ignored signal would reach the code so.
+    """
+    os.umask(0o022)
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+
+
+def _prepare(settings: dict[str, object]) -> levels.Level:
+    packages, paths = settings["packages"], settings["paths"]
+    assert isinstance(packages, list)
+    assert isinstance(paths, list)
+    for name in WARM_MODULES:
+        importlib.import_module(name)
+    sys.path[:] = [entry for entry in sys.path if entry != settings["code_path"]]
+    _import_packages(packages, paths)
+    # Only now: packages have loaded libraries of their own, which the view has to show.
+    here = visible_files.of_this_interpreter(paths)
+    level = make_level(str(settings["level"]), here)
+    if level.name != "unisolated":
+        privileges.leave_root([here.library, *here.shared, *here.packages])
+    mapped_bytes()
+    set_standing_limits()
+    # Out of the collector's sight: a collection in a child would write to, and so copy, every page of the warm heap.
+    # Now, because entering may fork: what is written to after that is there twice.
+    gc.collect()
+    gc.freeze()
+    level.enter()
+    return level
+
+
+def _import_packages(packages: Sequence[str], paths: Sequence[str]) -> None:
+    """Import them from the folders that hold them; of those folders only `paths` will be visible inside."""
+    # One thread: a zygote with more can't enter a user namespace, and its forks would lack them.
+    os.environ.update(dict.fromkeys(("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS"), "1"))
+    sys.path += sorted({os.path.dirname(path) for path in paths})
+    for name in packages:
+        importlib.import_module(name)
+    os.environ.clear()
+    os.environ.update(HASH_SEED)
+
+
+def make_level(name: str, here: visible_files.View) -> levels.Level:
+    if name in ("ns+proc", "ns"):
+        return Namespaces(here, with_proc=name == "ns+proc")
+    if name == "ll":
+        return Landlocked(here)
+    if name == "unisolated":
+        return levels.Unisolated()
+    raise ValueError(f"unknown isolation level {name!r}")

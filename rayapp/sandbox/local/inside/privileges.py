@@ -1,0 +1,88 @@
+"""From root to nobody in particular: a zygote started by root first becomes a user of its own. Called at boot.
+
+Root inside a user namespace made by root still is the machine's root to every file it owns, `/proc/sys` included, and
+RLIMIT_NPROC does not hold for it. So no candidate code ever runs with kernel user id 0.
+"""
+
+# Paths here are texts for mount(), hence os and not pathlib.
+# ruff: noqa: PTH112, PTH116
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+from collections.abc import Sequence
+from pathlib import Path
+
+from rayapp.sandbox.local.levels import kernel
+
+_HIGH_UIDS = range(2_000_000_000, 2_000_000_000 + (1 << 24))
+"""Above what distributions, containers and subuid ranges hand out."""
+_LOW_UIDS = range(20_000, 60_000)
+
+
+def choose_uid() -> int:
+    """An unprivileged user id for one zygote, distinct from others' with high probability.
+
+    Zygotes of other processes on this node must not share it, and there is no registry: hence chance, in a wide range
+    where this user namespace maps one.
+    """
+    own = random.SystemRandom()
+    mapped = [line.split() for line in Path("/proc/self/uid_map").read_text().splitlines()]
+    if any(int(first) <= _HIGH_UIDS.start and _HIGH_UIDS.stop <= int(first) + int(size) for first, _, size in mapped):
+        return own.choice(_HIGH_UIDS)
+    return own.choice(_LOW_UIDS)
+
+
+def leave_root(paths: Sequence[str]) -> None:
+    """If this is root, become an unprivileged user who can still read `paths`.
+
+    Raises:
+        OSError: a path lies in a directory that only root may enter and this node forbids mounting it elsewhere.
+    """
+    with contextlib.suppress(OSError):
+        # So that the kernel, short of memory, ends a sandbox and not the trainer.
+        Path("/proc/self/oom_score_adj").write_text("1000")
+    if os.geteuid() != 0:
+        return
+    uid = choose_uid()
+    _expose([path for path in paths if _blocking_parent(path)])
+    os.setgroups([])
+    os.setresgid(uid, uid, uid)
+    os.setresuid(uid, uid, uid)
+    # The change of user made /proc/self root's own, and the user namespace's maps are written there.
+    kernel.prctl(kernel.PR_SET_DUMPABLE, 1)
+
+
+def _blocking_parent(path: str) -> str | None:
+    """The topmost directory above `path` that other users may not enter."""
+    parents = [str(parent) for parent in reversed(Path(path).parents)]
+    return next((parent for parent in parents if not os.stat(parent).st_mode & 0o001), None)
+
+
+def _expose(paths: Sequence[str]) -> None:
+    """Make these reachable, in a private mount namespace, by replacing the closed directory with an open, empty one."""
+    if not paths:
+        return
+    try:
+        kernel.unshare(kernel.CLONE_NEWNS)
+    except OSError as error:
+        message = f"only root can read {paths[0]}: install Python where every user can, e.g. in /opt or /usr/local"
+        raise OSError(error.errno, message) from error
+    kernel.mount("", "/", "", kernel.MS_REC | kernel.MS_PRIVATE)
+    opened = {path: os.open(path, os.O_PATH) for path in paths}
+    for parent in sorted({str(_blocking_parent(path)) for path in paths}):
+        kernel.mount("tmpfs", parent, "tmpfs", kernel.MS_NOSUID | kernel.MS_NODEV, "size=1m,mode=755")
+    for path, descriptor in opened.items():
+        make_mount_point(path, is_dir=os.path.isdir(f"/proc/self/fd/{descriptor}"))
+        kernel.mount(f"/proc/self/fd/{descriptor}", path, "", kernel.MS_BIND | kernel.MS_REC)
+        os.close(descriptor)
+
+
+def make_mount_point(path: str, *, is_dir: bool) -> None:
+    """An empty file or directory at this path."""
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    if is_dir:
+        Path(path).mkdir(exist_ok=True)
+    else:
+        Path(path).touch()

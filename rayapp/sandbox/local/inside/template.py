@@ -1,0 +1,168 @@
+"""The process that executions are forked from. It does nothing else, so that little of its memory changes in between.
+
+    zygote --request, descriptors--> template --fork--> child
+           <-process id or status---          --kill, wait-->
+
+After each fork every page that either side writes to is copied, and that is what an execution costs: so the zygote,
+which talks and watches, is a process of its own. The template never sees a job, a token or an output. `Template` is the
+zygote's handle.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+import os
+import signal
+import socket
+import struct
+from collections import deque
+from collections.abc import Sequence
+from typing import NoReturn
+
+from rayapp.sandbox.local.inside import child
+from rayapp.sandbox.local.inside.child import DESCRIPTORS
+from rayapp.sandbox.local.inside.child_pipes import Child
+from rayapp.sandbox.local.levels import kernel
+from rayapp.sandbox.local.levels.level import Level, Place, adopt_orphans
+from rayapp.sandbox.verdict.harness import describe
+
+_MAX_REQUEST_BYTES = 64
+"""Python makes room for as much before it reads: little enough here not to disturb the heap."""
+_MAX_REPLY_BYTES = 4096
+_NUMBERS = struct.pack(f"={len(DESCRIPTORS)}i", *DESCRIPTORS)
+_SPACE = socket.CMSG_SPACE(len(_NUMBERS))
+# Enumerations are objects with a page each.
+_CLOSE_ON_EXEC, _SIGKILL = int(socket.MSG_CMSG_CLOEXEC), int(signal.SIGKILL)
+
+# Requests and replies, in the form that costs the template least to read and write.
+_RESET = b"reset"
+_END = struct.Struct("=ii")
+_PLACE = struct.Struct("=??i")
+_NUMBER = struct.Struct("=i")
+_ENDED = struct.Struct("=i?")
+_PROBLEM_BYTES = 8
+"""At least: more than any reply, so that it can't be taken for one."""
+
+
+class Template:
+    """Requests are answered in order. Its failure is the zygote's: any method raises OSError then."""
+
+    def __init__(self, channel: socket.socket) -> None:
+        self._channel = channel
+        self._asked: deque[Child] = deque()
+        self.seen_as = str(self._number())
+        """Its id in the /proc that `Usage` reads."""
+
+    @classmethod
+    def start(cls, level: Level, outside: socket.socket) -> Template:
+        """Fork it. It ends with this process.
+
+        Args:
+            outside: the provider's channel. Only the zygote may hold it open: its end tells that the zygote is dead.
+        """
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        if os.fork() == 0:
+            ours.close()
+            outside.close()
+            _live(level, theirs)
+        theirs.close()
+        return cls(ours)
+
+    def fork(self, child: Child) -> None:
+        """Ask for it. Its process id is known after `settle`."""
+        self._ask(_PLACE.pack(child.place.home, child.place.writable, child.place.disk_mib), child.ends.given)
+        self._asked.append(child)
+
+    def settle(self) -> None:
+        """Wait until every child asked for has its process id."""
+        while self._asked:
+            self._asked[0].pid = self._number()
+            self._asked.popleft()
+
+    def end(self, pid: int = 0, *, session: int = 0) -> tuple[int, bool]:
+        """Kill this child, reap it and sweep; `session` is the child that goes on, if one does.
+
+        Returns:
+            how it ended, as from `os.waitstatus_to_exitcode`, 0 without a pid; and whether children forked before can
+            still be given a job, as their place is what it was.
+        """
+        self.settle()
+        self._ask(_END.pack(pid, session))
+        status, is_as_new = _ENDED.unpack(self._reply(_ENDED.size))
+        return status, is_as_new
+
+    def reset(self) -> None:
+        """The sandbox was given back: its own folder is gone."""
+        self.settle()
+        self._ask(_RESET)
+        self._number()
+
+    def _ask(self, request: bytes, descriptors: Sequence[int] = ()) -> None:
+        socket.send_fds(self._channel, [request], descriptors)
+
+    def _number(self) -> int:
+        number: int = _NUMBER.unpack(self._reply(_NUMBER.size))[0]
+        return number
+
+    def _reply(self, size: int) -> bytes:
+        packet = self._channel.recv(_MAX_REPLY_BYTES)
+        if len(packet) != size:
+            raise OSError(packet.decode() or "the template of this zygote died")
+        return packet
+
+
+def _live(level: Level, channel: socket.socket) -> NoReturn:
+    kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)
+    adopt_orphans()
+    # The control socket of every child has the same number, so this one object will do.
+    os.dup2(channel.fileno(), DESCRIPTORS[-1])
+    control = socket.socket(fileno=DESCRIPTORS[-1])
+    try:
+        child.rehearse(control)
+        os.closerange(DESCRIPTORS[0], DESCRIPTORS[-1] + 1)
+        gc.collect()
+        gc.freeze()
+        channel.send(_NUMBER.pack(int(level.usage.id_of_this_process() or 0)))
+        _serve(level, channel, control)
+    except Exception as error:  # boundary: told to the zygote, which ends with it
+        channel.send(describe(error).encode("utf-8", "replace")[:_MAX_REPLY_BYTES].ljust(_PROBLEM_BYTES))
+    finally:
+        os._exit(1)
+
+
+def _serve(level: Level, channel: socket.socket, control: socket.socket) -> None:
+    """Until the zygote is gone. Few calls, and all of them short: see the top of this file."""
+    receive, send, run = channel.recvmsg, channel.send, child.run
+    place_of = functools.cache(_place_of)
+    while True:
+        request, received, _, _ = receive(_MAX_REQUEST_BYTES, _SPACE, _CLOSE_ON_EXEC)
+        if received:
+            if received[0][2] != _NUMBERS:
+                raise OSError("descriptors for a child did not get the numbers that are kept free for them")
+            place = place_of(request)
+            level.prepare(place)
+            pid = level.fork()
+            if pid == 0:
+                run(level, place, control)
+            os.closerange(DESCRIPTORS[0], DESCRIPTORS[-1] + 1)
+            send(_NUMBER.pack(pid))
+        elif not request:
+            return
+        elif request == _RESET:
+            level.reset()
+            send(_NUMBER.pack(0))
+        else:
+            pid, session = _END.unpack(request)
+            status = _kill(pid) if pid else 0
+            send(_ENDED.pack(status, level.sweep(session)))
+
+
+def _place_of(packed: bytes) -> Place:
+    home, writable, disk_mib = _PLACE.unpack(packed)
+    return Place(home=home, writable=writable, disk_mib=disk_mib)
+
+
+def _kill(pid: int) -> int:
+    os.kill(pid, _SIGKILL)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])

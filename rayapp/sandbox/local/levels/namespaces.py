@@ -1,0 +1,282 @@
+"""The levels `ns+proc` and `ns`: user, mount, pid, net, ipc, uts and cgroup namespaces around Landlock and seccomp.
+
+    started by us, unprivileged uid
+      └─ unshare(all) ─ fork ─> zygote: pid 1 of its own pid namespace, root folder of `visible_files.py`, no network
+                                  └─ fork per execution: pid 1 of another one, private mounts, no capabilities
+
+Killing an execution's first process makes the kernel kill everything in its pid namespace, however it detached itself;
+killing the zygote ends the whole tree. Used by the zygote only.
+"""
+
+# Paths here are texts for mount(), hence os and not pathlib.
+# ruff: noqa: PTH102, PTH106, PTH112, PTH114, PTH115, PTH211
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import struct
+from pathlib import Path
+
+from rayapp.sandbox.local.inside.privileges import make_mount_point
+from rayapp.sandbox.local.levels import kernel, landlock, rules, seccomp, syscalls
+from rayapp.sandbox.local.levels.level import Place
+from rayapp.sandbox.local.levels.limits import MIB, Bounds, Limits, resource_bounds
+from rayapp.sandbox.local.levels.usage import Usage
+from rayapp.sandbox.local.levels.visible_files import DEVICES, SYSTEM, View, spare_mount_point
+
+_ALL = (
+    kernel.CLONE_NEWUSER | kernel.CLONE_NEWNS | kernel.CLONE_NEWPID | kernel.CLONE_NEWNET
+    | kernel.CLONE_NEWIPC | kernel.CLONE_NEWUTS | kernel.CLONE_NEWCGROUP
+)  # fmt: skip
+_TMP = "/tmp"
+_BELOW_TMP = "/.below-tmp"
+"""Where what lies below the machine's /tmp is kept, numbered, to be shown again in each new /tmp."""
+_MAX_FILES = 1024
+_PLAIN = kernel.MS_NOSUID | kernel.MS_NODEV
+_seen = ctypes.create_string_buffer(kernel.STATX_BYTES)
+_LOOK = [kernel.statx_step(_TMP, _seen)]
+_AT_RECURSIVE = 0x8000
+_ATTR_RDONLY, _ATTR_NOSUID, _ATTR_NODEV = 1, 2, 4
+
+
+class Namespaces:
+    """See `level.Level`."""
+
+    num_spares = 2
+
+    def __init__(self, view: View, *, with_proc: bool) -> None:
+        self.name = "ns+proc" if with_proc else "ns"
+        self._view = view
+        self._below_tmp = [path for path in view.extra() if path.startswith(f"{_TMP}/")]
+        self._with_proc = with_proc
+        self._disk_mib = 0
+        """Of /tmp; 0 while there is none."""
+        self._tmp_is_new = False
+        self._tmp_is_home = False
+        self._untouched = b""
+        """What the kernel says of a /tmp that nobody has touched."""
+        self._ruleset = -1
+        self._filter = bytearray(rules.closing())
+        self._steps: list[kernel.Step] = []
+        """What a child takes to confine itself."""
+        self._enter_pid_namespace: list[kernel.Step] = []
+        self._leave_pid_namespace: list[kernel.Step] = []
+        self.usage = Usage(-1)
+
+    def enter(self) -> None:
+        uid, gid = os.getuid(), os.getgid()
+        kernel.prctl(kernel.PR_SET_DUMPABLE, 1)  # or /proc/self belongs to root and the maps can't be written
+        kernel.unshare(_ALL)
+        Path("/proc/self/setgroups").write_text("deny")
+        Path("/proc/self/uid_map").write_text(f"{uid} {uid} 1")
+        Path("/proc/self/gid_map").write_text(f"{gid} {gid} 1")
+        _become_init()
+        outer = os.open("/proc/self/ns/pid", os.O_RDONLY)
+        self._enter_pid_namespace = [kernel.unshare_step(kernel.CLONE_NEWPID)]
+        self._leave_pid_namespace = [kernel.setns_step(outer, kernel.CLONE_NEWPID)]
+        self.usage = Usage.of_this_process()
+        kernel.sethostname("sandbox")
+        self._build_root()
+        kernel.prctl(kernel.PR_SET_DUMPABLE, 0)
+        kernel.prctl(kernel.PR_SET_NO_NEW_PRIVS, 1)
+        kernel.limit_bounding_set()
+        seccomp.install(rules.standing())
+
+    def fork(self) -> int:
+        kernel.take(self._enter_pid_namespace)
+        pid = kernel.fork()
+        if pid:
+            # Or the next child would be born into this execution.
+            kernel.take(self._leave_pid_namespace)
+        return pid
+
+    def prepare(self, place: Place) -> None:
+        if not self._tmp_is_home and not (self._tmp_is_new and self._disk_mib == place.disk_mib):
+            self._renew_tmp(place.disk_mib)
+        self._tmp_is_home |= place.home
+
+    def confine(self, place: Place) -> None:
+        # Else it would be in the zygote's process group, and a signal to group 0 passes the border of a pid namespace.
+        os.setsid()
+        own = self._mounts_of_its_own(place)
+        if own:
+            kernel.unshare(kernel.CLONE_NEWNS)
+        if own == "proc":
+            kernel.mount("proc", "/proc", "proc", _PLAIN | kernel.MS_NOEXEC, "subset=pid")
+        elif own == "tmp":
+            self._mount_tmp(_PLAIN, place.disk_mib)
+            landlock.allow(self._ruleset, _TMP, landlock.read_write())
+        if own:
+            os.chdir(_TMP)
+        kernel.take(self._steps)
+
+    def bounds(self, limits: Limits, *, running: int) -> Bounds:
+        return resource_bounds(limits, num_running=running)
+
+    def _mounts_of_its_own(self, place: Place) -> str:
+        """Scripts and commands get a /proc where there is one; a call never sees the home that others work in."""
+        if place.home:
+            return "proc" if self._with_proc else ""
+        return "tmp" if self._tmp_is_home else ""
+
+    def reset(self) -> None:
+        self._tmp_is_home = self._tmp_is_new = False
+
+    def sweep(self, session: int) -> bool:
+        """The execution's pid namespace died with its first process. Whether it has touched /tmp is looked at now, when
+        nobody works there, as the one after the next is forked while the next one runs."""
+        if not self._tmp_is_home:
+            self._tmp_is_new = self._untouched == _look_at_tmp()
+        return self._tmp_is_home or self._tmp_is_new
+
+    def _renew_tmp(self, disk_mib: int) -> None:
+        """An empty /tmp. One that nobody has touched is as good as new, and most code touches nothing."""
+        if self._disk_mib:
+            kernel.umount(_TMP, kernel.MNT_DETACH)
+            os.close(self._ruleset)
+        # That it was read does not count.
+        self._mount_tmp(_PLAIN | kernel.MS_NOATIME, disk_mib)
+        os.chdir(_TMP)
+        self._disk_mib, self._tmp_is_new, self._untouched = disk_mib, True, _look_at_tmp()
+        self._ruleset = landlock.create_ruleset()
+        landlock.allow(self._ruleset, "/", landlock.READ_ONLY)
+        landlock.allow(self._ruleset, _TMP, landlock.read_write())
+        for device in DEVICES:
+            landlock.allow(self._ruleset, f"/dev/{device}", landlock.DEVICE)
+        closing = seccomp.installation(self._filter)
+        self._steps = [landlock.restriction(self._ruleset), kernel.CLEAR_CAPABILITIES, closing]
+
+    def _mount_tmp(self, flags: int, disk_mib: int) -> None:
+        kernel.mount("tmpfs", _TMP, "tmpfs", flags, _tmpfs_options(disk_mib))
+        for number, path in enumerate(self._below_tmp):
+            kept = f"{_BELOW_TMP}/{number}"
+            make_mount_point(path, is_dir=os.path.isdir(kept))
+            kernel.mount(kept, path, "", kernel.MS_BIND | kernel.MS_REC)  # read-only, as what it shows
+
+    def _build_root(self) -> None:
+        kernel.mount("none", "/", "", kernel.MS_REC | kernel.MS_PRIVATE)
+        root = spare_mount_point(self._view.sources())
+        kernel.mount("tmpfs", root, "tmpfs", _PLAIN, "size=1m,mode=755")
+        _bind_system(root)
+        targets = {path: f"{_BELOW_TMP}/{number}" for number, path in enumerate(self._below_tmp)}
+        for source in self._view.extra():
+            _bind_read_only(source, root + targets.get(source, source))
+            if source == self._view.library:
+                for folder in _installed_packages(root, targets.get(source, source)):
+                    kernel.mount("tmpfs", folder, "tmpfs", _PLAIN, "size=64k,mode=755")
+        _make_devices(root)
+        _write_etc(root)
+        for folder in (_TMP, "/proc", "/.old"):
+            os.mkdir(root + folder, 0o700)
+        if self._with_proc:
+            _keep_hidden_proc(root)
+        self._change_root(root)
+
+    def _change_root(self, root: str) -> None:
+        os.chdir(root)
+        kernel.pivot_root(".", ".old")
+        os.chdir("/")
+        kernel.umount("/.old", kernel.MNT_DETACH)
+        os.rmdir("/.old")
+        flags = kernel.MS_REMOUNT | kernel.MS_BIND | kernel.MS_RDONLY | _PLAIN
+        kernel.mount("none", "/", "", flags)
+
+
+def _become_init() -> None:
+    """Continue as the first process of the new pid namespace; this process only waits for it."""
+    pid = os.fork()
+    if pid == 0:
+        kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)
+        return
+    # Nothing but the zygote may hold the channel open: its end tells the provider that the zygote is dead.
+    os.closerange(3, 1024)
+    os._exit(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) & 0xFF)
+
+
+def _look_at_tmp() -> bytes:
+    """Changes whenever anything in /tmp does."""
+    kernel.take(_LOOK)
+    return _seen.raw
+
+
+def _tmpfs_options(disk_mib: int) -> str:
+    return f"size={disk_mib * MIB},nr_inodes={_MAX_FILES},mode=700"
+
+
+def _keep_hidden_proc(root: str) -> None:
+    """A /proc that no path leads to. The kernel lets a namespace mount a fresh one only where it has a whole one
+    already.
+
+    Raises:
+        OSError: this machine's own /proc is partly masked, as in most pods.
+    """
+    hidden = Path(root, ".hidden")
+    (hidden / "proc").mkdir(parents=True)
+    kernel.mount("proc", str(hidden / "proc"), "proc", _PLAIN | kernel.MS_NOEXEC)
+    kernel.mount("tmpfs", str(hidden), "tmpfs", _PLAIN | kernel.MS_RDONLY, "size=4k,nr_inodes=2,mode=0")
+
+
+def _bind_system(root: str) -> None:
+    for path in SYSTEM:
+        if os.path.islink(path):
+            os.symlink(os.readlink(path), root + path)
+        elif os.path.isdir(path):
+            _bind_read_only(path, root + path)
+
+
+def _bind_read_only(source: str, target: str) -> None:
+    """Show a folder or file of the machine, read-only with all that is mounted beneath it."""
+    if not Path(target).exists():
+        make_mount_point(target, is_dir=os.path.isdir(source))
+    kernel.mount(source, target, "", kernel.MS_BIND | kernel.MS_REC)
+    attributes = struct.pack("<QQQQ", _ATTR_RDONLY | _ATTR_NOSUID | _ATTR_NODEV, 0, 0, 0)
+    kernel.syscall(
+        syscalls.number("mount_setattr"),
+        ctypes.c_int(kernel.AT_FDCWD),
+        target.encode(),
+        ctypes.c_uint(_AT_RECURSIVE),
+        attributes,
+        ctypes.c_size_t(len(attributes)),
+        name="mount_setattr",
+    )
+
+
+def _installed_packages(root: str, library: str) -> list[str]:
+    """Folders of installed packages that the view would show, among them perhaps this project's own."""
+    parents = (
+        Path(root + library),
+        *Path(f"{root}/usr/lib").glob("python3*"),
+        *Path(f"{root}/usr/local/lib").glob("python3*"),
+    )
+    found = {
+        str(path)
+        for parent in parents
+        for name in ("site-packages", "dist-packages")
+        if (path := parent / name).is_dir()
+    }
+    return sorted(found)
+
+
+def _make_devices(root: str) -> None:
+    os.mkdir(f"{root}/dev", 0o755)
+    for device in DEVICES:
+        target = f"{root}/dev/{device}"
+        Path(target).touch()
+        kernel.mount(f"/dev/{device}", target, "", kernel.MS_BIND)
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        os.symlink(f"/proc/self/fd/{number}", f"{root}/dev/{name}")
+
+
+def _write_etc(root: str) -> None:
+    """Who the user is, and where libraries lie: what libc looks up. Nothing of this machine's own /etc but the
+    latter."""
+    etc = Path(root, "etc")
+    etc.mkdir()
+    uid, gid = os.getuid(), os.getgid()
+    (etc / "passwd").write_text(f"sandbox:x:{uid}:{gid}:sandbox:{_TMP}:/bin/sh\n")
+    (etc / "group").write_text(f"sandbox:x:{gid}:\n")
+    (etc / "hostname").write_text("sandbox\n")
+    for name in ("ld.so.cache", "alternatives"):
+        if os.access(f"/etc/{name}", os.R_OK):
+            _bind_read_only(f"/etc/{name}", f"{root}/etc/{name}")

@@ -1,0 +1,168 @@
+"""Which system calls candidate code may not make, and why. Pure data, read by the isolation levels.
+
+What is not named here is allowed: an allowlist breaks honest code on the next release of libc. Calls that are newer
+than this list are refused, so that a new kernel opens no new door.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+
+from rayapp.sandbox.local.levels import kernel
+from rayapp.sandbox.local.levels.seccomp import (
+    INSTRUCTION,
+    Block,
+    both,
+    dies_with,
+    no_effect,
+    not_masked,
+    not_with,
+    null_pointer,
+    only_with,
+    program,
+    refuse,
+    with_bits,
+    without_bits,
+)
+
+_INIT = 1
+_CLONE_THREAD = 0x00010000
+_CLONE_NEWTIME = 0x80
+_NAMESPACES = 0x7E020000 | _CLONE_NEWTIME
+_AF_UNIX, _SOCK_STREAM, _SOCK_TYPE_MASK = 1, 1, 0xB
+_TIOCSTI, _TIOCLINUX, _FIOSETOWN, _SIOCSPGRP = 0x5412, 0x541C, 0x8901, 0x8902
+_FS_IOC_SETFLAGS, _FS_IOC_FSSETXATTR = 0x40086602, 0x401C5820
+_F_SETOWN, _F_SETSIG, _F_SETOWN_EX = 8, 10, 15
+_F_SETLEASE, _F_NOTIFY, _F_SETPIPE_SZ, _F_OFD_SETLK, _F_OFD_SETLKW = 1024, 1026, 1031, 37, 38
+_PR_SCHED_CORE = 62
+_PRCTL_NEVER = (
+    kernel.PR_SET_PDEATHSIG,
+    kernel.PR_SET_DUMPABLE,
+    kernel.PR_SET_CHILD_SUBREAPER,
+    kernel.PR_SET_MM,
+    _PR_SCHED_CORE,
+)
+"""Outliving or adopting processes; core dumps; its memory's layout; keeping others off the twin of its core."""
+
+_NEVER = (
+    "ptrace", "process_vm_readv", "process_vm_writev", "process_madvise", "process_mrelease", "kcmp", "pidfd_getfd",
+    "socket", "connect", "bind", "listen", "accept", "accept4", "open_by_handle_at", "name_to_handle_at", "bpf",
+    "perf_event_open", "userfaultfd", "io_uring_setup", "io_uring_enter", "io_uring_register", "add_key",
+    "request_key", "keyctl", "shmget", "shmat", "shmctl", "shmdt", "semget", "semop", "semctl", "semtimedop",
+    "msgget", "msgsnd", "msgrcv", "msgctl", "mq_open", "mq_unlink", "memfd_secret", "init_module", "finit_module",
+    "delete_module", "kexec_load", "kexec_file_load", "reboot", "swapon", "swapoff", "acct", "quotactl",
+    "quotactl_fd", "syslog", "settimeofday", "clock_settime", "clock_adjtime", "adjtimex", "sethostname",
+    "setdomainname", "iopl", "ioperm", "modify_ldt", "uselib", "vhangup", "personality", "lookup_dcookie",
+    "fanotify_init", "fanotify_mark", "inotify_init", "inotify_init1", "mknod", "mknodat", "ioprio_set",
+    "migrate_pages", "move_pages", "mbind", "set_mempolicy", "set_mempolicy_home_node", "vmsplice",
+    "lsm_set_self_attr", "statmount", "listmount", "io_setup", "io_destroy", "io_submit", "io_cancel", "io_getevents",
+    "io_pgetevents", "flock",
+)  # fmt: skip
+"""Other processes' memory; the network; files by handle; kernel subsystems with a record of holes; keys; shared memory,
+which no limit of the candidate counts; contexts of which the machine has a fixed number; locks that need no right to
+write; what only an administrator needs."""
+
+_NO_EFFECT = ("sync", "syncfs", "fsync", "fdatasync", "sync_file_range", "msync", "fadvise64")
+"""The only files that code can write are in memory, where there is nothing to do. On others these calls would make
+everybody wait for the disk, or forget what is cached."""
+
+_ZYGOTE_ONLY = (
+    "mount", "umount2", "pivot_root", "chroot", "move_mount", "open_tree", "open_tree_attr", "fsopen", "fsconfig",
+    "fsmount", "fspick", "mount_setattr", "unshare", "setns", "pidfd_open", "pidfd_send_signal", "memfd_create",
+    "setuid", "setgid", "setreuid", "setregid", "setresuid", "setresgid", "setfsuid", "setfsgid", "setgroups",
+    "landlock_create_ruleset", "landlock_add_rule", "landlock_restrict_self", "setsid", "sendmsg", "sendmmsg",
+)  # fmt: skip
+"""What the zygote calls to start an execution, and nothing in it may call. Memory files are memory that no
+limit of the candidate counts. Each session is a group of its own to the scheduler, so fourteen would get fourteen
+neighbours' time. Messages can hold descriptors, which the kernel counts by user until they arrive: more than
+RLIMIT_NOFILE of them, and the zygote can send none. `send` and `sendto` remain."""
+
+_OWNERS_ONLY = (
+    "chmod", "fchmod", "fchmodat", "fchmodat2", "chown", "lchown", "fchown", "fchownat", "utime", "utimes",
+    "futimesat", "utimensat", "setxattr", "lsetxattr", "fsetxattr", "setxattrat", "removexattr", "lremovexattr",
+    "fremovexattr", "removexattrat", "file_setattr", "truncate",
+)  # fmt: skip
+"""What only a file's owner may do; in a pod that is the user of the whole run. Landlock has no rule for mode, owner,
+times and attributes, and none for truncation below ABI 3 (kernel 6.2)."""
+
+
+def standing(machine: str | None = None) -> bytes:
+    """The filter of the zygote, which every execution inherits. `machine` is this one unless a test names another."""
+    rules: dict[str, Block] = {name: refuse() for name in _NEVER}
+    rules["socketpair"] = both((0, _AF_UNIX), (1, _SOCK_STREAM), _SOCK_TYPE_MASK)
+    # Streams (1) and sequenced packets (5), equal under the mask: a datagram pair could send to any socket by name.
+    rules["sendto"] = null_pointer(4)
+    rules["ioctl"] = not_with(1, _TIOCSTI, _TIOCLINUX, _FIOSETOWN, _SIOCSPGRP, _FS_IOC_SETFLAGS, _FS_IOC_FSSETXATTR)
+    # Signal-driven I/O sends any signal to any process of this uid, past every rule about kill.
+    # Watching, leasing and locking files of others; buffers of pipes, of which a user may have so many. Locks by
+    # F_SETLK stay, for SQLite: for files that can't be written they exclude nobody who reads.
+    rules["fcntl"] = not_with(
+        1, _F_SETOWN, _F_SETSIG, _F_SETOWN_EX, _F_SETLEASE, _F_NOTIFY, _F_SETPIPE_SZ, _F_OFD_SETLK, _F_OFD_SETLKW
+    )
+    rules |= {name: no_effect() for name in _NO_EFFECT}
+    # Each holds one of the signals that a user may have on their way; programs that want one fall back to alarm.
+    rules["timer_create"] = refuse(errno.ENOSYS)
+    for name in ("sched_setparam", "sched_setscheduler", "sched_setattr", "sched_setaffinity", "prlimit64"):
+        # 0 is the caller: the limits and the priority of the zygote are not the candidate's to change.
+        rules[name] = only_with(0, 0)
+    rules["setpriority"] = both((0, 0), (1, 0))
+    # Its flags lie in memory, where a filter can't look; libc falls back to clone.
+    rules["clone3"] = refuse(errno.ENOSYS)
+    return program(rules, unknown=refuse(errno.ENOSYS), machine=machine)
+
+
+def closing(*, own_pid: int | None = None, machine: str | None = None) -> bytes:
+    """The filter of one execution, on top of the standing one.
+
+    Args:
+        own_pid: without a pid namespace, its process id: it may signal nobody else and fork no process, threads only.
+    """
+    rules: dict[str, Block] = {name: refuse() for name in _ZYGOTE_ONLY}
+    rules["prctl"] = not_with(0, *_PRCTL_NEVER)
+    rules["clone"] = without_bits(0, _NAMESPACES)
+    if own_pid is None:
+        # As pid 1 of its namespace it would survive killing itself, unlike anywhere else.
+        rules["kill"] = dies_with((0, _INIT), (1, signal.SIGKILL))
+        rules["tgkill"] = dies_with((0, _INIT), (2, signal.SIGKILL))
+    else:
+        rules |= _alone(own_pid)
+    return program(rules, machine=machine)
+
+
+class ClosingAlone:
+    """`closing` without the process id, which the child fills in: making the whole costs more than a fork does."""
+
+    _ANY_PID = 0x7FFFFFF1
+    """Beyond the kernel's largest process id, and no other constant of a filter."""
+
+    def __init__(self) -> None:
+        self.filter = bytearray(closing(own_pid=self._ANY_PID))
+        sizes = range(0, len(self.filter), INSTRUCTION.size)
+        self._places = [at + 4 for at in sizes if INSTRUCTION.unpack_from(self.filter, at)[3] == self._ANY_PID]
+
+    def fill_in(self, own_pid: int) -> None:
+        number = own_pid.to_bytes(4, "little")
+        for place in self._places:
+            self.filter[place : place + 4] = number
+
+
+def _alone(own_pid: int) -> dict[str, Block]:
+    no_more = refuse(errno.EAGAIN)
+    # To open for reading and truncate takes no right to write from Landlock below ABI 3.
+    truncating = os.O_ACCMODE | os.O_TRUNC, os.O_TRUNC
+    return {
+        **{name: refuse() for name in _OWNERS_ONLY},
+        "open": not_masked(1, *truncating),
+        "openat": not_masked(2, *truncating),
+        "openat2": refuse(errno.ENOSYS),  # its flags lie in memory, where a filter can't look
+        "kill": only_with(0, own_pid),
+        "tgkill": only_with(0, own_pid),
+        "rt_sigqueueinfo": only_with(0, own_pid),
+        "rt_tgsigqueueinfo": only_with(0, own_pid),
+        "tkill": refuse(),
+        "fork": no_more,
+        "vfork": no_more,
+        "clone": with_bits(0, _CLONE_THREAD, forbidden=_NAMESPACES, number=errno.EAGAIN),
+    }

@@ -1,0 +1,114 @@
+"""Which MCP session uses which sandbox. Called by `tools.py`.
+
+A session's sandbox is lent at its first call and given back when the client ends the session, when its time to live is
+over, or when the server stops.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from dataclasses import dataclass, field
+
+from rayapp.core.errors import SandboxGoneError
+from rayapp.core.protocols import Sandbox, SandboxLease, SandboxSource
+from rayapp.core.types import SandboxSpec
+
+log = logging.getLogger(__name__)
+_MAX_REMEMBERED = 10_000
+"""Sessions known at once, ended ones included: clients that vanish never say that theirs is over."""
+
+
+@dataclass(slots=True)
+class _Bound:
+    """A session's sandbox."""
+
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+    lease: SandboxLease | None = None
+    sandbox: Sandbox | None = None
+    is_over: bool = False
+    expiry: asyncio.TimerHandle | None = None
+    num_executions: int = 0
+
+
+class Sessions:
+    """See the module.
+
+    Args:
+        sandboxes: where they are lent from.
+        lease_timeout_s: longest wait for one.
+    """
+
+    def __init__(self, sandboxes: SandboxSource, *, lease_timeout_s: float) -> None:
+        self._sandboxes = sandboxes
+        self._lease_timeout_s = lease_timeout_s
+        self._bound: dict[str, _Bound] = {}
+        self._ending: set[asyncio.Task[None]] = set()
+
+    @property
+    def num_bound(self) -> int:
+        return sum(bound.sandbox is not None for bound in self._bound.values())
+
+    def once(self, spec: SandboxSpec) -> SandboxLease:
+        """A sandbox for one execution."""
+        return self._sandboxes.lease(spec, timeout_s=self._lease_timeout_s)
+
+    async def sandbox(self, session_id: str, spec: SandboxSpec, *, ttl_s: float) -> Sandbox:
+        """The session's sandbox.
+
+        Raises:
+            SandboxGoneError: it has ended; the session gets no other, whose names would not be there.
+            SandboxError: none can be had.
+        """
+        if len(self._bound) > _MAX_REMEMBERED:
+            self._bound = {key: bound for key, bound in self._bound.items() if not bound.is_over}
+        bound = self._bound.setdefault(session_id, _Bound())
+        async with bound.lock:
+            if bound.is_over:
+                raise SandboxGoneError(f"the sandbox of session {session_id[:8]} was not found: it has ended")
+            if bound.sandbox is None:
+                lease = self._sandboxes.lease(spec, timeout_s=self._lease_timeout_s)
+                bound.sandbox = await lease.__aenter__()
+                bound.lease = lease
+                bound.expiry = asyncio.get_running_loop().call_later(ttl_s, self._expire, session_id)
+            return bound.sandbox
+
+    def count(self, session_id: str) -> int:
+        """Number of this execution in its session, from 1."""
+        bound = self._bound[session_id]
+        bound.num_executions += 1
+        return bound.num_executions
+
+    async def end(self, session_id: str) -> None:
+        """The client has ended the session. Idempotent."""
+        bound = self._bound.pop(session_id, None)
+        if bound is not None:
+            await self._give_back(bound)
+
+    async def lose(self, session_id: str) -> None:
+        """The session's sandbox is dead, or its time is over: calls that follow are told so."""
+        bound = self._bound.get(session_id)
+        if bound is not None:
+            await self._give_back(bound)
+
+    async def close(self) -> None:
+        """Give every sandbox back."""
+        await asyncio.gather(*(self.end(session_id) for session_id in tuple(self._bound)))
+        if self._ending:
+            await asyncio.wait(self._ending, timeout=10.0)
+
+    def _expire(self, session_id: str) -> None:
+        task = asyncio.create_task(self.lose(session_id), name=f"end of session {session_id}")
+        self._ending.add(task)
+        task.add_done_callback(self._ending.discard)
+
+    async def _give_back(self, bound: _Bound) -> None:
+        bound.is_over = True
+        lease, bound.lease, bound.sandbox = bound.lease, None, None
+        if bound.expiry is not None:
+            bound.expiry.cancel()
+        if lease is not None:
+            try:
+                await asyncio.shield(lease.__aexit__(None, None, None))
+            except Exception as error:  # boundary: a sandbox that can't be given back is the pool's to end
+                log.warning("a session's sandbox was not given back: %s", error)

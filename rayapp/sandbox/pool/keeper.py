@@ -1,0 +1,405 @@
+"""Makes remote sandboxes, keeps them alive, and ends every one: the pool's hands at one provider.
+
+    create -> READY -> LEASED -> (CHECKING -> READY) -> ENDING -> gone
+                 sweep: what lives there and is not known here is ended
+
+Every call has a deadline of our own, whatever the provider promises. A creation that answers after it is adopted or
+killed. Nothing here raises into the pool: failures are counted by kind and shape `Supply`'s rules.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Collection, Coroutine, Mapping
+from dataclasses import dataclass
+
+from rayapp.core.errors import (
+    SandboxConfigError,
+    SandboxDeadlineError,
+    SandboxError,
+    SandboxProtocolError,
+    SandboxQuotaError,
+    SandboxRateLimitError,
+)
+from rayapp.core.protocols import Sandbox
+from rayapp.core.types import SandboxSpec
+from rayapp.sandbox.leases import ConnectedSandbox, RemoteProvider
+from rayapp.sandbox.pool.cleanliness import fingerprint
+from rayapp.sandbox.pool.supply import Member, State, Supply
+
+log = logging.getLogger(__name__)
+GRACE_S = 5.0
+_KILL_ATTEMPTS = 3
+_CLOSE_ROUNDS = 3
+_MAX_CALLS_AT_ONCE = 32
+_CHECK_TIMEOUT_S = 15.0
+_LIST_TIMEOUT_S = 30.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeeperRules:
+    """See the fields of the same names in `SandboxConfig`."""
+
+    create_timeout_s: float
+    sandbox_ttl_s: float
+    idle_timeout_s: float
+    min_ready: int
+    max_uses: int
+    kill_timeout_s: float = 20.0
+    """`answer_within_s` of the provider."""
+    grace_s: float = GRACE_S
+    """A provider object keeps its own deadlines; this much later we stop waiting for it."""
+
+
+class Keeper:
+    """See the module.
+
+    Args:
+        supply: the books; shared with the pool.
+        labels: of every sandbox made here; they find our sandboxes again when all else is lost.
+        clock: monotonic seconds.
+        on_change: called when a sandbox became ready or room was made.
+        on_config_error: called when creating this kind can never work.
+    """
+
+    def __init__(
+        self,
+        supply: Supply,
+        provider: RemoteProvider,
+        rules: KeeperRules,
+        *,
+        labels: Mapping[str, str],
+        clock: Callable[[], float],
+        on_change: Callable[[], None],
+        on_config_error: Callable[[SandboxSpec, SandboxConfigError], None],
+    ) -> None:
+        self.supply = supply
+        self.num_created = 0
+        self.num_ended = 0
+        self.num_strays_ended = 0
+        self.num_soiled = 0
+        self.num_late = 0
+        self._provider = provider
+        self._rules = rules
+        self._labels = dict(labels)
+        self._clock = clock
+        self._on_change = on_change
+        self._on_config_error = on_config_error
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._arrivals: set[asyncio.Task[ConnectedSandbox]] = set()
+        self._stray_since: dict[str, float] = {}
+        self._calls = asyncio.Semaphore(_MAX_CALLS_AT_ONCE)
+        self._has_asked = False
+        self._is_closing = False
+
+    def create(self, spec: SandboxSpec) -> None:
+        """Start making one sandbox; `on_change` tells when it is there."""
+        self._has_asked = True
+        self.supply.num_creating[spec] += 1
+        self._spawn(self._create(spec), "create a sandbox")
+
+    def retire(self, member: Member) -> None:
+        """End a sandbox. It counts as alive until the provider says that it is gone."""
+        if member.state is not State.ENDING:
+            self.supply.withdraw(member)
+            member.state = State.ENDING
+            self._spawn(self._end(member), "end a sandbox")
+
+    def give_back(self, member: Member, *, is_clean: bool) -> None:
+        """A lease ended: check the sandbox for the next one, or end it."""
+        member.num_uses += 1
+        if is_clean and member.num_uses < self._rules.max_uses and not self._is_closing:
+            member.state = State.CHECKING
+            self._spawn(self._check(member), "check a sandbox")
+        else:
+            self.retire(member)
+
+    def _spawn(self, work: Coroutine[object, object, None], what: str) -> None:
+        task = asyncio.get_running_loop().create_task(work, name=f"{what} ({self.supply.name})")
+        self._tasks.add(task)
+        task.add_done_callback(self._finished)
+
+    def _finished(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.error("%s failed unexpectedly", task.get_name(), exc_info=error)
+
+    async def _create(self, spec: SandboxSpec) -> None:
+        arrival = asyncio.ensure_future(self._ask(spec))
+        self._arrivals.add(arrival)
+        arrival.add_done_callback(self._arrivals.discard)
+        wait_s = self._rules.create_timeout_s + self._rules.grace_s
+        try:
+            done, _ = await asyncio.wait({arrival}, timeout=wait_s)
+        finally:
+            self._count_down(spec)
+        try:
+            if not done:
+                self._adopt_later(arrival, spec)
+                raise SandboxDeadlineError(f"provider {self.supply.name} did not answer within {wait_s:g} s")
+            await self._welcome(arrival.result(), spec)
+        except SandboxError as error:
+            self._failed(error, spec)
+        finally:
+            self._on_change()
+
+    async def _ask(self, spec: SandboxSpec) -> ConnectedSandbox:
+        try:
+            return await self._provider.create(
+                spec,
+                labels=self._labels,
+                ttl_s=self._rules.sandbox_ttl_s,
+                timeout_s=self._rules.create_timeout_s,
+            )
+        except SandboxError:
+            raise
+        except Exception as error:  # boundary: a provider's SDK may raise anything; it is counted and shown
+            raise self._unexpected(error) from error
+
+    def _count_down(self, spec: SandboxSpec) -> None:
+        self.supply.num_creating[spec] -= 1
+        if not self.supply.num_creating[spec]:
+            del self.supply.num_creating[spec]
+
+    async def _welcome(self, sandbox: ConnectedSandbox, spec: SandboxSpec) -> None:
+        now = self._clock()
+        member = Member(
+            connection=sandbox.connection,
+            spec=spec,
+            expires_at=now + self._rules.sandbox_ttl_s,
+            idle_since=now,
+            state=State.CHECKING,
+        )
+        self.supply.members[sandbox.connection.sandbox_id] = member
+        self.num_created += 1
+        self.supply.created()
+        if self._is_closing:
+            self.retire(member)
+            return
+        if self._rules.max_uses > 1:
+            try:
+                member.fingerprint = await self._look(lambda: sandbox)
+            except SandboxError:
+                self.retire(member)
+                raise
+        self.supply.put_ready(member)
+
+    def _adopt_later(self, arrival: asyncio.Task[ConnectedSandbox], spec: SandboxSpec) -> None:
+        def arrived(task: asyncio.Task[ConnectedSandbox]) -> None:
+            if task.cancelled() or task.exception() is not None:
+                return
+            self.num_late += 1
+            self._spawn(self._take_in(task.result(), spec), "take in a late sandbox")
+
+        arrival.add_done_callback(arrived)
+
+    async def _take_in(self, sandbox: ConnectedSandbox, spec: SandboxSpec) -> None:
+        has_room = self.supply.has_room
+        try:
+            await self._welcome(sandbox, spec)
+        except SandboxError as error:
+            self._failed(error, spec)
+        else:
+            if not has_room:
+                self.retire(self.supply.members[sandbox.connection.sandbox_id])
+        self._on_change()
+
+    def _failed(self, error: SandboxError, spec: SandboxSpec) -> None:
+        supply = self.supply
+        supply.failures[type(error).__name__] += 1
+        supply.last_error = f"{type(error).__name__}: {error}"
+        if supply.bucket is None or supply.breaker is None:
+            return
+        if isinstance(error, SandboxConfigError):
+            self._on_config_error(spec, error)
+        if isinstance(error, SandboxQuotaError):
+            supply.quota_met()
+            return
+        pause_s = supply.breaker.failed()
+        if isinstance(error, SandboxRateLimitError) and error.retry_after_s is not None:
+            pause_s = max(pause_s, error.retry_after_s)
+        supply.bucket.block_for(pause_s)
+
+    async def _end(self, member: Member) -> None:
+        sandbox_id = member.connection.sandbox_id
+        try:
+            await self._kill(sandbox_id)
+            self.num_ended += 1
+        except SandboxError as error:
+            # From here on it is a stray: the sweep tries again, and the provider's own time limit comes last.
+            self.supply.failures["kill"] += 1
+            self.supply.last_error = f"{type(error).__name__}: {error}"
+        finally:
+            self.supply.members.pop(sandbox_id, None)
+            self._on_change()
+
+    async def _kill(self, sandbox_id: str) -> None:
+        """End one by id, trying a few times.
+
+        Raises:
+            SandboxError: it may still be alive.
+        """
+        for attempt in range(_KILL_ATTEMPTS):
+            try:
+                async with self._calls, asyncio.timeout(self._rules.kill_timeout_s + self._rules.grace_s):
+                    await self._provider.kill(sandbox_id, timeout_s=self._rules.kill_timeout_s)
+                return
+            except Exception as error:  # boundary: a provider's SDK may raise anything; the last one is passed on
+                if attempt == _KILL_ATTEMPTS - 1:
+                    raise SandboxError(f"sandbox {sandbox_id} could not be ended: {error}") from error
+            await asyncio.sleep(0.1 * 4**attempt)
+
+    async def _check(self, member: Member) -> None:
+        try:
+            attach = self._provider.attach
+            is_same = await self._look(lambda: attach(member.connection, member.spec)) == member.fingerprint
+        except SandboxError as error:
+            self.supply.failures[type(error).__name__] += 1
+            self.supply.last_error = f"{type(error).__name__}: {error}"
+            is_same = False
+        if is_same and member.state is State.CHECKING and not self._is_closing:
+            self.supply.put_ready(member)
+        else:
+            self.num_soiled += 1
+            self.retire(member)
+        self._on_change()
+
+    async def _look(self, attach: Callable[[], Sandbox]) -> str:
+        """Fingerprint of a sandbox.
+
+        Raises:
+            SandboxError: it can't be told. Whoever asked has to go on: what stays CHECKING serves nobody, and counts.
+        """
+        try:
+            return await fingerprint(attach(), timeout_s=_CHECK_TIMEOUT_S)
+        except SandboxError:
+            raise
+        except Exception as error:  # boundary: a provider's SDK may raise anything; it is counted and shown
+            raise self._unexpected(error) from error
+
+    def _unexpected(self, error: Exception) -> SandboxProtocolError:
+        return SandboxProtocolError(f"provider {self.supply.name}: {type(error).__name__}: {error}")
+
+    def tend(self, kinds_in_use: Collection[SandboxSpec]) -> None:
+        """Keep those in use alive, end those nobody needs. Called every few seconds.
+
+        Args:
+            kinds_in_use: kinds of which `min_ready` stay.
+        """
+        now = self._clock()
+        for member in tuple(self.supply.members.values()):
+            if member.state in (State.READY, State.LEASED) and member.expires_at - now < self._rules.sandbox_ttl_s / 2:
+                # Counted from now and not from the answer: the next turn must not ask again meanwhile.
+                member.expires_at = now + self._rules.sandbox_ttl_s
+                self._spawn(self._extend(member), "extend a sandbox")
+        for member in self.supply.idle_members():
+            num_kept = self._rules.min_ready if member.spec in kinds_in_use else 0
+            is_spare = self.supply.num_ready(member.spec) > num_kept
+            if is_spare and now - member.idle_since > self._rules.idle_timeout_s:
+                self.retire(member)
+
+    async def _extend(self, member: Member) -> None:
+        try:
+            sandbox = self._provider.attach(member.connection, member.spec)
+            async with self._calls, asyncio.timeout(self._rules.kill_timeout_s + self._rules.grace_s):
+                await sandbox.extend(self._rules.sandbox_ttl_s, timeout_s=self._rules.kill_timeout_s)
+        except Exception as error:  # boundary: a provider's SDK may raise anything; a sandbox that is ready is replaced
+            self.supply.failures[type(error).__name__] += 1
+            if member.state is State.READY:
+                self.retire(member)
+
+    async def sweep(self, labels: Mapping[str, str] | None = None, *, stray_after_s: float | None = None) -> int:
+        """Compare what lives at the provider with the books.
+
+        Args:
+            labels: whose sandboxes; default: those of this pool.
+            stray_after_s: end what has been unknown for so long; default: long enough for any creation to be entered.
+        Returns:
+            How many strays were ended.
+        """
+        patience_s = self._rules.create_timeout_s + 2 * self._rules.grace_s if stray_after_s is None else stray_after_s
+        known_before = set(self.supply.members)
+        try:
+            living = await self.living(labels)
+        except SandboxError as error:
+            self.supply.failures["list"] += 1
+            self.supply.last_error = f"{type(error).__name__}: {error}"
+            return 0
+        self._bury(known_before - living)
+        return await self._end_strays(living - set(self.supply.members), patience_s)
+
+    async def living(self, labels: Mapping[str, str] | None = None) -> set[str]:
+        """Ids of what lives at the provider.
+
+        Raises:
+            SandboxError: it does not say.
+        """
+        try:
+            async with asyncio.timeout(_LIST_TIMEOUT_S + self._rules.grace_s):
+                return {found async for found in self._provider.list(labels or self._labels, timeout_s=_LIST_TIMEOUT_S)}
+        except SandboxError:
+            raise
+        except Exception as error:  # boundary: a provider's SDK may raise anything; the caller counts it
+            raise self._unexpected(error) from error
+
+    def _bury(self, gone: set[str]) -> None:
+        for sandbox_id in gone:
+            member = self.supply.members.get(sandbox_id)
+            if member is not None and member.state is State.READY:
+                self.retire(member)
+
+    async def _end_strays(self, unknown: set[str], patience_s: float) -> int:
+        now = self._clock()
+        self._stray_since = {found: self._stray_since.get(found, now) for found in unknown}
+        strays = [found for found, since in self._stray_since.items() if now - since >= patience_s]
+        results = await asyncio.gather(*(self._kill(found) for found in strays), return_exceptions=True)
+        num_failed = sum(isinstance(result, BaseException) for result in results)
+        self.supply.failures["kill"] += num_failed
+        self.num_strays_ended += len(strays) - num_failed
+        return len(strays) - num_failed
+
+    async def close(self, *, timeout_s: float = 30.0) -> set[str]:
+        """End every sandbox, those still being made included. Returns ids that are still listed afterwards."""
+        self._is_closing = True
+        for member in tuple(self.supply.members.values()):
+            if member.state is not State.CHECKING:
+                self.retire(member)
+        deadline = self._clock() + timeout_s
+        # A creation that is cancelled may leave a sandbox that nobody knows; one that answers is ended at once.
+        await self._settle(min(timeout_s / 2, 10.0))
+        for task in (*self._arrivals, *self._tasks):
+            task.cancel()
+        left = await self._end_all(deadline)
+        await self._provider.close()
+        return left
+
+    async def _end_all(self, deadline: float) -> set[str]:
+        """End what the provider lists until it lists nothing. Returns what may be left."""
+        # What is listed, and not what the books say: lost replies are in no book.
+        left = {"an unknown number: they could not be listed"} if self._has_asked else set()
+        for is_last in (*[False] * _CLOSE_ROUNDS, True):
+            try:
+                left = await self.living()
+            except SandboxError as error:
+                self.supply.failures["list"] += 1
+                self.supply.last_error = f"{type(error).__name__}: {error}"
+                continue
+            if not left or is_last or self._clock() > deadline:
+                break
+            await self._end_strays(left, 0.0)
+        return left
+
+    async def _settle(self, timeout_s: float) -> None:
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + timeout_s
+        while (pending := {*self._arrivals, *self._tasks}) and loop.time() < deadline:
+            await asyncio.wait(pending, timeout=deadline - loop.time())
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """One provider in the pool's order of preference. No keeper: holders make its sandboxes themselves (`local`)."""
+
+    supply: Supply
+    keeper: Keeper | None = None

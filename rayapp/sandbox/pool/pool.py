@@ -1,0 +1,377 @@
+"""Who may use a sandbox now: leases, handed out fairly, bounded, with a deadline and a time to live.
+
+    acquire -> queue -> (a ready sandbox | a place in the holder's own process) -> Lease -> release -> reuse or end
+                 |  nothing ready: Keeper.create, as fast as the provider allows
+                 '  provider can't serve: the next one in order, and the lease says so
+
+Pure asyncio, one event loop, no Ray; the sandbox-pool actor wraps it. It hands out permission, not data: code and
+outputs go from a worker to its sandbox directly, so the pool never becomes the bottleneck.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import secrets
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from rayapp.core.errors import SandboxError, SandboxUnavailableError
+from rayapp.core.types import SandboxSpec
+from rayapp.sandbox.leases import Fate, Lease
+from rayapp.sandbox.pool.demand import Demand
+from rayapp.sandbox.pool.fair_queue import FairQueue
+from rayapp.sandbox.pool.keeper import Source
+from rayapp.sandbox.pool.stats import PoolStats
+from rayapp.sandbox.pool.supply import Member, Supply
+
+__all__ = ["Fate", "Lease", "LeasePool", "Source"]
+_MIN_NAP_S = 0.005
+_MAX_NAP_S = 5.0
+_GIVEN_UP_KEPT = 1024
+Turn = asyncio.Future[Lease]
+
+
+@dataclass(slots=True, eq=False)
+class _Lane:
+    """Callers that want the same kind of sandbox."""
+
+    queue: FairQueue[tuple[str, int, Turn]]
+    """Holder, id of the lease, turn."""
+    used_at: float
+    """When somebody last asked for this kind."""
+    demand: Demand
+    num_wanted_ready: int = 0
+    """Asked for ahead of time (`prefetch`)."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Held:
+    lease: Lease
+    source: Source
+    member: Member | None
+
+
+class LeasePool:
+    """At most `max_leases` leases at a time.
+
+    Args:
+        max_leases: sandboxes in use at once, over all sources.
+        max_waiting: callers in the queue.
+        ttl_s: a lease not released by then is reclaimed.
+        sources: in order of preference; None is places in the holders' own processes, as many as max_leases.
+        min_ready: sandboxes kept ready for each kind in use.
+        holder_timeout_s: a holder not heard of for so long is dead.
+        idle_timeout_s: a kind that nobody asked for so long is not kept ready any more.
+        is_ahead: have as many ready as were lately in use at once, for the next step.
+        clock: monotonic seconds.
+    """
+
+    def __init__(
+        self,
+        *,
+        max_leases: int,
+        max_waiting: int,
+        ttl_s: float,
+        sources: Sequence[Source] | None = None,
+        min_ready: int = 0,
+        holder_timeout_s: float = float("inf"),
+        idle_timeout_s: float = 300.0,
+        is_ahead: bool = False,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        local = Supply("local", max_sandboxes=max_leases, clock=clock)
+        self.sources = tuple(sources) if sources is not None else (Source(local),)
+        self._max_leases = max_leases
+        self._max_waiting = max_waiting
+        self._ttl_s = ttl_s
+        self._min_ready = min_ready
+        self._holder_timeout_s = holder_timeout_s
+        self._idle_timeout_s = idle_timeout_s
+        self._is_ahead = is_ahead
+        self._clock = clock
+        # Not from 1: a pool that replaces a dead one must not give the ids that its predecessor's callers still hold.
+        self._ids = itertools.count(secrets.randbits(40) << 20)
+        self._leases: dict[int, _Held] = {}
+        self._turns: dict[int, Turn] = {}
+        self._given_up: dict[int, None] = {}
+        self._lanes: dict[SandboxSpec, _Lane] = {}
+        self._heard_of: dict[str, float] = {}
+        self._num_waiting = 0
+        self._stats = PoolStats(clock)
+        self._nap: asyncio.TimerHandle | None = None
+        self._is_closed = False
+
+    async def acquire(
+        self, holder: str, spec: SandboxSpec | None = None, *, timeout_s: float, lease_id: int | None = None
+    ) -> Lease:
+        """A lease, once it is this caller's turn.
+
+        Args:
+            lease_id: chosen at random by a caller in another process: with it the lease can be given up by `release`
+                before its grant has arrived, or when the grant was lost on the way.
+        Raises:
+            SandboxUnavailableError: none was free within timeout_s, or too many wait already.
+            SandboxConfigError: waiting can't help.
+        """
+        self._check_open()
+        self.reclaim_expired()
+        self.heartbeat(holder)
+        key = next(self._ids) if lease_id is None else lease_id
+        if key in self._given_up:
+            raise SandboxUnavailableError(f"lease {key} was given up before it was asked for")
+        lane = self._lane(spec or SandboxSpec())
+        turn = self._turns[key] = asyncio.get_running_loop().create_future()
+        lane.queue.push(holder, key, (holder, key, turn))
+        self._num_waiting += 1
+        started_at = self._clock()
+        try:
+            self.pump()
+            if turn.done():
+                return self._granted(turn, started_at)
+            if self._num_waiting > self._max_waiting:
+                raise SandboxUnavailableError(
+                    f"{self._num_waiting - 1} callers wait for a sandbox already, the limit is sandbox.max_waiting"
+                )
+            # Not wait_for: on 3.11 it swallows a cancellation that arrives together with the grant.
+            async with asyncio.timeout(timeout_s):
+                await turn
+            return self._granted(turn, started_at)
+        except TimeoutError:
+            self._give_up(lane, holder, key, turn)
+            raise SandboxUnavailableError(self._why_none(timeout_s)) from None
+        except BaseException:
+            self._give_up(lane, holder, key, turn)
+            raise
+        finally:
+            del self._turns[key]
+
+    def _granted(self, turn: Turn, started_at: float) -> Lease:
+        lease = turn.result()
+        self._stats.waited(self._clock() - started_at, is_fallback=bool(lease.fallback_from))
+        return lease
+
+    def _give_up(self, lane: _Lane, holder: str, key: int, turn: Turn) -> None:
+        """The caller keeps neither its place nor a lease granted in the moment it gave up."""
+        if lane.queue.remove(holder, key):
+            self._num_waiting -= 1
+        elif turn.done() and not turn.cancelled() and turn.exception() is None:
+            self.release(turn.result().lease_id)
+
+    def _why_none(self, timeout_s: float) -> str:
+        text = (
+            f"no sandbox was free within {timeout_s:g} s: {len(self._leases)} of {self._max_leases} leased, "
+            f"{self._num_waiting} waiting. Raise sandbox.max_leases or lower the tasks' timeout_s."
+        )
+        errors = [f"{s.supply.name}: {s.supply.last_error}" for s in self.sources if s.supply.last_error]
+        return f"{text} Last failures: {'; '.join(errors)}" if errors else text
+
+    def release(self, lease_id: int, fate: Fate = Fate.DIRTY) -> None:
+        """Give a lease back, or give up waiting for it. Doing so twice, or after it was reclaimed, is no error."""
+        held = self._leases.pop(lease_id, None)
+        if held is None:
+            self._withdraw(lease_id)
+            return
+        if held.member is None or held.source.keeper is None:
+            held.source.supply.return_place(was_made=fate is not Fate.UNBORN)
+        else:
+            held.source.keeper.give_back(held.member, is_clean=fate is Fate.CLEAN)
+            if (lane := self._lanes.get(held.member.spec)) is not None:
+                lane.demand.returned()
+        self.pump()
+
+    def _withdraw(self, lease_id: int) -> None:
+        turn = self._turns.get(lease_id)
+        if turn is None:
+            # Calls may overtake each other: should it still be asked for, nobody would be there to use it.
+            self._given_up[lease_id] = None
+            if len(self._given_up) > _GIVEN_UP_KEPT:
+                del self._given_up[next(iter(self._given_up))]
+        elif not turn.done():
+            turn.set_exception(SandboxUnavailableError(f"lease {lease_id} was given up while it was waited for"))
+
+    def heartbeat(self, holder: str) -> None:
+        """The holder lives."""
+        self._heard_of[holder] = self._clock()
+
+    def prefetch(self, spec: SandboxSpec, num_ready: int) -> None:
+        """Have this many sandboxes ready ahead of a burst; 0 takes the wish back."""
+        self._lane(spec).num_wanted_ready = num_ready
+        self.pump()
+
+    def reclaim_expired(self) -> int:
+        """Take back leases past their time to live. Returns how many."""
+        now = self._clock()
+        # Granted in this order and all equally long: the first that has time left ends the search.
+        expired = [*itertools.takewhile(lambda held: held.lease.expires_at <= now, self._leases.values())]
+        return self._reclaim([held.lease.lease_id for held in expired])
+
+    def reclaim_of(self, holder: str) -> int:
+        """Take back every lease of a caller that is gone. Returns how many."""
+        self._heard_of.pop(holder, None)
+        return self._reclaim([held.lease.lease_id for held in self._leases.values() if held.lease.holder == holder])
+
+    def reclaim_silent(self) -> int:
+        """Take back the leases of holders not heard of for too long. Returns how many."""
+        oldest = self._clock() - self._holder_timeout_s
+        silent = [holder for holder, heard_at in self._heard_of.items() if heard_at <= oldest]
+        return sum(self.reclaim_of(holder) for holder in silent)
+
+    def _reclaim(self, lease_ids: list[int]) -> int:
+        self._stats.num_reclaimed += len(lease_ids)
+        for lease_id in lease_ids:
+            self.release(lease_id)
+        return len(lease_ids)
+
+    def pump(self) -> None:
+        """Grant what can be granted, and have made what is missing. Called after every event; never waits."""
+        if self._is_closed:
+            # Each sandbox that ends makes room: for the stock of a pool that is closing, another would be made.
+            return
+        is_progress = True
+        while is_progress and self._num_waiting and len(self._leases) < self._max_leases:
+            # One caller per kind and round: no kind of sandbox starves another.
+            is_progress = sum(self._serve_one(spec, lane) for spec, lane in tuple(self._lanes.items())) > 0
+        nap_s = min((self._stock_up(spec, lane) for spec, lane in self._lanes.items()), default=float("inf"))
+        self._wake_in(nap_s)
+
+    def _serve_one(self, spec: SandboxSpec, lane: _Lane) -> bool:
+        self._drop_gone(lane)
+        if not lane.queue or len(self._leases) >= self._max_leases:
+            return False
+        skipped: list[str] = []
+        for source in self.sources:
+            supply = source.supply
+            member = supply.take_ready(spec)
+            if member is not None or supply.has_place:
+                self._grant(lane, source, member, tuple(skipped))
+                return True
+            if supply.is_usable:
+                # It only has its hands full: the next provider is for when this one can't, not for when it is busy.
+                return False
+            skipped.append(supply.name)
+        return False
+
+    def _drop_gone(self, lane: _Lane) -> None:
+        # A caller that gave up leaves the queue only when its own task runs again: a grant must not go to it meanwhile.
+        while lane.queue and lane.queue.first()[2].done():
+            lane.queue.pop()
+            self._num_waiting -= 1
+
+    def _grant(self, lane: _Lane, source: Source, member: Member | None, skipped: tuple[str, ...]) -> None:
+        holder, lease_id, turn = lane.queue.pop()
+        self._num_waiting -= 1
+        if member is None:
+            source.supply.lend_place()
+        else:
+            lane.demand.taken()
+        lease = Lease(
+            lease_id=lease_id,
+            holder=holder,
+            expires_at=self._clock() + self._ttl_s,
+            provider=source.supply.name,
+            connection=member.connection if member is not None else None,
+            fallback_from=skipped,
+        )
+        self._leases[lease.lease_id] = _Held(lease, source, member)
+        self._stats.num_granted += 1
+        turn.set_result(lease)
+
+    def _stock_up(self, spec: SandboxSpec, lane: _Lane) -> float:
+        """Have sandboxes made for who waits and for the stock. Returns seconds until there may be more to do."""
+        num_ahead = lane.demand.num_ahead if self._is_ahead else 0
+        num_wanted = len(lane.queue) + max(self._min_ready, lane.num_wanted_ready, num_ahead)
+        nap_s = float("inf")
+        for source in self.sources:
+            supply = source.supply
+            if source.keeper is None:
+                return nap_s
+            num_missing = num_wanted - supply.num_ready(spec) - supply.num_creating[spec]
+            if supply.is_on_trial:
+                # Nobody waits for it while the next one serves, so nobody would find out that it works again.
+                num_missing = max(num_missing, 1)
+            if num_missing > 0 and not supply.has_room:
+                self._make_room(source, spec)
+            is_usable = supply.is_usable
+            for _ in range(num_missing):
+                if not supply.may_create():
+                    nap_s = min(nap_s, supply.next_chance_s())
+                    break
+                source.keeper.create(spec)
+            if is_usable:
+                return nap_s
+            # A provider in trouble gets its trial creation; who waits is served by the next one meanwhile.
+            num_wanted = len(lane.queue)
+        return nap_s
+
+    def _make_room(self, source: Source, spec: SandboxSpec) -> None:
+        """A sandbox of a kind nobody waits for makes way for one that somebody wants."""
+        for member in source.supply.idle_members():
+            lane = self._lanes.get(member.spec)
+            if member.spec != spec and (lane is None or not lane.queue) and source.keeper is not None:
+                source.keeper.retire(member)
+                return
+
+    def _wake_in(self, seconds: float) -> None:
+        if self._nap is not None:
+            self._nap.cancel()
+            self._nap = None
+        if seconds < float("inf") and not self._is_closed:
+            nap_s = min(max(seconds, _MIN_NAP_S), _MAX_NAP_S)
+            self._nap = asyncio.get_running_loop().call_later(nap_s, self.pump)
+
+    def _lane(self, spec: SandboxSpec) -> _Lane:
+        lane = self._lanes.get(spec)
+        if lane is None:
+            # Forgotten before a sandbox is idle for too long: what is ended then must not be made again.
+            demand = Demand(window_s=self._idle_timeout_s / 2, clock=self._clock)
+            lane = self._lanes[spec] = _Lane(FairQueue(), self._clock(), demand)
+        lane.used_at = self._clock()
+        return lane
+
+    def refuse(self, spec: SandboxSpec, error: SandboxError) -> None:
+        """Fail everybody who waits for this kind: waiting longer can't help."""
+        lane = self._lanes.get(spec)
+        while lane is not None and lane.queue:
+            _, _, turn = lane.queue.pop()
+            self._num_waiting -= 1
+            if not turn.done():
+                turn.set_exception(error)
+
+    def tend(self) -> None:
+        """Housekeeping, every few seconds: dead holders, old leases, sandboxes to extend or to end."""
+        self.reclaim_expired()
+        self.reclaim_silent()
+        self._forget_unused_lanes()
+        for source in self.sources:
+            if source.keeper is not None:
+                source.keeper.tend(self._lanes.keys())
+        self.pump()
+
+    def _forget_unused_lanes(self) -> None:
+        oldest = self._clock() - self._idle_timeout_s
+        for spec, lane in tuple(self._lanes.items()):
+            if not lane.queue and not lane.num_wanted_ready and not lane.demand.num_in_use and lane.used_at < oldest:
+                del self._lanes[spec]
+
+    async def close(self, *, timeout_s: float = 30.0) -> set[str]:
+        """End every sandbox and refuse whoever waits. Returns ids that could not be ended. Idempotent."""
+        if self._is_closed:
+            return set()
+        self._is_closed = True
+        self._wake_in(float("inf"))
+        for spec in tuple(self._lanes):
+            self.refuse(spec, SandboxUnavailableError("the sandbox pool is closed"))
+        self._leases.clear()
+        keepers = [source.keeper for source in self.sources if source.keeper is not None]
+        left = await asyncio.gather(*(keeper.close(timeout_s=timeout_s) for keeper in keepers))
+        return set().union(*left)
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise SandboxUnavailableError("the sandbox pool is closed")
+
+    def stats(self) -> dict[str, float]:
+        """`sandbox/*` numbers."""
+        return self._stats.scalars(num_leased=len(self._leases), num_waiting=self._num_waiting, sources=self.sources)

@@ -1,0 +1,143 @@
+"""Ends the sandboxes of runs that are gone: on the command line, and by itself when a run's heartbeat stops.
+
+    Reaper: beat(labels), beat, beat … silence for reaper_grace_s -> sweep until nothing is listed -> done
+                                    '-> dismiss: the pool has ended everything itself
+
+Called by `rayapp sandbox reap` and by the sandbox-reaper actor. It never ends a sandbox by anything but its labels.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable, Mapping
+from dataclasses import dataclass
+
+from rayapp.core.errors import SandboxError
+from rayapp.core.protocols import SandboxProvider
+from rayapp.sandbox.leases import APP_LABEL, APP_NAME, RUN_LABEL
+
+_ROUNDS = 20
+_MAX_PAUSE_S = 60.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reaped:
+    """One sandbox, or one provider that could not be asked."""
+
+    provider: str
+    sandbox_id: str
+    """Empty where the provider could not be listed."""
+    ended: bool
+    error: SandboxError | None = None
+    """Why it was not ended, if it should have been."""
+
+
+def labels_to_reap(run_name: str | None) -> dict[str, str]:
+    """Of one run, or of every run of this application."""
+    return {RUN_LABEL: run_name} if run_name is not None else {APP_LABEL: APP_NAME}
+
+
+async def reap(
+    providers: Mapping[str, SandboxProvider], labels: Mapping[str, str], *, dry_run: bool = False
+) -> AsyncIterator[Reaped]:
+    """End every sandbox with these labels. Never raises for a provider: what failed is said."""
+    for name, provider in providers.items():
+        try:
+            found = [sandbox_id async for sandbox_id in provider.list(labels)]
+        except SandboxError as error:
+            yield Reaped(provider=name, sandbox_id="", ended=False, error=error)
+            continue
+        for sandbox_id in found:
+            yield await _reap_one(name, provider, sandbox_id, dry_run=dry_run)
+
+
+async def _reap_one(name: str, provider: SandboxProvider, sandbox_id: str, *, dry_run: bool) -> Reaped:
+    if dry_run:
+        return Reaped(provider=name, sandbox_id=sandbox_id, ended=False)
+    try:
+        await provider.kill(sandbox_id)
+    except SandboxError as error:
+        return Reaped(provider=name, sandbox_id=sandbox_id, ended=False, error=error)
+    return Reaped(provider=name, sandbox_id=sandbox_id, ended=True)
+
+
+class Reaper:
+    """Watches one run.
+
+    Args:
+        providers: remote ones, by name; closed when done.
+        grace_s: silence that means the run is dead. Longer than any pause of a living run.
+        pause_s: after the first sweep; doubled after each.
+        clock: monotonic seconds.
+    """
+
+    def __init__(
+        self,
+        providers: Mapping[str, SandboxProvider],
+        *,
+        grace_s: float,
+        pause_s: float = 1.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._providers = dict(providers)
+        self._labels: dict[str, str] = {}
+        self._grace_s = grace_s
+        self._pause_s = pause_s
+        self._clock = clock
+        self._heard_at = clock()
+        self._is_dismissed = asyncio.Event()
+
+    def beat(self, labels: Mapping[str, str]) -> None:
+        """The run lives, and its sandboxes carry these labels. Its pool beats before it makes the first."""
+        self._labels = dict(labels)
+        self._heard_at = self._clock()
+
+    def dismiss(self) -> None:
+        """The run has ended in order: there is nothing to do any more."""
+        self._is_dismissed.set()
+
+    async def watch(self) -> int:
+        """Returns when the run has ended in order, or is dead and its sandboxes are gone: then how many were ended."""
+        ended: set[str] = set()
+        try:
+            while await self._falls_silent():
+                await self._sweep(ended)
+                if self._is_silent:
+                    break
+        finally:
+            await asyncio.gather(*(provider.close() for provider in self._providers.values()))
+        return len(ended)
+
+    @property
+    def _left_s(self) -> float:
+        return self._heard_at + self._grace_s - self._clock()
+
+    @property
+    def _is_silent(self) -> bool:
+        return self._left_s <= 0 and not self._is_dismissed.is_set()
+
+    async def _falls_silent(self) -> bool:
+        """Waits for silence (True) or dismissal (False), whichever comes first."""
+        while not self._is_dismissed.is_set() and (left_s := self._left_s) > 0:
+            try:
+                async with asyncio.timeout(max(0.01, left_s)):
+                    await self._is_dismissed.wait()
+            except TimeoutError:
+                continue
+        return not self._is_dismissed.is_set()
+
+    async def _sweep(self, ended: set[str]) -> None:
+        """A provider that fails now may work in a minute, so try for a while; their own time limits come last.
+
+        A run that was only stopped (a debugger, a suspended machine) and is heard again keeps what it has left.
+        """
+        pause_s = self._pause_s
+        # No labels: the run never got as far as making a sandbox, and listing by no label would find everybody's.
+        for _ in range(_ROUNDS if self._labels else 0):
+            found = [each async for each in reap(self._providers, self._labels)]
+            ended.update(each.sandbox_id for each in found if each.ended)
+            if not found or not self._is_silent:
+                break
+            await asyncio.sleep(pause_s)
+            pause_s = min(_MAX_PAUSE_S, pause_s * 2)

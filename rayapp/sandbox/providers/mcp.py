@@ -1,0 +1,213 @@
+"""A remote MCP server with the tools run_code, run_code_once and run_command. Called by `table.py` only.
+
+    McpProvider (in the holder's process) -> McpSession = one sandbox at the server -> McpChannel -> RemoteSandbox
+
+The protocol has no call to list, extend or end a sandbox: a session is its only handle. So the process that uses the
+sandbox opens the session, the pool only counts, and the time to live sent with it is what ends a sandbox there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import math
+import shlex
+import time
+import uuid
+from collections.abc import AsyncIterator, Callable, Mapping
+
+from rayapp.config.sandbox import McpConfig
+from rayapp.core.errors import SandboxConfigError, SandboxError, SandboxGoneError, SandboxProtocolError
+from rayapp.core.types import ExecResult, SandboxSpec
+from rayapp.sandbox.leases import Connection
+from rayapp.sandbox.providers.mcp_session import McpSession
+from rayapp.sandbox.providers.remote import RemoteSandbox
+from rayapp.sandbox.providers.session import Sink, run_session
+from rayapp.sandbox.verdict.program import ADDED, KEPT, shell_command, shell_command_of_file
+
+_CHUNK_BYTES = 48_000
+_MAX_INLINE_CHARS = 90_000
+_NO_LASTING = "provider mcp with tool: once has no sandbox that lasts; use tool: session"
+
+
+class McpProvider:
+    """See `rayapp.core.protocols.SandboxProvider`. `list` and `kill` know the sandboxes of this object only."""
+
+    name = "mcp"
+
+    def __init__(self, config: McpConfig, *, api_key: str) -> None:
+        self._config = config
+        self._api_key = api_key
+        self._living: dict[str, tuple[McpChannel, dict[str, str]]] = {}
+
+    async def create(
+        self, spec: SandboxSpec, *, labels: Mapping[str, str], ttl_s: float, timeout_s: float
+    ) -> RemoteSandbox:
+        session = McpSession(self._config.url, self._headers(spec, ttl_s))
+        await session.open(timeout_s=timeout_s)
+        sandbox_id = f"mcp-{uuid.uuid4().hex}"
+        channel = McpChannel(sandbox_id, session, self._config, spec, time.monotonic() + ttl_s, self._ended)
+        self._living[sandbox_id] = (channel, dict(labels))
+        return self._sandbox(Connection(sandbox_id=sandbox_id), channel, spec)
+
+    def attach(self, connection: Connection, spec: SandboxSpec) -> RemoteSandbox:
+        """A sandbox of this object. A session can't be handed to another process."""
+        known = self._living.get(connection.sandbox_id)
+        if known is None:
+            raise SandboxGoneError(f"sandbox {connection.sandbox_id} is not of this process, or has ended")
+        return self._sandbox(connection, known[0], spec)
+
+    def _sandbox(self, connection: Connection, channel: McpChannel, spec: SandboxSpec) -> RemoteSandbox:
+        return RemoteSandbox(self.name, connection, channel, spec, margin_s=self._config.answer_within_s)
+
+    def _headers(self, spec: SandboxSpec, ttl_s: float) -> dict[str, str]:
+        headers = {
+            "X-Template": spec.template or self._config.template,
+            "X-Sandbox-TTL": str(math.ceil(ttl_s)),
+            "X-Execution-Timeout": str(self._config.execution_timeout_s),
+        }
+        if self._api_key:
+            is_bearer = self._config.api_key_header.lower() == "authorization"
+            headers[self._config.api_key_header] = f"Bearer {self._api_key}" if is_bearer else self._api_key
+        return headers
+
+    async def list(self, labels: Mapping[str, str], *, timeout_s: float = 30.0) -> AsyncIterator[str]:
+        for sandbox_id, (_, own) in tuple(self._living.items()):
+            if labels.items() <= own.items():
+                yield sandbox_id
+
+    async def kill(self, sandbox_id: str, *, timeout_s: float = 10.0) -> None:
+        if sandbox_id in self._living:
+            await self._living[sandbox_id][0].kill(timeout_s=timeout_s)
+
+    async def close(self) -> None:
+        await asyncio.gather(*(channel.kill(timeout_s=5.0) for channel, _ in tuple(self._living.values())))
+
+    def _ended(self, sandbox_id: str) -> None:
+        self._living.pop(sandbox_id, None)
+
+
+class McpChannel:
+    """See `rayapp.sandbox.providers.remote.Channel`."""
+
+    def __init__(
+        self,
+        sandbox_id: str,
+        session: McpSession,
+        config: McpConfig,
+        spec: SandboxSpec,
+        ends_at: float,
+        on_end: Callable[[str], None],
+    ) -> None:
+        self._id = sandbox_id
+        self._session = session
+        self._config = config
+        self._env = dict(spec.env)
+        self._is_env_set = False
+        self._ends_at = ends_at
+        self._on_end = on_end
+
+    async def run_python(self, program: str, *, timeout_s: float, max_chars: int) -> str:
+        if timeout_s > self._config.execution_timeout_s + 60:
+            raise SandboxConfigError(
+                f"the task wants {timeout_s:g} s, the MCP server stops code after "
+                f"{self._config.execution_timeout_s} s: raise execution_timeout_s"
+            )
+        if self._config.tool == "once":
+            return await self._run_once(program, timeout_s)
+        if len(program) > _MAX_INLINE_CHARS:
+            path = f"/tmp/rayapp-{uuid.uuid4().hex}.py"
+            await self.write_file(path, program.encode(), timeout_s=timeout_s)
+            return await self._command(shell_command_of_file(path), timeout_s)
+        return await self._command(shell_command(program), timeout_s)
+
+    async def _command(self, command: str, timeout_s: float) -> str:
+        # The watcher sets the spec's environment itself, so the one argument that every server knows is enough.
+        answer = await self._session.call("run_command", {"cmd": command}, timeout_s=timeout_s)
+        return _text(answer, "stdout", "run_command")
+
+    async def _run_once(self, program: str, timeout_s: float) -> str:
+        # In an interpreter of its own: the server's is a notebook's, which catches what is printed on its own terms.
+        code = (
+            "import os, subprocess, sys\n"
+            f"env = {{name: os.environ[name] for name in {KEPT!r} if name in os.environ}} | {ADDED!r}\n"
+            "argv = [sys.executable, '-s', '-']\n"
+            f"ran = subprocess.run(argv, env=env, input={program!r}, stdout=-1, text=True)\n"
+            "for line in ran.stdout.splitlines():\n    print(line, flush=True)\n"
+        )
+        arguments = {"code": code, "language": "python"}
+        return _logs(await self._session.call("run_code_once", arguments, timeout_s=timeout_s), "stdout")
+
+    async def run_session(self, code: str, *, timeout_s: float, max_output_bytes: int) -> ExecResult:
+        self._needs_session()
+
+        async def run(text: str, out: Sink, err: Sink) -> str:
+            await self._set_env(timeout_s)
+            arguments = {"code": text, "language": "python"}
+            answer = await self._session.call("run_code", arguments, timeout_s=timeout_s + 60.0)
+            out(_logs(answer, "stdout"))
+            err(_logs(answer, "stderr"))
+            failed = answer.get("error")
+            return f"{failed.get('name')}: {failed.get('value')}" if isinstance(failed, dict) else ""
+
+        async def alive() -> bool:
+            return await self.alive(timeout_s=10.0)
+
+        return await run_session("mcp", code, run, alive, timeout_s=timeout_s, max_output_bytes=max_output_bytes)
+
+    async def write_file(self, path: str, data: bytes, *, timeout_s: float) -> None:
+        self._needs_session()
+        for start in range(0, max(1, len(data)), _CHUNK_BYTES):
+            chunk = base64.b64encode(data[start : start + _CHUNK_BYTES]).decode()
+            mode = "ab" if start else "wb"
+            program = f"import base64; open({path!r}, {mode!r}).write(base64.b64decode({chunk!r})); print('written')"
+            said = await self._command(f"python3 -I -c {shlex.quote(program)} 2>&1", timeout_s)
+            if not said.rstrip().endswith("written"):
+                raise OSError(f"sandbox {self._id}: {path!r} can't be written: {said.strip()[-200:]}")
+
+    async def alive(self, *, timeout_s: float) -> bool:
+        if time.monotonic() >= self._ends_at or not await self._session.ping(timeout_s=timeout_s):
+            return False
+        if self._config.tool == "once":
+            return True
+        try:
+            return "here" in await self._command("echo here", timeout_s)
+        except SandboxError:
+            return False
+
+    async def extend(self, ttl_s: float, *, timeout_s: float) -> None:
+        if time.monotonic() + ttl_s > self._ends_at + 1.0:
+            raise SandboxConfigError(
+                f"sandbox {self._id}: an MCP server has no call to extend one; it ends in "
+                f"{self._ends_at - time.monotonic():.0f} s. Raise sandbox.lease_ttl_s"
+            )
+
+    async def kill(self, *, timeout_s: float) -> None:
+        await self._session.close(timeout_s=timeout_s / 2)
+        self._on_end(self._id)
+
+    async def _set_env(self, timeout_s: float) -> None:
+        """The tool takes no environment: the session's interpreter gets it before the first code."""
+        if self._env and not self._is_env_set:
+            code = f"__import__('os').environ.update({self._env!r})"
+            await self._session.call("run_code", {"code": code, "language": "python"}, timeout_s=timeout_s)
+            self._is_env_set = True
+
+    def _needs_session(self) -> None:
+        if self._config.tool == "once":
+            raise SandboxConfigError(_NO_LASTING)
+
+
+def _text(answer: Mapping[str, object], key: str, tool: str) -> str:
+    text = answer.get(key)
+    if not isinstance(text, str):
+        raise SandboxProtocolError(f"mcp {tool}: there is no {key} in {str(answer)[:200]}")
+    return text
+
+
+def _logs(answer: Mapping[str, object], stream: str) -> str:
+    logs = answer.get("logs")
+    parts = logs.get(stream) if isinstance(logs, dict) else None
+    if not isinstance(parts, list):
+        raise SandboxProtocolError(f"mcp: there are no logs of {stream} in {str(answer)[:200]}")
+    return "".join(str(part) for part in parts)

@@ -1,0 +1,159 @@
+"""A provider that is a service: deadlines, late answers and clean-up, the same for all of them.
+
+    ServiceProvider (these rules) -> Service (e2b | daytona: the calls themselves)
+
+A creation whose answer comes after the deadline is killed when it comes. One whose answer was lost is found by the
+label of this object and killed when it closes; the pool's sweep finds it earlier.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import uuid
+from collections.abc import AsyncIterator, Mapping
+from typing import Protocol
+
+from rayapp.core.errors import SandboxConfigError, SandboxDeadlineError, SandboxError
+from rayapp.core.types import SandboxSpec
+from rayapp.sandbox.leases import Connection
+from rayapp.sandbox.providers.remote import Channel, RemoteSandbox
+
+log = logging.getLogger(__name__)
+MAKER_LABEL = "rayapp-maker"
+"""Label: the provider object that asked for a sandbox."""
+_LATE_WAIT_S = 120.0
+_CLOSE_WAIT_S = 5.0
+
+
+class Service(Protocol):
+    """The calls of one service. Errors are those of `rayapp.core.errors`; anything else that an SDK raises stays
+    inside."""
+
+    name: str
+
+    async def create(
+        self, spec: SandboxSpec, *, labels: Mapping[str, str], ttl_s: float, timeout_s: float
+    ) -> Connection:
+        """timeout_s is what the caller waits; the call may go on for longer."""
+        ...
+
+    def list(self, labels: Mapping[str, str], *, timeout_s: float) -> AsyncIterator[str]: ...
+
+    async def kill(self, sandbox_id: str, *, timeout_s: float) -> None: ...
+
+    def channel(self, connection: Connection) -> Channel: ...
+
+    async def close(self) -> None: ...
+
+
+class ServiceProvider:
+    """See `rayapp.sandbox.leases.RemoteProvider`.
+
+    Args:
+        answer_within_s: see the field of this name in the provider's configuration.
+    """
+
+    def __init__(self, service: Service, *, answer_within_s: float) -> None:
+        self._service = service
+        self._answer_within_s = answer_within_s
+        self._maker = uuid.uuid4().hex
+        self._made: set[str] = set()
+        self._late: set[asyncio.Task[object]] = set()
+        self._has_lost = False
+        self._is_closed = False
+
+    @property
+    def name(self) -> str:
+        return self._service.name
+
+    async def create(
+        self, spec: SandboxSpec, *, labels: Mapping[str, str], ttl_s: float, timeout_s: float
+    ) -> RemoteSandbox:
+        if self._is_closed:
+            raise SandboxConfigError("this provider is closed")
+        call = self._service.create(spec, labels={**labels, MAKER_LABEL: self._maker}, ttl_s=ttl_s, timeout_s=timeout_s)
+        arrival = asyncio.ensure_future(call)
+        try:
+            done, _ = await asyncio.wait({arrival}, timeout=timeout_s)
+            if not done:
+                raise SandboxDeadlineError(f"provider {self.name} made no sandbox within {timeout_s:g} s")
+        except (SandboxDeadlineError, asyncio.CancelledError):
+            self._watch_late(arrival)
+            raise
+        try:
+            connection = arrival.result()
+        except SandboxConfigError:
+            raise
+        except SandboxError:
+            self._has_lost = True
+            raise
+        self._made.add(connection.sandbox_id)
+        return self._sandbox(connection, spec)
+
+    def attach(self, connection: Connection, spec: SandboxSpec) -> RemoteSandbox:
+        """See the protocol."""
+        return self._sandbox(connection, spec)
+
+    def _sandbox(self, connection: Connection, spec: SandboxSpec) -> RemoteSandbox:
+        channel = self._service.channel(connection)
+        return RemoteSandbox(self.name, connection, channel, spec, margin_s=self._answer_within_s)
+
+    async def list(self, labels: Mapping[str, str], *, timeout_s: float = 30.0) -> AsyncIterator[str]:
+        try:
+            async with asyncio.timeout(timeout_s):
+                found = [sandbox_id async for sandbox_id in self._service.list(labels, timeout_s=timeout_s)]
+        except TimeoutError:
+            raise SandboxDeadlineError(f"provider {self.name} did not list within {timeout_s:g} s") from None
+        for sandbox_id in found:
+            yield sandbox_id
+
+    async def kill(self, sandbox_id: str, *, timeout_s: float = 10.0) -> None:
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._service.kill(sandbox_id, timeout_s=timeout_s)
+        except TimeoutError as error:
+            if isinstance(error, SandboxError):
+                raise
+            raise SandboxDeadlineError(
+                f"provider {self.name} did not end sandbox {sandbox_id} within {timeout_s:g} s"
+            ) from None
+        self._made.discard(sandbox_id)
+
+    async def close(self) -> None:
+        if self._is_closed:
+            return
+        self._is_closed = True
+        if self._late:
+            await asyncio.wait(self._late, timeout=_CLOSE_WAIT_S)
+        for task in self._late:
+            task.cancel()
+        await self._end_what_was_made()
+        await self._service.close()
+
+    def _watch_late(self, arrival: asyncio.Task[Connection]) -> None:
+        self._has_lost = True
+        task = asyncio.ensure_future(self._end_late(arrival))
+        self._late.add(task)
+        task.add_done_callback(self._late.discard)
+
+    async def _end_late(self, arrival: asyncio.Task[Connection]) -> None:
+        try:
+            async with asyncio.timeout(_LATE_WAIT_S):
+                connection = await arrival
+            await self.kill(connection.sandbox_id)
+            log.info("%s: sandbox %s answered after its deadline and was ended", self.name, connection.sandbox_id)
+        except (SandboxError, TimeoutError) as error:
+            log.warning("%s: a creation past its deadline came to nothing: %s", self.name, error)
+
+    async def _end_what_was_made(self) -> None:
+        """Kill by id what is known, and by label what may exist besides."""
+        left = set(self._made)
+        try:
+            if self._has_lost:
+                left |= {found async for found in self.list({MAKER_LABEL: self._maker})}
+        except SandboxError as error:
+            log.warning("%s: could not list sandboxes while closing: %s", self.name, error)
+        results = await asyncio.gather(*(self.kill(sandbox_id) for sandbox_id in left), return_exceptions=True)
+        if failed := [result for result in results if isinstance(result, BaseException)]:
+            log.warning("%s: %d sandboxes could not be ended, e.g. %s", self.name, len(failed), failed[0])

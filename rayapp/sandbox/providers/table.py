@@ -1,0 +1,109 @@
+"""From configuration to provider objects. Each SDK is imported only when its provider is asked for."""
+
+from __future__ import annotations
+
+import os
+from importlib.util import find_spec
+
+from rayapp.config.sandbox import (
+    DaytonaConfig,
+    E2BConfig,
+    FakeConfig,
+    LocalConfig,
+    McpConfig,
+    ProviderConfig,
+    SandboxConfig,
+)
+from rayapp.core.errors import SandboxConfigError
+from rayapp.sandbox.leases import RemoteProvider
+from rayapp.sandbox.local.provider import LocalProvider
+
+
+def num_local_sandboxes(config: SandboxConfig) -> int:
+    """How many local sandboxes may be in use at once."""
+    own = config.local.max_sandboxes if config.local is not None else 0
+    return own or config.max_leases or len(os.sched_getaffinity(0))
+
+
+def local_provider(config: SandboxConfig) -> LocalProvider | None:
+    """Makes sandboxes in the calling process; None where the configuration names no local provider."""
+    if config.local is None:
+        return None
+    return LocalProvider(
+        allow_unisolated=config.allow_unisolated,
+        packages=config.local.packages,
+        max_slots=num_local_sandboxes(config),
+    )
+
+
+def remote_providers(config: SandboxConfig) -> dict[str, RemoteProvider]:
+    """Every remote provider of the configuration, by name.
+
+    Raises:
+        SandboxConfigError: its package or its key is not there.
+    """
+    sections = [section for section in config.providers if not isinstance(section, LocalConfig)]
+    return {section.type: remote_provider(section) for section in sections}
+
+
+def listing_providers(config: SandboxConfig) -> dict[str, RemoteProvider]:
+    """The remote providers that say, to any process, what lives there: those whose sandboxes outlive their maker.
+
+    Raises:
+        SandboxConfigError: its package or its key is not there.
+    """
+    sections = [section for section in config.providers if isinstance(section, E2BConfig | DaytonaConfig)]
+    return {section.type: remote_provider(section) for section in sections}
+
+
+def remote_provider(section: ProviderConfig) -> RemoteProvider:
+    """One remote provider.
+
+    Raises:
+        SandboxConfigError: its package or its key is not there.
+    """
+    match section:
+        case E2BConfig():
+            _needs("e2b", "e2b")
+            from rayapp.sandbox.providers.e2b import E2BProvider
+
+            return E2BProvider(section, api_key=read_key(section.api_key_env, section.type))
+        case DaytonaConfig():
+            from rayapp.sandbox.providers.daytona_sdk import sdk
+
+            sdk()
+            from rayapp.sandbox.providers.daytona import DaytonaProvider
+
+            return DaytonaProvider(section, api_key=read_key(section.api_key_env, section.type))
+        case McpConfig():
+            _needs("mcp", "mcp")
+            from rayapp.sandbox.providers.mcp import McpProvider
+
+            key = read_key(section.api_key_env, section.type) if section.api_key_env else ""
+            return McpProvider(section, api_key=key)
+        case FakeConfig():
+            from rayapp.sandbox.providers.fake import FakeProvider
+
+            return FakeProvider(latency_s=section.latency_s, fail_share=section.fail_share, seed=section.seed)
+        case _:
+            raise SandboxConfigError("the local provider makes its sandboxes in the rollout worker's process")
+
+
+def read_key(variable: str, provider: str) -> str:
+    """A provider's key from the environment.
+
+    Raises:
+        SandboxConfigError: the variable is not set.
+    """
+    key = os.environ.get(variable, "")
+    if not key:
+        raise SandboxConfigError(
+            f"provider {provider} needs a key: set {variable} in the environment (for a Ray job: in the env_vars of "
+            "its runtime_env), or name another variable in api_key_env"
+        )
+    return key
+
+
+def _needs(module: str, package: str) -> None:
+    if find_spec(module) is None:
+        raise SandboxConfigError(f"the package {package} is not installed: pip install {package}")

@@ -1,0 +1,210 @@
+"""Rebuilds plain data from bytes that hostile code may have written. Called by providers, outside the sandbox.
+
+`decode_frames` never raises, and reads no more frames than an honest run has, whatever the bytes: results that make no
+sense are results that are missing. Large ones take a second, so callers on an event loop go through `off_the_loop`.
+Values are built here from JSON, one exact type after the other; no candidate object ever crosses.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import TypeVar
+
+from rayapp.core.types import CallResult
+from rayapp.sandbox.verdict.harness import MAX_DEPTH, MAX_ERROR_CHARS, MAX_NODES, MAX_VALUE_BYTES, count_nodes, pack
+
+T = TypeVar("T")
+_OTHER_FRAMES = 4
+"""Frames of an honest run besides one per call."""
+_LITTLE_BYTES = 1 << 14
+"""Read in less than ten milliseconds."""
+_MAX_COLLISIONS = 100
+_LEAVES = (type(None), bool, int, float, str)
+_write = json.JSONEncoder(separators=(",", ":")).encode
+
+
+@dataclass(slots=True)
+class Frames:
+    """What the harness (or a candidate in its name) reported."""
+
+    is_defined: bool = False
+    is_done: bool = False
+    definition_error: str = ""
+    script_error: str = ""
+    exit_status: int | None = None
+    """What a script ended with; None when it did not say."""
+    calls: dict[int, CallResult] = field(default_factory=dict)
+
+
+def encode_inputs(inputs: Iterable[Sequence[object]]) -> list[str]:
+    """Argument lists as the harness reads them.
+
+    Raises:
+        TypeError: an argument is not plain data.
+        ValueError: nested too deep.
+    """
+    return [_write(pack(list(args))) for args in inputs]
+
+
+def max_frames(num_calls: int) -> int:
+    """Frames that are read of one run: more than an honest one has."""
+    return num_calls + _OTHER_FRAMES
+
+
+async def off_the_loop(num_bytes: int, read: Callable[[], T]) -> T:
+    """Read what hostile code wrote, in a thread unless it is little: it must not hold up everything else."""
+    return read() if num_bytes <= _LITTLE_BYTES else await asyncio.to_thread(read)
+
+
+def decode_frames(frames: Iterable[bytes], num_calls: int) -> Frames:
+    """Read frames in order, up to the first that makes no sense: an honest harness sends none such. A second result for
+    the same call makes that call fail, for the same reason."""
+    seen = Frames()
+    for raw in islice(frames, max_frames(num_calls)):
+        try:
+            _take(seen, _load(raw), num_calls)
+        except (ValueError, TypeError, RecursionError, OverflowError):
+            # Whatever hostile code sent, the calls it could have been about are simply without a result.
+            break
+    return seen
+
+
+def call_results(seen: Frames, num_calls: int, why_missing: str) -> tuple[CallResult, ...]:
+    """Exactly one result per input, in order."""
+    missing = CallResult(ok=False, error=why_missing)
+    return tuple(seen.calls.get(index, missing) for index in range(num_calls))
+
+
+def _load(raw: bytes) -> list[object]:
+    if len(raw) > MAX_VALUE_BYTES:
+        raise ValueError("frame too large")
+    if count_nodes(raw) > MAX_NODES:
+        raise ValueError("frame has too many values")
+    parsed = _read(raw.decode())
+    if type(parsed) is not list:
+        raise ValueError("a frame is an array")
+    return parsed
+
+
+def _take(seen: Frames, parts: list[object], num_calls: int) -> None:
+    match parts:
+        case ["defined"]:
+            seen.is_defined = True
+        case ["done"]:
+            seen.is_done = True
+        case ["undefined", str(error)]:
+            seen.definition_error = clean(error)
+        case ["failed", str(error), int(status)]:
+            seen.script_error, seen.exit_status = clean(error), status & 0xFF
+        case ["exited", int(status)]:
+            seen.exit_status = status & 0xFF
+        case ["raised", int(index), str(error)] if type(index) is int and 0 <= index < num_calls:
+            _put(seen, index, CallResult(ok=False, error=clean(error)))
+        case ["value", int(index), packed] if type(index) is int and 0 <= index < num_calls:
+            _put(seen, index, _value(packed))
+        case _:
+            raise ValueError("unknown frame")
+
+
+def _put(seen: Frames, index: int, result: CallResult) -> None:
+    twice = CallResult(ok=False, error="more than one result came back for this call")
+    seen.calls[index] = twice if index in seen.calls else result
+
+
+def _value(packed: object) -> CallResult:
+    try:
+        return CallResult(ok=True, value=decode_value(packed))
+    except (ValueError, TypeError, RecursionError, OverflowError) as error:
+        return CallResult(ok=False, error=clean(f"the result can't be read: {error}"))
+
+
+def decode_value(packed: object, depth: int = 0) -> object:
+    """The plain value behind what `harness.pack` wrote, trusting nothing.
+
+    Raises:
+        ValueError, TypeError: these bytes were not written by `pack`.
+    """
+    if depth > MAX_DEPTH + 1:
+        raise ValueError(f"nested deeper than {MAX_DEPTH}")
+    if isinstance(packed, list):
+        return [decode_value(part, depth + 1) for part in packed]
+    if not isinstance(packed, tuple):
+        if type(packed) not in _LEAVES:
+            raise TypeError(f"unexpected {type(packed).__name__}")
+        return packed
+    tag, content = packed
+    if isinstance(content, str):
+        return _decode_text(tag, content)
+    if not isinstance(content, list):
+        raise TypeError(f"content of {tag!r} has to be text or an array")
+    return _decode_container(tag, content, depth)
+
+
+def _decode_text(tag: str, content: str) -> object:
+    if tag == "b":
+        return bytes.fromhex(content)
+    if tag == "i":
+        return int(content, 16)
+    if tag == "f" and content in ("nan", "inf", "-inf"):
+        return float(content)
+    raise ValueError(f"unknown tag {tag!r}")
+
+
+def _decode_container(tag: str, content: list[object], depth: int) -> object:
+    if tag == "d":
+        pairs = [_pair(item, depth) for item in content]
+        _check_hashes([key for key, _ in pairs])
+        built = dict(pairs)
+        _check_size(len(built), len(pairs))
+        return built
+    parts = [decode_value(part, depth + 1) for part in content]
+    if tag == "t":
+        return tuple(parts)
+    if tag == "s":
+        _check_hashes(parts)
+        members = set(parts)
+        _check_size(len(members), len(parts))
+        return members
+    raise ValueError(f"unknown tag {tag!r}")
+
+
+def _pair(item: object, depth: int) -> tuple[object, object]:
+    if not isinstance(item, list) or len(item) != 2:
+        raise ValueError("a dict is an array of pairs")
+    return decode_value(item[0], depth + 1), decode_value(item[1], depth + 1)
+
+
+def _check_hashes(keys: list[object]) -> None:
+    """Refuse keys made to collide: 100,000 multiples of 2**61 - 1 all hash to 0: such a dict takes hours."""
+    if len(keys) > _MAX_COLLISIONS and max(Counter(map(hash, keys)).values()) > _MAX_COLLISIONS:
+        raise ValueError("keys collide")
+
+
+def _check_size(built: int, sent: int) -> None:
+    if built != sent:
+        raise ValueError("the same key came twice")
+
+
+def _one_pair(pairs: list[tuple[str, object]]) -> tuple[str, object]:
+    """JSON objects become (tag, content) tuples: what is no tagged value is refused while parsing."""
+    if len(pairs) != 1:
+        raise ValueError("an object holds one tag")
+    return pairs[0]
+
+
+def _refuse(constant: str) -> object:
+    raise ValueError(f"{constant} is no JSON")
+
+
+_read = json.JSONDecoder(parse_constant=_refuse, object_pairs_hook=_one_pair).decode
+
+
+def clean(text: str) -> str:
+    """One line of printable text: it is shown to people and logged."""
+    text = text[: MAX_ERROR_CHARS + 100]
+    return "".join(letter if letter.isprintable() else " " for letter in text)

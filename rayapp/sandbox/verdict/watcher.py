@@ -1,0 +1,211 @@
+"""Runs inside a remote sandbox: starts candidate code as a child, watches it, and prints one report when it has ended.
+
+    job -> fork -> child: harness (frames go to a pipe of their own)
+             '--> watcher: deadline, output caps, kills the whole tree -> report lines on stdout
+
+Self-contained (standard library only): `program.py` sends its source together with the harness's. The deadline
+is kept here, next to the code, so that a slow network is never taken for slow code. Nothing it reports is believed more
+than the candidate, who could replace it: there is no expected value here, so nothing worth forging.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import json
+import os
+import select
+import signal
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+MAX_FRAME_BYTES = 8 << 20
+"""All frames of one job."""
+LINE_CHARS = 16384
+"""Longest report line: some servers drop lines of 64 KiB and more."""
+_PIPES = ("stdout", "stderr", "frames")
+Job = dict[str, Any]
+
+
+def main(job: Job, harness: Job) -> None:
+    """Do one job and print its report.
+
+    Args:
+        job: kind (script, calls, command, read), its inputs, env, timeout_s, max_output_bytes, and the nonce that marks
+            report lines.
+        harness: names of `harness.py`.
+    """
+    _adopt_orphans()
+    report = _read_file(job) if job["kind"] == "read" else _watch(job, harness)
+    text = base64.b64encode(json.dumps(report).encode()).decode()
+    for start in range(0, len(text), LINE_CHARS):
+        os.write(1, f"{job['nonce']}:{text[start : start + LINE_CHARS]}\n".encode())
+    os.write(1, f"{job['nonce']}.\n".encode())
+
+
+def _adopt_orphans() -> None:
+    """A process that outlives its parent becomes our child, so that nothing of the job survives it."""
+    _prctl(36, 1)  # PR_SET_CHILD_SUBREAPER
+
+
+def _end_with(watcher: int) -> None:
+    """The candidate dies with its watcher: one that was killed, by a server or the candidate, ends nothing itself."""
+    _prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+    if os.getppid() != watcher:
+        os._exit(70)
+
+
+def _prctl(option: int, value: int) -> None:
+    with contextlib.suppress(Exception):  # boundary: not Linux, or no ctypes; then only the process group is ended
+        import ctypes
+
+        ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
+
+
+def _read_file(job: Job) -> Job:
+    try:
+        with Path(job["path"]).open("rb") as file:
+            return {"data": base64.b64encode(file.read(job["max_bytes"])).decode()}
+    except OSError as error:
+        return {"error": f"{type(error).__name__}: {error.strerror}"}
+
+
+def _watch(job: Job, harness: Job) -> Job:
+    pipes = {name: os.pipe() for name in _PIPES}
+    started = time.monotonic()
+    watcher = os.getpid()
+    child = os.fork()
+    if child == 0:
+        _become_candidate(job, harness, {name: write for name, (_, write) in pipes.items()}, watcher)
+    readers = {}
+    for name, (read, write) in pipes.items():
+        os.close(write)
+        readers[read] = name
+    caps = {"stdout": job["max_output_bytes"], "stderr": job["max_output_bytes"], "frames": MAX_FRAME_BYTES}
+    taken, stopped = _drain(child, readers, caps, started + job["timeout_s"])
+    duration_s = time.monotonic() - started
+    _end_tree(child)
+    with contextlib.suppress(ChildProcessError):
+        status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        return _report(taken, status, stopped, duration_s)
+    return _report(taken, -9, stopped, duration_s)
+
+
+def _report(taken: Job, status: int, stopped: str, duration_s: float) -> Job:
+    return {
+        "status": status,
+        "stopped": stopped,
+        "duration_s": duration_s,
+        **{name: base64.b64encode(bytes(taken[name])).decode() for name in _PIPES},
+    }
+
+
+def _drain(child: int, readers: dict[int, str], caps: Job, deadline: float) -> tuple[dict[str, bytearray], str]:
+    """Read until the child has ended, its time is up, or it wrote too much. Returns the output and the cause."""
+    taken = {name: bytearray() for name in _PIPES}
+    ended_at = None
+    while True:
+        now = time.monotonic()
+        if now >= deadline and ended_at is None:
+            return taken, "timeout"
+        # A daemon that keeps a pipe open must not hold the call: what is there when the child has ended is all.
+        if ended_at is not None and (not readers or now > ended_at + 0.05):
+            return taken, ""
+        for ready in select.select(list(readers), [], [], 0.02 if readers else 0.001)[0]:
+            name = readers[ready]
+            chunk = os.read(ready, 65536)
+            if not chunk:
+                del readers[ready]
+            is_over = len(taken[name]) + len(chunk) > caps[name]
+            taken[name] += chunk[: caps[name] - len(taken[name])]
+            if is_over:
+                return taken, "output"
+        if ended_at is None and os.waitid(os.P_PID, child, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None:
+            ended_at = time.monotonic()
+
+
+def _end_tree(child: int) -> None:
+    """Kill the child, its group, and whatever it left behind."""
+    for _ in range(50):
+        with contextlib.suppress(OSError):
+            os.killpg(child, signal.SIGKILL)
+        found = _children_of_mine()
+        for pid in found:
+            with contextlib.suppress(OSError):
+                os.kill(pid, signal.SIGKILL)
+            if pid != child:
+                with contextlib.suppress(OSError):
+                    os.waitpid(pid, os.WNOHANG)
+        if found in ([], [child]):
+            return
+        time.sleep(0.005)
+
+
+def _children_of_mine() -> list[int]:
+    found = []
+    for folder in Path("/proc").iterdir():
+        if folder.name.isdigit():
+            with contextlib.suppress(OSError, ValueError, IndexError):
+                if int((folder / "stat").read_text().rsplit(")", 1)[1].split()[1]) == os.getpid():
+                    found.append(int(folder.name))
+    return found
+
+
+def _become_candidate(job: Job, harness: Job, writers: Job, watcher: int) -> None:
+    status = 70
+    try:
+        _end_with(watcher)
+        os.setsid()
+        _open_stdin(job["stdin"])
+        os.dup2(writers["stdout"], 1)
+        os.dup2(writers["stderr"], 2)
+        frames = os.dup2(writers["frames"], 9, inheritable=False)
+        os.closerange(3, 9)
+        os.closerange(10, 4096)
+        _clear_environment(job["env"])
+        status = _run(job, harness, frames)
+    finally:
+        os._exit(status)
+
+
+def _run(job: Job, harness: Job, frames: int) -> int:
+    def emit(frame: bytes) -> None:
+        line = frame + b"\n"
+        while line:
+            line = line[os.write(frames, line) :]
+
+    if job["kind"] == "command":
+        return _run_command(job["argv"])
+    if job["kind"] == "script":
+        status: int = harness["run_script"](job["code"], harness["main_names"](), emit)
+    else:
+        harness["run_calls"](job["code"], job["function"], job["inputs"], emit)
+        status = 0
+    with contextlib.suppress(BaseException):
+        sys.stdout.flush()
+        sys.stderr.flush()
+    return status
+
+
+def _run_command(argv: list[str]) -> int:
+    try:
+        os.execvp(argv[0], argv)
+    except OSError as error:
+        os.write(2, f"{argv[0]}: {error.strerror}\n".encode())
+        return 127 if isinstance(error, FileNotFoundError) else 126
+
+
+def _open_stdin(text: str) -> None:
+    with tempfile.TemporaryFile() as file:
+        file.write(text.encode())
+        file.seek(0)
+        os.dup2(file.fileno(), 0)
+
+
+def _clear_environment(env: Job) -> None:
+    kept = {name: os.environ[name] for name in ("HOME", "PATH", "PYTHONHASHSEED") if name in os.environ}
+    os.environ.clear()
+    os.environ.update({"LANG": "C.UTF-8", **kept, **env})

@@ -1,0 +1,200 @@
+"""Files in parallel parts, resumable: parts that arrived are not sent again. Called by `S3Storage.put_file` only.
+
+A small journal object beside the target says which upload of which content is under way, so that another process, on
+another machine, goes on with it. A failed upload is left for that; a lifecycle rule of the bucket should end what
+nobody came back for (AbortIncompleteMultipartUpload). The object appears when the last request completes it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import os
+import uuid
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from rayapp.core.aio import together
+from rayapp.core.errors import StorageCorruptError, StorageError, StorageNotFoundError, StorageTakenError
+from rayapp.core.location import Location
+from rayapp.storage.base import ObjectInfo
+from rayapp.storage.hashing import hash_file
+from rayapp.storage.s3.body import Body, checksum_arguments
+from rayapp.storage.s3.requests import S3Requests
+
+MAX_PARTS = 10_000
+_JOURNAL = ".uploading"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Upload:
+    """One multipart upload; what the journal holds."""
+
+    upload_id: str
+    sha256: str
+    num_bytes: int
+    part_bytes: int
+    writer: str = ""
+    """Tells one creator's object from another's with the same content."""
+
+    @property
+    def num_parts(self) -> int:
+        return math.ceil(self.num_bytes / self.part_bytes)
+
+    def part_length(self, number: int) -> int:
+        """Bytes of part 1, 2, …"""
+        return min(self.part_bytes, self.num_bytes - (number - 1) * self.part_bytes)
+
+
+def is_journal(key: str) -> bool:
+    return key.endswith(_JOURNAL) and key.rpartition("/")[2].startswith(".")
+
+
+def journal_key(key: str) -> str:
+    folder, slash, name = key.rpartition("/")
+    return f"{folder}{slash}.{name}{_JOURNAL}"
+
+
+def part_bytes_for(num_bytes: int, part_bytes: int) -> int:
+    """The configured part size, or the next MiB that keeps the file within S3's 10,000 parts."""
+    least = math.ceil(num_bytes / MAX_PARTS)
+    return max(part_bytes, -(-least // (1 << 20)) * (1 << 20) if least > part_bytes else part_bytes)
+
+
+async def upload(storage: S3Requests, path: Path, key: str, *, if_absent: bool) -> ObjectInfo:
+    """Send one file. Raises what `Storage.put_file` says.
+
+    With `if_absent` nothing is resumed: two writers of the same content would finish one upload, and both believe that
+    they had made the object.
+    """
+    location, before = storage.location(key), await asyncio.to_thread(path.stat)
+    sha256 = await hash_file(path)
+    part_bytes = part_bytes_for(before.st_size, storage.settings.transfer.part_bytes)
+    wanted = _Upload(upload_id="", sha256=sha256, num_bytes=before.st_size, part_bytes=part_bytes)
+    current, etags = (None, {}) if if_absent else await _resume(storage, location, key, wanted)
+    if current is None:
+        current = await _start(storage, location, key, wanted, journal=not if_absent)
+    etags = await _send_parts(storage, location, path, current, etags)
+    after = await asyncio.to_thread(path.stat)
+    if (after.st_size, after.st_mtime_ns) != (before.st_size, before.st_mtime_ns):
+        await storage.ask(location, "abort_multipart_upload", Key=location.key, UploadId=current.upload_id)
+        raise StorageCorruptError(f"{path} changed while it was uploaded; nothing was written to {location}")
+    await _complete(storage, location, key, current, etags, if_absent=if_absent)
+    if not if_absent:
+        await storage.delete(journal_key(key))
+    return ObjectInfo(key=key, num_bytes=current.num_bytes, sha256=sha256)
+
+
+async def _resume(
+    storage: S3Requests, location: Location, key: str, wanted: _Upload
+) -> tuple[_Upload | None, dict[int, str]]:
+    """The upload of the same content that is under way, and the ETags of its parts that are there whole."""
+    try:
+        journal = json.loads(await storage.get_bytes(journal_key(key)))
+        found = _Upload(**journal)
+    except (StorageNotFoundError, StorageCorruptError, ValueError, TypeError):
+        return None, {}
+    if (found.sha256, found.num_bytes, found.part_bytes) != (wanted.sha256, wanted.num_bytes, wanted.part_bytes):
+        await _abort(storage, location, found)
+        return None, {}
+    try:
+        return found, await _parts_there(storage, location, found)
+    except StorageError:
+        # Completed or aborted meanwhile, or forgotten by a server that restarted: begin again.
+        return None, {}
+
+
+async def _parts_there(storage: S3Requests, location: Location, current: _Upload) -> dict[int, str]:
+    arguments: dict[str, Any] = {"Key": location.key, "UploadId": current.upload_id}
+    etags: dict[int, str] = {}
+    while True:
+        page = await storage.ask(location, "list_parts", **arguments)
+        for part in page.get("Parts", ()):
+            number = part["PartNumber"]
+            if number <= current.num_parts and part["Size"] == current.part_length(number):
+                etags[number] = part["ETag"]
+        if not page.get("IsTruncated"):
+            return etags
+        arguments["PartNumberMarker"] = page["NextPartNumberMarker"]
+
+
+async def _start(storage: S3Requests, location: Location, key: str, wanted: _Upload, *, journal: bool) -> _Upload:
+    writer = uuid.uuid4().hex
+    metadata = {"sha256": wanted.sha256, "writer": writer}
+    answer = await storage.ask(location, "create_multipart_upload", Key=location.key, Metadata=metadata)
+    started = replace(wanted, upload_id=answer["UploadId"], writer=writer)
+    if journal:
+        await storage.put_bytes(json.dumps(asdict(started)).encode(), journal_key(key))
+    return started
+
+
+async def _send_parts(
+    storage: S3Requests, location: Location, path: Path, current: _Upload, etags: dict[int, str]
+) -> dict[int, str]:
+    missing = [number for number in range(1, current.num_parts + 1) if number not in etags]
+    sent = dict(etags)
+
+    async def send(number: int) -> None:
+        async with storage.slots:
+            data = await asyncio.to_thread(_read_part, path, current, number)
+            checksum = await asyncio.to_thread(checksum_arguments, data, storage.settings.checksums)
+            answer = await storage.retried(location, lambda: storage.client.upload_part(
+                Bucket=location.bucket, Key=location.key, UploadId=current.upload_id, PartNumber=number,
+                Body=Body(data), **checksum,
+            ))  # fmt: skip
+            sent[number] = answer["ETag"]
+
+    await together(send, missing)
+    return sent
+
+
+def _read_part(path: Path, current: _Upload, number: int) -> bytes:
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        data = os.pread(descriptor, current.part_length(number), (number - 1) * current.part_bytes)
+    finally:
+        os.close(descriptor)
+    if len(data) != current.part_length(number):
+        raise StorageCorruptError(f"{path} became shorter while it was uploaded")
+    return data
+
+
+async def _complete(
+    storage: S3Requests, location: Location, key: str, current: _Upload, etags: dict[int, str], *, if_absent: bool
+) -> None:
+    parts = [{"PartNumber": number, "ETag": etags[number]} for number in sorted(etags)]
+    condition = {"IfNoneMatch": "*"} if if_absent else {}
+    try:
+        await storage.change(location, lambda: storage.client.complete_multipart_upload(
+            Bucket=location.bucket, Key=location.key, UploadId=current.upload_id, MultipartUpload={"Parts": parts},
+            **condition,
+        ))  # fmt: skip
+    except StorageTakenError:
+        raise
+    except StorageError:
+        # Its answer may have been lost: whether it worked is told by what is there now.
+        if not await _is_there(storage, key, current, by_us=if_absent):
+            if if_absent:
+                await _abort(storage, location, current)
+            raise
+    if not await _is_there(storage, key, current, by_us=if_absent):
+        raise StorageCorruptError(f"{location}: not {current.num_bytes} bytes with our checksum after its upload")
+
+
+async def _is_there(storage: S3Requests, key: str, current: _Upload, *, by_us: bool) -> bool:
+    try:
+        head = await storage.head(key)
+    except StorageNotFoundError:
+        return False
+    metadata = head["Metadata"]
+    same = (head["ContentLength"], metadata.get("sha256")) == (current.num_bytes, current.sha256)
+    return same and (not by_us or metadata.get("writer") == current.writer)
+
+
+async def _abort(storage: S3Requests, location: Location, current: _Upload) -> None:
+    try:
+        await storage.ask(location, "abort_multipart_upload", Key=location.key, UploadId=current.upload_id)
+    except StorageError:
+        return  # gone already, which is what was wanted; if not, the bucket's lifecycle rule ends it

@@ -1,0 +1,203 @@
+"""Parquet files in verl's schema: checked when opened, read one row group at a time. For `reading.py`.
+
+Files in object storage are copied to a folder of this machine first, verified by their checksum.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from rayapp.core.aio import together
+from rayapp.core.errors import InputError, StorageNotFoundError
+from rayapp.core.location import Location
+from rayapp.storage.opening import open_storage
+
+COLUMNS = ("prompt", "data_source", "reward_model")
+"""Columns that every file must have."""
+_OPTIONAL = ("extra_info", "agent_name")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowGroup:
+    """What is read at once."""
+
+    path: Path
+    index: int
+    """Number of the group within its file."""
+    first_row: int
+    """Of the file."""
+    num_rows: int
+
+
+async def fetch_files(uris: Sequence[str], cache: Path) -> list[Path]:
+    """Local paths of all files, in the order given; those on s3:// are copied below `cache`.
+
+    Raises:
+        InputError: no files.
+        StorageError: one can't be fetched, or is damaged.
+    """
+    if not uris:
+        raise InputError("no data files: name at least one parquet file")
+    locations = [Location.parse(uri) for uri in uris]
+    paths = [_cached(location, cache) if location.is_remote else Path(location.key) for location in locations]
+    remote = [(at, path) for at, path in zip(locations, paths, strict=True) if at.is_remote]
+    await together(lambda item: _fetch(*item), remote, at_once=4)
+    return paths
+
+
+def open_files(paths: Sequence[Path]) -> list[RowGroup]:
+    """All row groups of all files, in order, after a look at each file's schema.
+
+    Raises:
+        InputError: a file is missing, no parquet, torn, without rows, or lacks columns.
+    """
+    groups: list[RowGroup] = []
+    for path in paths:
+        with _reading(path):
+            groups += _open_one(path)
+    if not any(group.num_rows for group in groups):
+        raise InputError(f"no rows in {', '.join(map(str, paths))}")
+    return groups
+
+
+def read_group(group: RowGroup, columns: Sequence[str] = (*COLUMNS, *_OPTIONAL)) -> Any:
+    """A row group as a pyarrow Table, of those columns that it has.
+
+    Raises:
+        InputError: it can't be decoded.
+    """
+    return next(table for _, table in read_groups([group], columns))
+
+
+def read_groups(groups: Sequence[RowGroup], columns: Sequence[str]) -> Iterator[tuple[RowGroup, Any]]:
+    """As `read_group`, one after the other; each file is opened once.
+
+    Args:
+        columns: `a.b` is the field b of the structs in column a.
+    """
+    import pyarrow.parquet as pq
+
+    for path, of_file in groupby(groups, lambda group: group.path):
+        with _reading(path), pq.ParquetFile(path) as file:
+            present = [name for name in columns if name.partition(".")[0] in file.schema_arrow.names]
+            for group in of_file:
+                yield group, file.read_row_group(group.index, columns=present)
+
+
+def _open_one(path: Path) -> Iterator[RowGroup]:
+    import pyarrow.parquet as pq
+
+    with pq.ParquetFile(path) as file:
+        _check_schema(path, file.schema_arrow)
+        _check_no_images(path, file.metadata)
+        first_row = 0
+        for index in range(file.metadata.num_row_groups):
+            num_rows = file.metadata.row_group(index).num_rows
+            yield RowGroup(path=path, index=index, first_row=first_row, num_rows=num_rows)
+            first_row += num_rows
+
+
+def _check_schema(path: Path, schema: Any) -> None:
+    from pyarrow import types
+
+    missing = [name for name in COLUMNS if name not in schema.names]
+    if missing:
+        raise InputError(
+            f"{path}: no column {', '.join(missing)}; it has {', '.join(schema.names)}. "
+            "Write it with `rayapp data prepare`, or in verl's row schema (docs/data.md)."
+        )
+    kinds: Mapping[str, tuple[Any, str]] = {
+        "prompt": (_is_list_of_structs, "a list of structs with role and content"),
+        "data_source": (is_text, "text"),
+        "agent_name": (lambda kind: is_text(kind) or types.is_null(kind), "text"),
+        "reward_model": (_has_truth, "a struct with ground_truth"),
+        "extra_info": (lambda kind: types.is_struct(kind) or types.is_null(kind), "a struct"),
+    }
+    for name, (is_right, wanted) in kinds.items():
+        if name in schema.names and not is_right(plain(schema.field(name).type)):
+            raise InputError(f"{path}: column {name} must be {wanted}; it is {schema.field(name).type}")
+    extra = schema.field("extra_info").type if "extra_info" in schema.names else None
+    if extra is not None and types.is_struct(extra) and (index := extra.get_field_index("tools_kwargs")) >= 0:
+        kind = extra.field(index).type
+        if not (types.is_struct(kind) or types.is_null(kind)):
+            raise InputError(f"{path}: column extra_info.tools_kwargs must be a struct; it is {kind}")
+
+
+def _check_no_images(path: Path, metadata: Any) -> None:
+    """A policy that reads text would be trained on problems whose pictures it never sees."""
+    for index in range(metadata.num_row_groups):
+        group = metadata.row_group(index)
+        chunks = (group.column(column) for column in range(group.num_columns))
+        if any(_has_values(chunk) for chunk in chunks if chunk.path_in_schema.startswith("images.")):
+            raise InputError(
+                f"{path}: its rows have images, which the policy would never see, because training reads text only; "
+                "leave those rows out, or drop the column `images` if the text says enough without them."
+            )
+
+
+def _has_values(chunk: Any) -> bool:
+    # An empty list counts as one null.
+    statistics = chunk.statistics
+    return statistics is None or statistics.null_count < chunk.num_values
+
+
+def is_text(kind: Any) -> bool:
+    from pyarrow import types
+
+    return bool(types.is_string(kind) or types.is_large_string(kind))
+
+
+def _is_list_of_structs(kind: Any) -> bool:
+    from pyarrow import types
+
+    if not (types.is_list(kind) or types.is_large_list(kind)):
+        return False
+    item = kind.value_type
+    return types.is_struct(item) and {"role", "content"} <= {item.field(i).name for i in range(item.num_fields)}
+
+
+def _has_truth(kind: Any) -> bool:
+    from pyarrow import types
+
+    return bool(types.is_struct(kind)) and kind.get_field_index("ground_truth") >= 0
+
+
+def plain(kind: Any) -> Any:
+    from pyarrow import types
+
+    return kind.value_type if types.is_dictionary(kind) else kind
+
+
+@contextmanager
+def _reading(path: Path) -> Iterator[None]:
+    """Whatever goes wrong while a file is read, with its name and what to do."""
+    import pyarrow as pa
+
+    try:
+        yield
+    except FileNotFoundError as error:
+        raise InputError(f"{path}: there is no such file") from error
+    except (pa.ArrowException, OSError) as error:
+        why = " ".join(str(error).split())[:200]
+        raise InputError(f"{path} is no parquet file, or is damaged: {why}. Write or copy it again.") from error
+
+
+def _cached(location: Location, cache: Path) -> Path:
+    # Two buckets may hold files of one name.
+    folder = hashlib.sha256(str(location).encode()).hexdigest()[:16]
+    return cache / folder / Path(location.key).name
+
+
+async def _fetch(location: Location, path: Path) -> None:
+    folder, _, name = location.key.rpartition("/")
+    async with open_storage(f"s3://{location.bucket}/{folder}") as storage:
+        try:
+            await storage.get_file(name, path)
+        except StorageNotFoundError as error:
+            raise InputError(f"{location}: there is no such file") from error

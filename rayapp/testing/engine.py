@@ -1,0 +1,76 @@
+"""An engine without a model: it samples what a script says. For tests and benchmarks of tasks, tools and loops.
+
+ScriptedEngine(tokenizer, lambda request_id, prompt_ids: "text of this turn")
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from rayapp.core.errors import EngineError
+from rayapp.core.types import Completion, SamplingParams
+
+Script = Callable[[str, Sequence[int]], str | Sequence[int]]
+"""From request id and prompt ids to the turn: text, which is tokenized and ended, or token ids, taken as they are."""
+
+
+class ScriptedEngine:
+    """See `rayapp.core.protocols.RolloutEngine`.
+
+    Args:
+        encode: text to token ids, without special tokens added.
+        decode: the other way.
+        script: what to say; an exception it raises is the engine's.
+        end_id: token that ends a turn, put after texts.
+        latency_s: of each call.
+        policy_version: of every completion.
+        max_model_tokens: prompt and completion together; longer prompts are refused.
+    """
+
+    def __init__(
+        self,
+        encode: Callable[[str], Sequence[int]],
+        decode: Callable[[Sequence[int]], str],
+        script: Script,
+        *,
+        end_id: int,
+        latency_s: float = 0.0,
+        policy_version: int = 0,
+        max_model_tokens: int = 1 << 20,
+    ) -> None:
+        self._encode = encode
+        self._decode = decode
+        self._script = script
+        self._end_id = end_id
+        self._latency_s = latency_s
+        self._max_model_tokens = max_model_tokens
+        self.policy_version = policy_version
+        self.requests: list[tuple[str, tuple[int, ...], SamplingParams]] = []
+        """Every call so far, if `record` is set."""
+        self.record = False
+
+    async def generate(self, request_id: str, prompt_ids: Sequence[int], sampling: SamplingParams) -> Completion:
+        """Say what the script says, cut to `sampling.max_tokens`; the token at place i has log-prob -0.5 - i / 1000."""
+        await asyncio.sleep(self._latency_s)
+        if self.record:
+            self.requests.append((request_id, tuple(prompt_ids), sampling))
+        if len(prompt_ids) >= self._max_model_tokens or sampling.max_tokens < 1:
+            raise EngineError(
+                f"{request_id}: {len(prompt_ids)} prompt tokens and max_tokens {sampling.max_tokens} leave no room "
+                f"within {self._max_model_tokens}"
+            )
+        said = self._script(request_id, prompt_ids)
+        token_ids = [*self._encode(said), self._end_id] if isinstance(said, str) else list(said)
+        is_cut = len(token_ids) > sampling.max_tokens
+        token_ids = token_ids[: sampling.max_tokens]
+        return Completion(
+            token_ids=np.array(token_ids, np.int32),
+            log_probs=(-0.5 - np.arange(len(token_ids)) / 1000).astype(np.float32),
+            text=said if isinstance(said, str) and not is_cut else self._decode(token_ids),
+            finish_reason="length" if is_cut else "stop",
+            policy_version=self.policy_version,
+            time_generate_s=self._latency_s,
+        )

@@ -1,0 +1,77 @@
+"""What tests of the learner are made of: small models, trajectories, a learner without actors. Used by tests only."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from rayapp.core.types import Reward, RolloutStatus, Trajectory
+
+if TYPE_CHECKING:
+    from rayapp.config.config import Config
+    from rayapp.learner.distributed import Ranks
+    from rayapp.learner.step import PolicyLearner
+
+SHAPE = {
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "tie_word_embeddings": True,
+}
+
+
+def save_llama(folder: Path, *, dtype: str = "float32", **shape: int | bool | None) -> Path:
+    """A Llama with random weights, without a tokenizer, as a Hugging Face folder.
+
+    Args:
+        shape: of its `LlamaConfig`, beside or in place of SHAPE.
+    """
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(**(SHAPE | shape)))
+    model.to(getattr(torch, dtype)).save_pretrained(folder)
+    return folder
+
+
+def sampled(
+    token_ids: ArrayLike,
+    num_prompt_tokens: int,
+    *,
+    reward: float = 0.0,
+    terms: dict[str, float] | None = None,
+    log_prob: float = 0.0,
+    policy_version: int = 0,
+) -> Trajectory:
+    """A completed trajectory: a prompt, and a response whose tokens the engine gave `log_prob` each."""
+    tokens = np.asarray(token_ids, np.int32)
+    mask = np.arange(tokens.size) >= num_prompt_tokens
+    return Trajectory(
+        token_ids=tokens,
+        response_mask=mask,
+        rollout_log_probs=np.where(mask, log_prob, 0.0).astype(np.float32),
+        completion_text="",
+        reward=Reward(value=reward, terms=terms or {}),
+        status=RolloutStatus.COMPLETED,
+        min_policy_version=policy_version,
+        max_policy_version=policy_version,
+    )
+
+
+@contextmanager
+def learner_alone(config: Config) -> Iterator[tuple[PolicyLearner, Ranks]]:
+    """The only rank, in this process."""
+    from rayapp.learner.build import build_learner
+    from rayapp.learner.distributed import end_ranks, start_ranks
+
+    ranks = start_ranks(config, 0, 1, "", 0)
+    try:
+        yield build_learner(config, ranks), ranks
+    finally:
+        end_ranks()

@@ -1,0 +1,84 @@
+"""Tool calls in what the policy wrote. The loop asks a `ToolCallParser`: vLLM's, behind
+`rayapp.engine.vllm_tool_parser`, or `HermesParser`, which reads the hermes form where vLLM is not at hand (tests,
+benchmarks).
+
+A parser never raises for what the policy wrote: a call that can't be read is a `RawCall` with its `problem`.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+from itertools import islice
+from typing import Protocol
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RawCall:
+    """A call as the policy wrote it, not checked against any schema."""
+
+    name: str = ""
+    arguments: str = "{}"
+    """JSON text."""
+    problem: str = ""
+    """Why this is no call; empty if it is one."""
+
+
+class ToolCallParser(Protocol):
+    """Finds tool calls."""
+
+    def parse(self, text: str) -> tuple[RawCall, ...]:
+        """Every call in one turn's text, in order; special tokens of the model are part of the text."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampleCall:
+    """One call as a model's chat template writes it: what a parser must find."""
+
+    texts: tuple[str, ...]
+    """What an assistant says that calls. Several, where templates differ in what they take: one of them is right."""
+    name: str
+    arguments: dict[str, object]
+
+    def is_found_by(self, parser: ToolCallParser) -> bool:
+        return any(self._is_read(parser.parse(after_thoughts(text))) for text in self.texts)
+
+    def _is_read(self, calls: tuple[RawCall, ...]) -> bool:
+        if len(calls) != 1 or calls[0].problem or calls[0].name != self.name:
+            return False
+        try:
+            return bool(json.loads(calls[0].arguments) == self.arguments)
+        except ValueError:
+            return False
+
+
+MAX_CALLS = 64
+"""Of one turn that are read. A token or two begin a call, and each costs a parse, a record and a result."""
+
+
+def after_thoughts(text: str) -> str:
+    """The part of a turn where calls count: after the last `</think>`. One quoted while thinking is not meant."""
+    _, end, rest = text.rpartition("</think>")
+    return "" if not end and text.lstrip().startswith("<think>") else rest
+
+
+_BLOCK = re.compile(r"<tool_call>(.*?)(?:</tool_call>|(?=<tool_call>)|\Z)", re.DOTALL)
+
+
+class HermesParser:
+    """`<tool_call>{"name": …, "arguments": {…}}</tool_call>`, as Hermes and Qwen models write calls."""
+
+    def parse(self, text: str) -> tuple[RawCall, ...]:
+        return tuple(_read_block(match.group(1)) for match in islice(_BLOCK.finditer(text), MAX_CALLS + 1))
+
+
+def _read_block(block: str) -> RawCall:
+    try:
+        call = json.loads(block)
+        if not isinstance(call, dict) or not isinstance(call.get("name"), str) or "arguments" not in call:
+            return RawCall(problem='a call must be a JSON object with "name" and "arguments"')
+        return RawCall(name=call["name"], arguments=json.dumps(call["arguments"], ensure_ascii=False))
+    except (ValueError, RecursionError) as error:
+        return RawCall(problem=f"not valid JSON: {error}")

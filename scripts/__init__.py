@@ -1,0 +1,1 @@
+"""What writes files of this repository: docs, alerts, a dashboard, manifests. Not in the wheel."""

@@ -1,0 +1,41 @@
+"""Writes configs/kuberay/rendered/: each example's manifests as plain YAML, for people without Helm.
+
+After a change of the chart, its examples or the config's schema: `python -m scripts.kuberay_examples`. A test compares.
+"""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+from rayapp.cli.kuberay.render import Release, read_values, render
+from rayapp.config.loading import load_config
+
+FOLDER = Path(__file__).parents[1] / "configs" / "kuberay"
+CONFIGS: dict[str, Path] = {
+    "single-node-ack": FOLDER / "coding_8gpu_kruise.yaml",
+    "head-worker-s3": FOLDER.parent / "coding_8gpu.yaml",
+    "autoscaling": FOLDER.parent / "coding_8gpu.yaml",
+    "kueue": FOLDER.parent / "coding_8gpu.yaml",
+    "volcano": FOLDER.parent / "coding_8gpu.yaml",
+}
+"""Example (a file in examples/) -> the run's config."""
+
+
+def render_example(name: str) -> dict[str, str]:
+    """File name -> YAML of one example."""
+    values = read_values([FOLDER / "examples" / f"{name}.yaml"], ())
+    return render(load_config(CONFIGS[name]), Release(name="rayapp", namespace="default"), values)
+
+
+def main() -> None:
+    shutil.rmtree(FOLDER / "rendered", ignore_errors=True)
+    for name in CONFIGS:
+        folder = FOLDER / "rendered" / name
+        folder.mkdir(parents=True)
+        for file, text in render_example(name).items():
+            (folder / file).write_text(text)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,52 @@
+"""Writes what Prometheus and Grafana read: `python -m scripts.monitoring.write`. A test says when it must run again.
+
+configs/monitoring/ is for a workstation; the Helm chart can only read files below itself, so it gets copies. The table
+of alerts in docs/operate.md comes from here too.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import yaml
+
+from scripts.monitoring.alerts import ALERTS, rule_file
+from scripts.monitoring.dashboard import dashboard
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+GUIDE = CONFIGS.parent / "docs" / "operate.md"
+BEGIN, END = "<!-- alerts: made by scripts.monitoring.write -->\n", "<!-- end of alerts -->\n"
+NOTE = "# Made by `python -m scripts.monitoring.write`; what is in it is decided in scripts/monitoring/.\n"
+
+
+def files() -> dict[Path, str]:
+    """Every file and its text."""
+    alerts = NOTE + yaml.safe_dump(rule_file(), sort_keys=False, allow_unicode=True, width=1000)
+    board = json.dumps(dashboard(), indent=1) + "\n"
+    chart = CONFIGS / "kuberay" / "chart" / "files"
+    return {
+        GUIDE: _with_table(GUIDE.read_text()),
+        CONFIGS / "monitoring" / "alerts.yaml": alerts,
+        CONFIGS / "monitoring" / "grafana-dashboard.json": board,
+        chart / "alerts.yaml": alerts,
+        chart / "grafana-dashboard.json": board,
+    }
+
+
+def _with_table(guide: str) -> str:
+    """The guide with its table of alerts made anew."""
+    before, rest = guide.split(BEGIN)
+    rows = [f"| `{a.name}` | {a.severity} | {' '.join(a.runbook)} |" for a in ALERTS]
+    table = "\n".join(["| alert | severity | what to do |", "|---|---|---|", *rows])
+    return f"{before}{BEGIN}{table}\n{END}{rest.split(END)[1]}"
+
+
+def main() -> None:
+    for path, text in files().items():
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(text)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,152 @@
+"""A small set of word problems of our own, in GSM8K's form, for tests and for runs without a network.
+
+    python -m scripts.problems      writes rayapp/tasks/data/library/*.jsonl again, equal to the byte
+
+Each problem is a template with numbers. Its worked answer marks every step `<<3*4=12>>` and ends with `#### N`, as
+GSM8K's do. `check_problem` proves an answer right in two ways that share no code with the steps' text.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import operator
+import random
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+from rayapp.core.errors import InputError
+
+FOLDER = Path(__file__).parents[1] / "rayapp" / "tasks" / "data" / "library"
+SPLITS = {"train": 8, "test": 2}
+"""Problems per template: 30 templates make 240 and 60."""
+_SEED = 20
+_NAMES = ("Ada", "Ben", "Chen", "Dina", "Emil", "Fatou", "Goran", "Hana", "Ines", "Jonas", "Kofi", "Lena")
+_STEP = re.compile(r"<<([^=<>]+)=(-?\d+)>>(-?\d+)")
+_OPERATORS: Mapping[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Template:
+    """One kind of problem; see the head of problem_templates.yaml."""
+
+    name: str
+    question: str
+    numbers: dict[str, list[int]]
+    steps: list[str]
+    formula: str
+    derived: dict[str, str] = field(default_factory=dict)
+
+
+def load_templates() -> list[Template]:
+    import yaml
+
+    text = Path(__file__).with_name("problem_templates.yaml").read_text()
+    return [Template(**entry) for entry in yaml.safe_load(text)]
+
+
+def generate(split: str) -> list[dict[str, Any]]:
+    """Problems of one split; no question is in both.
+
+    Returns:
+        `{"question": …, "answer": "… #### 12", "template": "apples", "numbers": {"a": 5, "b": 7}}`, one per problem.
+    """
+    first = 0 if split == "train" else SPLITS["train"]
+    problems = [list(_draw_all(template))[first : first + SPLITS[split]] for template in load_templates()]
+    # Round by round, so that the first rows of a split show every kind.
+    return [problems[kind][row] for row in range(SPLITS[split]) for kind in range(len(problems))]
+
+
+def check_problem(problem: Mapping[str, Any]) -> None:
+    """Prove one answer right: every marked step by exact arithmetic, the last of them by the template's formula.
+
+    Raises:
+        InputError: a step, the answer, or the question's numbers are wrong.
+    """
+    template = next(template for template in load_templates() if template.name == problem["template"])
+    numbers = {name: Fraction(value) for name, value in problem["numbers"].items()}
+    steps = _STEP.findall(problem["answer"])
+    final = int(problem["answer"].rpartition("#### ")[2])
+    wrong = [step for step in steps if not evaluate(step[0], {}) == int(step[1]) == int(step[2])]
+    if wrong or len(steps) != len(template.steps):
+        raise InputError(f"{problem['question']!r}: wrong steps {wrong}, or {len(steps)} of {len(template.steps)}")
+    if not evaluate(template.formula, numbers) == final == int(steps[-1][1]):
+        raise InputError(f"{problem['question']!r}: {final} is not {template.formula} with {problem['numbers']}")
+    shown = set(re.findall(r"\{(\w+)\}", template.question)) - {"who"}
+    if not {str(numbers[name]) for name in shown} <= set(re.findall(r"-?\d+", problem["question"])):
+        raise InputError(f"{problem['question']!r} does not say all of {sorted(shown)}")
+
+
+def evaluate(expression: str, numbers: Mapping[str, Fraction]) -> Fraction:
+    """Exact value of an expression of + - * / and names.
+
+    Raises:
+        InputError: anything else is in it.
+    """
+
+    def value(node: ast.expr) -> Fraction:
+        match node:
+            case ast.BinOp(left=left, op=op, right=right) if type(op) in _OPERATORS:
+                return _OPERATORS[type(op)](value(left), value(right))
+            case ast.UnaryOp(op=ast.USub(), operand=operand):
+                return -value(operand)
+            case ast.Constant(value=int(number)):
+                return Fraction(number)
+            case ast.Name(id=name) if name in numbers:
+                return numbers[name]
+        raise InputError(f"{expression!r} is not arithmetic")
+
+    return value(ast.parse(expression, mode="eval").body)
+
+
+def _draw_all(template: Template) -> Iterator[dict[str, Any]]:
+    """Different problems of one kind, for ever the same ones."""
+    draw, seen = random.Random(f"{_SEED}:{template.name}"), set[tuple[tuple[str, int], ...]]()
+    while len(seen) < sum(SPLITS.values()):
+        numbers = {name: draw.randint(low, high) for name, (low, high) in template.numbers.items()}
+        for name, expression in template.derived.items():
+            numbers[name] = _whole(evaluate(expression, _fractions(numbers)))
+        if tuple(numbers.items()) not in seen:
+            seen.add(tuple(numbers.items()))
+            yield _write(template, numbers, draw.choice(_NAMES))
+
+
+def _write(template: Template, numbers: dict[str, int], who: str) -> dict[str, Any]:
+    known, lines, name = dict(numbers), [], ""
+    for step in template.steps:
+        sentence, expression, name = (part.strip() for part in step.split("|"))
+        shown = re.sub(r"[a-z]\w*", lambda found: str(known[found.group()]), expression)
+        known[name] = _whole(evaluate(expression, _fractions(known)))
+        lines.append(f"{sentence.format(who=who, **numbers)} {shown} = <<{shown}={known[name]}>>{known[name]}.")
+    answer = "\n".join([*lines, f"#### {known[name]}"])
+    question = template.question.format(who=who, **numbers)
+    return {"question": question, "answer": answer, "template": template.name, "numbers": numbers}
+
+
+def _fractions(numbers: Mapping[str, int]) -> dict[str, Fraction]:
+    return {name: Fraction(number) for name, number in numbers.items()}
+
+
+def _whole(number: Fraction) -> int:
+    if number.denominator != 1:
+        raise InputError(f"{number} is no whole number: correct the template's ranges")
+    return number.numerator
+
+
+def main() -> None:
+    for split in SPLITS:
+        lines = [json.dumps(problem) + "\n" for problem in generate(split)]
+        (FOLDER / f"{split}.jsonl").write_text("".join(lines))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,115 @@
+"""What a group asks for in one moment is one call; every trajectory gets its own answer, or why there is none."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+from actors.group_calls import GroupCalls
+from rayapp.core.aio import as_they_end
+from rayapp.core.errors import DeadlineError, EngineDeadError, EngineError, StaleVersionError
+from rayapp.core.types import Completion, SamplingParams
+
+
+class Server:
+    """Stands for the handle of a server; answers with the last number of the request's id."""
+
+    name = "vllm-server-0"
+    request_timeout_s = 5.0
+
+    def __init__(self, *, dies: bool = False, forgets: int | None = None) -> None:
+        self.calls: list[list[str]] = []
+        self._dies = dies
+        self._forgets = forgets
+
+    async def generate_many(self, requests: Sequence[Any]) -> AsyncIterator[list[tuple[int, Completion | Exception]]]:
+        self.calls.append([request[0] for request in requests])
+        async for batch in as_they_end([self._one(request) for request in requests]):
+            yield [pair for pair in batch if pair[0] != self._forgets]
+            if self._dies:
+                raise EngineDeadError("its process is gone")
+
+    async def _one(self, request: Any) -> Completion:
+        request_id, prompt_ids, _, version, _ = request
+        assert prompt_ids.dtype == np.int32
+        index = int(request_id.rpartition("=")[2])
+        await asyncio.sleep(0.001 * index)
+        if index == 2:
+            raise StaleVersionError(f"{request_id} needs {version}")
+        return Completion(
+            token_ids=np.array([index], np.int32),
+            log_probs=np.zeros(1, np.float32),
+            text="",
+            finish_reason="stop",
+            policy_version=version,
+        )
+
+
+async def ask(server: Server, *indices: int) -> list[Any]:
+    calls = GroupCalls(server, min_policy_version=4)  # type: ignore[arg-type]
+    sampling = SamplingParams(max_tokens=1)
+    asked = [calls.generate(f"group=7/trajectory={i}", [1, 2], sampling, cohort_size=1) for i in indices]
+    return list(await asyncio.gather(*asked, return_exceptions=True))
+
+
+async def test_one_call_for_all_and_each_gets_its_own_answer() -> None:
+    server = Server()
+
+    found = await ask(server, 0, 1, 2, 3)
+
+    assert server.calls == [[f"group=7/trajectory={i}" for i in range(4)]]
+    assert [c.token_ids.tolist() for c in found if isinstance(c, Completion)] == [[0], [1], [3]]
+    assert isinstance(found[2], StaleVersionError)
+    assert found[0].policy_version == 4
+
+
+async def test_a_server_that_dies_has_answered_what_it_answered() -> None:
+    found = await ask(Server(dies=True), 0, 1, 3)
+
+    assert isinstance(found[0], Completion)
+    assert [type(error) for error in found[1:]] == [EngineDeadError, EngineDeadError]
+
+
+async def test_an_answer_that_never_comes_is_an_error_and_not_a_wait() -> None:
+    found = await ask(Server(forgets=1), 0, 1)
+
+    assert isinstance(found[0], Completion)
+    assert isinstance(found[1], EngineError)
+    assert "gave no answer to group=7/trajectory=1" in str(found[1])
+
+
+async def test_each_request_has_its_deadline() -> None:
+    class Silent(Server):
+        request_timeout_s = 0.05
+
+        async def _one(self, request: Any) -> Completion:
+            await asyncio.Event().wait()
+            raise AssertionError
+
+    (found,) = await ask(Silent(), 0)
+    assert isinstance(found, DeadlineError)
+    assert "vllm-server-0.generate did not answer group=7/trajectory=0 within 0.05 s" in str(found)
+
+
+async def test_later_turns_are_calls_of_their_own() -> None:
+    server = Server()
+    calls = GroupCalls(server, min_policy_version=0)  # type: ignore[arg-type]
+    for turn in (0, 1):
+        await calls.generate(f"g/turn={turn}", [1], SamplingParams(max_tokens=1), cohort_size=1)
+    assert server.calls == [["g/turn=0"], ["g/turn=1"]]
+
+
+@pytest.mark.parametrize("gives_up", [0, 3])
+async def test_who_gives_up_disturbs_nobody(gives_up: int) -> None:
+    server = Server()
+    calls = GroupCalls(server, min_policy_version=0)  # type: ignore[arg-type]
+    sampling = SamplingParams(max_tokens=1)
+    tasks = {i: asyncio.create_task(calls.generate(f"g={i}", [1], sampling, cohort_size=1)) for i in (0, 1, 3)}
+    await asyncio.sleep(0)
+    tasks.pop(gives_up).cancel()
+    found = await asyncio.gather(*tasks.values())
+    assert all(isinstance(completion, Completion) for completion in found)

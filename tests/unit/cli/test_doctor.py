@@ -1,0 +1,126 @@
+"""What the doctor finds wrong with a config on this machine."""
+
+from __future__ import annotations
+
+import json
+import socket
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from rayapp.cli.doctor import Finding, fitness, gpu_names, machine, metrics_port
+from rayapp.cli.main import run
+from rayapp.config.config import Config
+
+PARAMETER = b"\0\0\0\0"
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    """The smallest folder that passes for a model: one float32 parameter, a config and a tokenizer."""
+    header = json.dumps({"w": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}).encode()
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + PARAMETER)
+    architecture = {
+        "architectures": ["LlamaForCausalLM"], "num_attention_heads": 4, "num_key_value_heads": 4,
+        "max_position_embeddings": 8192, "vocab_size": 100, "hidden_size": 8,
+    }  # fmt: skip
+    (folder / "config.json").write_text(json.dumps(architecture))
+    (folder / "tokenizer.json").write_text("{}")
+    (folder / "tokenizer_config.json").write_text("{}")
+    return folder
+
+
+def problems(config: dict[str, object]) -> dict[str, Finding]:
+    return {finding.what: finding for finding in fitness(Config.model_validate(config)) if finding.level == "problem"}
+
+
+def test_machine_names_what_it_has_without_any_secret(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("E2B_API_KEY", "secret-value")
+
+    findings = {finding.what: finding for finding in machine()}
+
+    assert {"Python", "torch", "vLLM", "ray", "verl", "cores", "GPUs", "memory", "/dev/shm", "disk", "sandbox"} <= set(
+        findings
+    )
+    assert "E2B_API_KEY" in findings["keys"].detail
+    assert not [finding for finding in findings.values() if "secret-value" in finding.detail + finding.cure]
+
+
+def test_a_metrics_port_that_is_taken_is_found_with_another() -> None:
+    with socket.socket() as taken:
+        taken.bind(("", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        found = metrics_port(port)
+
+    assert (found.level, found.detail) == ("note", f"{port} is taken, by a Ray that runs or by another program")
+    assert found.cure.startswith(f"ray start --head --metrics-export-port={port + 1}")
+    assert metrics_port(port).level == "ok"
+
+
+def test_gpu_config_on_a_machine_with_too_few_shows_the_arithmetic(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    have = len(gpu_names())
+
+    found = problems({"cluster": {"device": "gpu"}, "server": {"num_servers": have + 1}, "model": {"path": str(model)}})
+
+    assert found["GPUs"].detail.startswith(f"{have + 1} servers x TP 1 + 1 learners = {have + 2}, but")
+    assert "cluster.device=cpu" in found["GPUs"].cure
+
+
+def test_config_that_needs_more_memory_than_there_is_shows_its_parts(model: Path) -> None:
+    found = problems({"cluster": {"device": "cpu"}, "server": {"kv_cache_gib": 100_000}, "model": {"path": str(model)}})
+
+    assert "servers 100002.1" in found["memory"].detail
+    assert "server.kv_cache_gib" in found["memory"].cure
+
+
+def test_object_store_larger_than_shared_memory_is_found(model: Path) -> None:
+    found = problems({"cluster": {"device": "cpu", "object_store_mib": 10**9}, "model": {"path": str(model)}})
+
+    assert "cluster.object_store_mib is 1000000000" in found["/dev/shm"].detail
+
+
+def test_missing_model_is_found_with_its_cure() -> None:
+    found = problems({"cluster": {"device": "cpu"}, "model": {"path": "models/nowhere/smollm2-135m"}})
+
+    assert "rayapp model fetch smollm2-135m" in found["model"].detail
+
+
+def test_run_folder_that_is_not_writable_is_found(model: Path) -> None:
+    found = problems({"cluster": {"device": "cpu"}, "run": {"output_dir": "/proc"}, "model": {"path": str(model)}})
+
+    assert found["run folder"].detail.startswith("/proc: ")
+
+
+def test_doctor_fails_for_a_config_that_cannot_run_here(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_text("model: {path: models/nowhere/x}\ncluster: {device: cpu}\n")
+
+    assert run(["doctor", str(path)]) == 1
+    assert "problem  model" in capsys.readouterr().out
+
+
+def test_doctor_without_a_config_only_reports() -> None:
+    assert run(["doctor"]) == 0
+
+
+def test_a_row_that_cannot_be_scored_is_found_in_the_data(model: Path, tmp_path: Path) -> None:
+    row = {"prompt": [{"role": "user", "content": "?"}], "data_source": "taco", "reward_model": {"ground_truth": "4"}}
+    pq.write_table(pa.Table.from_pylist([row]), tmp_path / "a.parquet")
+
+    found = problems(
+        {
+            "cluster": {"device": "cpu"},
+            "model": {"path": str(model)},
+            "data": {"train_files": [str(tmp_path / "a.parquet")]},
+        }
+    )
+
+    assert found["data"].detail.startswith(f"{tmp_path}/a.parquet, row 0: data_source 'taco' has no rule here")

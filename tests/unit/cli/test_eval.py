@@ -1,0 +1,110 @@
+"""`rayapp eval --model CHECKPOINT`: what is evaluated are the checkpoint's weights, whatever it was saved with."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rayapp.cli.eval import with_checkpoint_as_model
+from rayapp.config.config import Config
+from rayapp.config.loading import to_yaml
+from rayapp.config.sections import CheckpointSection
+from rayapp.core.errors import CheckpointError, InputError
+from rayapp.runs.checkpoints import CheckpointFolder
+
+
+def config_of(model: Path | str) -> Config:
+    return Config.model_validate({"model": {"path": str(model)}, "cluster": {"device": "cpu"}})
+
+
+def loaded(folder: Path) -> Mapping[str, Any]:
+    from transformers import AutoModelForCausalLM
+
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True)
+    return dict(model.named_parameters())
+
+
+def checkpoint(run: Path, base: Path, contents: tuple[str, ...] = ("model", "optimizer"), *, drop: str = "") -> Path:
+    """As the learners save it; every weight is that of the base model plus one."""
+    import torch
+    from torch.distributed.checkpoint.state_dict_saver import save
+
+    section = CheckpointSection(save_contents=contents)  # type: ignore[arg-type]
+    folder = CheckpointFolder(run / "checkpoints", section)
+    pending = folder.begin(3)
+    state: dict[str, Any] = {"counters": torch.zeros(3)}
+    if "model" in contents:
+        state |= {f"model.{name}": weight.detach() + 1 for name, weight in loaded(base).items() if name != drop}
+    save(state, checkpoint_id=pending / "learner", no_dist=True)
+    (run / "config.yaml").write_text(to_yaml(config_of(base)))
+    return folder.commit(3, next_group_id=6).path
+
+
+def test_the_weights_of_a_checkpoint_without_a_model_folder_are_made_one(tmp_path: Path, tiny_model: Path) -> None:
+    path = checkpoint(tmp_path, tiny_model)
+
+    with with_checkpoint_as_model(config_of(path)) as config:
+        made = Path(config.model.path)
+        weights, base = loaded(made), loaded(tiny_model)
+        assert (made / "tokenizer.json").is_file()
+
+    assert weights.keys() == base.keys()
+    # Exports are in bfloat16: 8 bits of precision, for numbers near 1.
+    assert all(abs(weights[name] - base[name] - 1).max() < 0.01 for name in base)
+    assert not made.exists()
+
+
+def test_a_checkpoint_with_a_model_folder_is_evaluated_as_it_is(tmp_path: Path, tiny_model: Path) -> None:
+    path = checkpoint(tmp_path, tiny_model)
+    (path / "hf_model").mkdir()
+
+    with with_checkpoint_as_model(config_of(path)) as config:
+        assert config.model.path == str(path / "hf_model")
+
+
+def test_a_model_is_left_as_it_is(tiny_model: Path) -> None:
+    with with_checkpoint_as_model(config_of(tiny_model)) as config:
+        assert config == config_of(tiny_model)
+
+
+def test_a_checkpoint_that_is_not_whole_is_told_with_those_that_are(tmp_path: Path, tiny_model: Path) -> None:
+    path = checkpoint(tmp_path, tiny_model)
+    torn = path.with_name("step=000009")
+    torn.mkdir()
+
+    with pytest.raises(InputError, match=r"step=000009 is not whole.*Whole ones there: step=000003"):
+        with_checkpoint_as_model(config_of(torn)).__enter__()
+
+
+def test_a_damaged_checkpoint_is_not_evaluated(tmp_path: Path, tiny_model: Path) -> None:
+    path = checkpoint(tmp_path, tiny_model)
+    data = next(path.rglob("*.distcp"))
+    data.write_bytes(data.read_bytes()[:-1] + b"?")
+
+    with pytest.raises(InputError, match=r"step=000003 can't be evaluated: learner/.* is not what was written"):
+        with_checkpoint_as_model(config_of(path)).__enter__()
+
+
+def test_a_checkpoint_without_weights_is_told(tmp_path: Path, tiny_model: Path) -> None:
+    path = checkpoint(tmp_path, tiny_model, ("optimizer",))
+
+    with pytest.raises(InputError, match="holds optimizer and no weights"):
+        with_checkpoint_as_model(config_of(path)).__enter__()
+
+
+def test_a_checkpoint_of_another_model_is_told(tmp_path: Path, tiny_model: Path) -> None:
+    path = checkpoint(tmp_path, tiny_model, drop="model.norm.weight")
+
+    with pytest.raises(CheckpointError, match=r"model\.model\.norm\.weight is not in both"):
+        with_checkpoint_as_model(config_of(path)).__enter__()
+
+
+def test_a_checkpoint_outside_its_run_folder_is_told(tmp_path: Path, tiny_model: Path) -> None:
+    path = checkpoint(tmp_path, tiny_model)
+    (tmp_path / "config.yaml").unlink()
+
+    with pytest.raises(InputError, match="evaluate it in its run folder"):
+        with_checkpoint_as_model(config_of(path)).__enter__()

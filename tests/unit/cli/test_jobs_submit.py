@@ -1,0 +1,208 @@
+"""What is checked before a job leaves this machine, and how a run that is told to stop ends."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from dataclasses import astuple
+from datetime import UTC, datetime
+from enum import Enum
+from pathlib import Path
+
+import pytest
+import yaml
+
+from rayapp.cli.jobs.submit import _state, plan
+from rayapp.cli.main import run
+from rayapp.config.config import Config
+from rayapp.core.aio import uninterrupted
+from rayapp.core.errors import ConfigError, RunFolderError
+from rayapp.driver.saving import CheckpointSaver, saving, saving_when_stopped
+from rayapp.driver.store import TrajectoryStore
+from rayapp.runs.folder import RunFolder
+
+
+class Status(Enum):
+    """Ray's, in part."""
+
+    FAILED = "FAILED"
+
+
+NOW = datetime(2026, 11, 21, 8, 0, 0, tzinfo=UTC)
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A current folder with a config that may leave it."""
+    monkeypatch.chdir(tmp_path)
+    config = {"run": {"name": "a", "output_dir": "/var/outputs"}, "model": {"path": "hub/model"}}
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(config))
+    return tmp_path
+
+
+def test_job_says_what_runs_and_with_which_config(folder: Path) -> None:
+    job = plan(folder / "run.yaml", ["train.num_steps=3", "tasks=[a b.py]"], python="python3", now=NOW)
+
+    assert job.submission_id == "a-20261121-080000"
+    assert job.entrypoint == "python3 -m rayapp train run.yaml train.num_steps=3 'tasks=[a b.py]'"
+    assert job.metadata["run_name"] == job.metadata["job_name"] == "a"
+    assert yaml.safe_load(job.metadata["config"])["train"]["num_steps"] == 3
+    assert job.runtime_env["working_dir"] == "."
+    # Ray kills after 3 s unless told otherwise.
+    assert float(job.runtime_env["env_vars"]["RAY_JOB_STOP_WAIT_TIME_S"]) >= 60
+
+
+def test_state_of_a_job_is_what_a_person_asks_for() -> None:
+    class Details:
+        submission_id, status, message = "a-1", Status.FAILED, "Job entrypoint failed\nTraceback"
+        metadata, start_time, end_time = {"run_name": "a"}, 1_000, 4_500
+
+    class Other(Details):
+        metadata, start_time, end_time, message = None, None, None, None
+
+    # 4500 ms - 1000 ms = 3.5 s
+    assert astuple(_state(Details, NOW)) == ("a-1", "a", "FAILED", 3.5, "Job entrypoint failed")
+    assert astuple(_state(Other, NOW)) == ("a-1", "", "FAILED", 0.0, "-")
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("run.output_dir=outputs", "run.output_dir is 'outputs': a job runs in a temporary copy"),
+        ("model.path=models/tiny", "model.path 'models/tiny' is a folder here"),
+        ("train.num_stepz=3", "did you mean train.num_steps"),
+    ],
+)
+def test_what_would_fail_over_there_is_refused_here(folder: Path, override: str, message: str) -> None:
+    (folder / "models" / "tiny").mkdir(parents=True)
+
+    with pytest.raises(ConfigError, match=message):
+        plan(folder / "run.yaml", [override], python="python", now=NOW)
+
+
+def test_config_that_is_not_uploaded_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (folder / "below").mkdir()
+    monkeypatch.chdir(folder / "below")
+
+    with pytest.raises(ConfigError, match="is not below"):
+        plan(folder / "run.yaml", [], python="python", now=NOW)
+
+
+def test_address_that_is_no_dashboard_is_named(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["submit", "run.yaml", "--address", "ray://127.0.0.1:10001"]) == 2
+    assert "must be that of the dashboard, e.g. http://127.0.0.1:8265" in capsys.readouterr().err
+
+
+def test_run_that_would_write_into_rays_copy_of_a_folder_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copy = tmp_path / "working_dir_files" / "_ray_pkg_1"
+    copy.mkdir(parents=True)
+    monkeypatch.chdir(copy)
+
+    with pytest.raises(RunFolderError, match="deletes it after the job"), RunFolder.open(Config()):
+        pass
+    assert not (copy / "outputs").exists()
+
+
+@pytest.mark.parametrize("arguments", [["stop"], ["stop", "a", "--all"]])
+def test_stop_wants_jobs_or_all_of_them(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(arguments) == 2
+    assert "name the jobs to stop, or give --all" in capsys.readouterr().err
+
+
+async def test_what_has_begun_ends_before_a_cancellation_takes_effect() -> None:
+    begun, may_end, ended = asyncio.Event(), asyncio.Event(), asyncio.Event()
+
+    async def work() -> None:
+        begun.set()
+        await may_end.wait()
+        ended.set()
+
+    task = asyncio.create_task(uninterrupted(work()))
+    await begun.wait()
+    task.cancel()
+    may_end.set()
+
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert ended.is_set()
+
+
+async def test_second_cancellation_does_not_wait() -> None:
+    begun = asyncio.Event()
+
+    async def work() -> None:
+        begun.set()
+        await asyncio.Event().wait()
+
+    task = asyncio.create_task(uninterrupted(work()))
+    await begun.wait()
+    task.cancel()
+    await asyncio.sleep(0)  # the first one arrives, and waits for the work
+    task.cancel()
+
+    with pytest.raises(asyncio.CancelledError):
+        await asyncio.wait_for(task, timeout=5)
+
+
+async def test_error_of_the_work_comes_out_as_itself() -> None:
+    async def work() -> None:
+        raise ValueError("no gradient")
+
+    with pytest.raises(ValueError, match="no gradient"):
+        await uninterrupted(work())
+
+
+class Learners:
+    """Writes a file where a checkpoint's tensors would be."""
+
+    def holds(self, version: int) -> bool:
+        return True
+
+    async def begin_checkpoint(self, folder: Path, version: int) -> None:
+        folder.mkdir()
+        (folder / "weights").write_text(str(version))
+
+    async def checkpoint_done(self) -> bool:
+        return True
+
+
+async def stopped(folder: RunFolder, version: int) -> None:
+    """A run that is cancelled after `version` steps."""
+    store: TrajectoryStore[object] = TrajectoryStore(groups_per_step=2, max_staleness=0, version=version, num_groups=10)
+
+    async def train() -> None:
+        saver = CheckpointSaver(Learners(), folder, asynchronous=True)
+
+        async def begin(version: int) -> None:
+            await saver.begin(version, next_group_id=store.next_untrained_id)
+
+        async with saving(saver), saving_when_stopped(saver, folder, store, begin):
+            await asyncio.Event().wait()
+
+    task = asyncio.create_task(train())
+    await asyncio.sleep(0)
+    task.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await task
+
+
+async def test_stopped_run_saves_the_steps_since_its_last_checkpoint(tmp_path: Path) -> None:
+    config = Config.model_validate({"run": {"name": "r", "output_dir": tmp_path}})
+    with RunFolder.open(config) as folder:
+        await stopped(folder, version=3)
+
+        checkpoint = folder.latest_checkpoint()
+
+    assert checkpoint is not None
+    assert checkpoint.version == 3
+    assert (checkpoint.path / "learner" / "weights").read_text() == "3"
+
+
+async def test_stopped_run_without_a_step_saves_nothing(tmp_path: Path) -> None:
+    config = Config.model_validate({"run": {"name": "r", "output_dir": tmp_path}})
+    with RunFolder.open(config) as folder:
+        await stopped(folder, version=0)
+
+        assert folder.latest_checkpoint() is None

@@ -1,0 +1,498 @@
+"""The Helm chart: linted, rendered, and every document of it validated as an API server would, and stricter.
+
+Custom resources are checked against their real CRDs with unknown fields refused, core kinds by kubernetes-validate, the
+Prometheus operator's two kinds against short schemas of the fields that we use (tests/data/crds).
+"""
+
+from __future__ import annotations
+
+import copy
+import gzip
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from rayapp.cli.kuberay.render import CHART, Release, merged, read_values, render
+from rayapp.cli.kuberay.rules import check_rayjob
+from rayapp.cli.main import run
+from rayapp.config.config import Config
+from rayapp.config.loading import load_config
+from rayapp.core.errors import ConfigError, InputError
+from scripts.kuberay_examples import CONFIGS, FOLDER, render_example
+
+helm_python = pytest.importorskip("helm_python")
+jsonschema = pytest.importorskip("jsonschema")
+kubernetes_validate = pytest.importorskip("kubernetes_validate")
+
+ROOT = Path(__file__).parents[3]
+CRDS = ROOT / "tests" / "data" / "crds"
+KUBERNETES = "1.33"
+RELEASE = Release(name="grpo", namespace="rl")
+ACK = FOLDER / "examples" / "single-node-ack.yaml"
+HEAD_WORKER: dict[str, Any] = {"layout": "head-worker", "head": {"gpus": 0}}
+Manifest = dict[str, Any]
+
+
+@cache
+def crd_schema(name: str, version: str) -> dict[str, Any]:
+    crd = yaml.load(gzip.decompress((CRDS / f"{name}.yaml.gz").read_bytes()), Loader=yaml.CSafeLoader)
+    schema = next(v["schema"]["openAPIV3Schema"] for v in crd["spec"]["versions"] if v["name"] == version)
+    hard: dict[str, Any] = hardened(schema)
+    return hard
+
+
+def hardened(schema: Any) -> Any:
+    """The schema with every object that lists its fields closed, and int-or-string made a real choice."""
+    if isinstance(schema, list):
+        return [hardened(item) for item in schema]
+    if not isinstance(schema, dict):
+        return schema
+    if schema.get("x-kubernetes-int-or-string"):
+        return {"anyOf": [{"type": "integer"}, {"type": "string"}]}
+    result = {key: hardened(value) for key, value in schema.items()}
+    # `properties` may itself be the name of a field: it closes the object only where it stands beside a type.
+    if isinstance(result.get("properties"), dict) and "type" in result and "additionalProperties" not in result:
+        result["additionalProperties"] = bool(result.get("x-kubernetes-preserve-unknown-fields"))
+    return result
+
+
+def validate(document: Manifest) -> None:
+    """Raise unless an API server would take the document and keep every field of it."""
+    match document["apiVersion"], document["kind"]:
+        case "ray.io/v1", "RayJob":
+            jsonschema.validate(document, crd_schema("ray.io_rayjobs", "v1"))
+        case "agents.kruise.io/v1alpha1", "SandboxSet":
+            jsonschema.validate(document, crd_schema("agents.kruise.io_sandboxsets", "v1alpha1"))
+            # Its template is free-form in the CRD: typos would pass.
+            template = {"apiVersion": "v1", "kind": "PodTemplate", "template": document["spec"]["template"]}
+            kubernetes_validate.validate(template, KUBERNETES, strict=True)
+        case "monitoring.coreos.com/v1", kind:
+            jsonschema.validate(document, yaml.safe_load((CRDS / "monitoring.coreos.com.yaml").read_text())[kind])
+        case _:
+            kubernetes_validate.validate(document, KUBERNETES, strict=True)
+
+
+@cache
+def example(name: str) -> tuple[tuple[str, str], ...]:
+    return tuple(render_example(name).items())
+
+
+@cache
+def config() -> Config:
+    return load_config(FOLDER.parent / "coding_8gpu.yaml")
+
+
+def documents(files: dict[str, str]) -> Iterator[Manifest]:
+    for text in files.values():
+        yield from yaml.safe_load_all(text)
+
+
+def only(kind: str, files: dict[str, str], name: str = "") -> Manifest:
+    found = [d for d in documents(files) if d["kind"] == kind and d["metadata"]["name"].endswith(name)]
+    assert len(found) == 1, [d["metadata"]["name"] for d in found]
+    return found[0]
+
+
+def rayjob(values: Manifest | None = None) -> Manifest:
+    return only("RayJob", render(config(), RELEASE, values or {}))
+
+
+# --- the chart
+
+
+def test_chart_lints_without_warnings_under_every_example() -> None:
+    for name in CONFIGS:
+        values = merged({"run": {"config": "run: {}\n"}}, read_values([FOLDER / "examples" / f"{name}.yaml"], ()))
+
+        report = helm_python.lint(str(CHART), values, strict=True, namespace="rl")
+
+        assert report["errors"] == []
+        assert [m for m in report["messages"] if m["severity"] > 1] == []
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_every_document_of_an_example_passes_its_schema(name: str) -> None:
+    made = list(documents(dict(example(name))))
+
+    assert len(made) >= 3
+    for document in made:
+        validate(document)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_rendered_files_are_those_of_the_chart(name: str) -> None:
+    folder = FOLDER / "rendered" / name
+
+    stored = {path.name: path.read_text() for path in folder.iterdir()}
+
+    assert stored == dict(example(name)), "run `python -m scripts.kuberay_examples`"
+
+
+def test_every_value_is_documented_and_has_a_schema() -> None:
+    values = yaml.safe_load((CHART / "values.yaml").read_text())
+    schema = json.loads((CHART / "values.schema.json").read_text())
+
+    def compare(value: Any, part: dict[str, Any], path: str) -> None:
+        if "properties" in part:
+            assert part["additionalProperties"] is False, path
+            assert set(value) == set(part["properties"]) - {"global"}, path
+            for key, child in value.items():
+                compare(child, part["properties"][key], f"{path}.{key}")
+
+    compare(values, schema, "values")
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        (("spec", "entryPoint"), "x"),
+        (("spec", "ttlSecondsAfterFinished"), "300"),
+        (("spec", "rayClusterSpec", "headGroupSpec", "template", "spec", "containers", 0, "imagee"), "x"),
+        (("spec", "rayClusterSpec", "headGroupSpec", "template", "metadata", "annotations"), None),
+        (("spec", "rayClusterSpec", "authOptions", "mode"), "tokens"),
+    ],
+)
+def test_a_mistake_in_a_rayjob_fails_its_crd(path: tuple[str | int, ...], value: object) -> None:
+    job = rayjob()
+    place: Any = job
+    for key in path[:-1]:
+        place = place[key]
+    place[path[-1]] = value
+
+    with pytest.raises(jsonschema.ValidationError):
+        validate(job)
+
+
+def test_a_mistake_in_a_sandboxes_template_fails() -> None:
+    sandboxes = only("SandboxSet", dict(example("single-node-ack")))
+    sandboxes["spec"]["template"]["spec"]["containers"][0]["ImagePullPolicy"] = "Always"
+
+    with pytest.raises(kubernetes_validate.ValidationError, match="ImagePullPolicy"):
+        validate(sandboxes)
+
+
+# --- values that can't be
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"head": {"gpus": 99}}, "head.gpus: maximum: got 99, want 16"),
+        ({"head": {"gpu": 8}}, "head: additional properties 'gpu' not allowed"),
+        ({"run": {"stopGraceSeconds": 3}}, "run.stopGraceSeconds: minimum: got 3, want 10"),
+        ({"run": {"overrides": ["run.seed=$(id)"]}}, "run.overrides.0: 'run.seed=$(id)' does not match pattern"),
+        ({"image": {"tag": "latest"}}, "name a version or a digest"),
+        ({"head": {"tolerations": [{"key": "gpu"}]}}, "head.tolerations.0: missing property 'operator'"),
+        ({"layout": "head-worker"}, "head.gpus is 8, but layout head-worker has its GPUs in the workers"),
+        ({"autoscaling": {"enabled": True}}, "autoscaling.enabled needs layout=head-worker"),
+        ({"queue": {"kind": "kueue"}}, "queue.kind is kueue, but queue.name is empty"),
+        (
+            HEAD_WORKER | {"autoscaling": {"enabled": True}, "queue": {"kind": "kueue", "name": "q"}},
+            "Kueue admits a cluster of a fixed size",
+        ),
+        (HEAD_WORKER | {"workers": {"replicas": 3}}, "workers.replicas 3 is not between"),
+        ({"dataset": {"enabled": True}}, "set storage.data.kind"),
+        ({"storage": {"models": {"kind": "s3"}}}, "set storage.models.bucket and storage.models.endpoint"),
+        ({"storage": {"outputs": {"create": False}}}, "run folders must outlive the pods"),
+        ({"secrets": {"create": True}}, "secrets.data is empty"),
+        ({"head": {"gpus": 4}}, "2 servers x TP 2 + 4 learners = 8, but cluster.num_gpus is 4"),
+    ],
+)
+def test_impossible_values_are_refused_with_the_reason(values: Manifest, message: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        render(config(), RELEASE, values)
+
+
+def test_name_that_is_too_long_for_kuberay_is_refused() -> None:
+    # 48 characters: KubeRay appends 6 and keeps 63 for the longest of its services' names.
+    with pytest.raises(ConfigError, match="has 48 characters, 47 are allowed"):
+        render(config(), Release(name="x" * 48, namespace="rl"), {})
+
+
+def test_command_writes_the_manifests(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["render-k8s", str(FOLDER.parent / "coding_8gpu.yaml"), "--out", str(tmp_path), "--set", "head.cpu=8"]
+
+    assert run(command) == 0
+
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["configmap.yaml", "rayjob.yaml", "storage.yaml"]
+    assert str(tmp_path / "rayjob.yaml") in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--values", "missing.yaml"], "values file missing.yaml can't be read: "),
+        (["--values", "list.yaml"], "values file list.yaml must hold sections such as `run:`, not a list"),
+        (["--set", "head.gpus"], "--set 'head.gpus' is not key.sub=value: "),
+        (["--set", "head.gpus=99"], "head.gpus: maximum: got 99, want 16"),
+        (["--out", "list.yaml"], "list.yaml can't be written: "),
+        (["--chart", "nowhere"], "there is no Helm chart in nowhere"),
+    ],
+)
+def test_command_refuses_with_the_reason(
+    options: list[str],
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("list.yaml").write_text("[a, b]")
+
+    assert run(["render-k8s", str(FOLDER.parent / "coding_8gpu.yaml"), "--out", "made", *options]) == 2
+
+    assert message in capsys.readouterr().err
+    assert not Path("made").exists()
+
+
+def test_chart_that_is_not_there_is_named(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="there is no Helm chart in"):
+        render(config(), RELEASE, {}, chart=tmp_path)
+
+
+# --- what the manifests say
+
+
+def test_entrypoint_trains_the_config_of_the_config_map() -> None:
+    files = render(config(), RELEASE, {"run": {"overrides": ["train.num_steps=7"], "model": "qwen"}})
+    words = shlex.split(only("RayJob", files)["spec"]["entrypoint"])
+
+    assert words[:5] == ["python", "-m", "rayapp", "train", "/var/configs/run.yaml"]
+    assert {"train.num_steps=7", "model.path=/var/models/qwen", "run.output_dir=/var/outputs"} <= set(words)
+    text = only("ConfigMap", files, "-config")["data"]["run.yaml"]
+    assert Config.model_validate(yaml.safe_load(text)) == config()
+
+
+def test_stop_grace_is_told_to_ray_and_fits_the_pods_own() -> None:
+    job = rayjob({"run": {"stopGraceSeconds": 100}})
+    pod = job["spec"]["rayClusterSpec"]["headGroupSpec"]["template"]["spec"]
+
+    assert yaml.safe_load(job["spec"]["runtimeEnvYAML"])["env_vars"] == {"RAY_JOB_STOP_WAIT_TIME_S": "100"}
+    assert pod["containers"][0]["lifecycle"]["preStop"]["exec"]["command"][-1] == "100"
+    assert pod["terminationGracePeriodSeconds"] > 100
+
+
+def test_all_gpus_are_where_the_layout_says() -> None:
+    def gpus(group: Manifest) -> str:
+        limits: dict[str, str] = group["template"]["spec"]["containers"][0]["resources"]["limits"]
+        return limits.get("nvidia.com/gpu", "0")
+
+    single, pair = rayjob()["spec"]["rayClusterSpec"], rayjob(HEAD_WORKER)["spec"]["rayClusterSpec"]
+
+    assert gpus(single["headGroupSpec"]) == "8"
+    assert "workerGroupSpecs" not in single
+    assert gpus(pair["headGroupSpec"]) == "0"
+    assert [gpus(group) for group in pair["workerGroupSpecs"]] == ["8"]
+
+
+def test_sandboxes_reach_nothing_and_only_the_manager_reaches_them() -> None:
+    files = dict(example("single-node-ack"))
+    template = only("SandboxSet", files)["spec"]["template"]
+    denies, allows = only("NetworkPolicy", files, "-deny-all"), only("NetworkPolicy", files, "-from-manager")
+
+    for policy in (denies, allows):
+        selected = policy["spec"]["podSelector"]["matchLabels"]
+        assert selected.items() <= template["metadata"]["labels"].items()
+    assert denies["spec"]["policyTypes"] == ["Ingress", "Egress"]
+    assert denies["spec"]["ingress"] == denies["spec"]["egress"] == []
+    # Policies add up: this one may open nothing but the manager's way in.
+    assert allows["spec"]["policyTypes"] == ["Ingress"]
+    assert "egress" not in allows["spec"]
+    [peer] = allows["spec"]["ingress"][0]["from"]
+    assert set(peer) == {"namespaceSelector", "podSelector"}
+    assert template["spec"]["automountServiceAccountToken"] is False
+
+
+def test_sandbox_that_died_is_not_restarted_in_the_warm_pool() -> None:
+    assert only("SandboxSet", dict(example("single-node-ack")))["spec"]["template"]["spec"]["restartPolicy"] == "Never"
+
+
+def test_kueue_starts_the_job_suspended_and_volcano_labels_job_and_pods() -> None:
+    kueue, volcano = only("RayJob", dict(example("kueue"))), only("RayJob", dict(example("volcano")))
+
+    assert kueue["spec"]["suspend"] is True
+    assert kueue["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] == "gpu-queue"
+    assert "suspend" not in volcano["spec"]
+    pod = volcano["spec"]["rayClusterSpec"]["headGroupSpec"]["template"]
+    assert pod["metadata"]["labels"]["volcano.sh/queue-name"] == "gpu-queue"
+
+
+def test_monitor_selects_the_pods_and_ports_that_exist() -> None:
+    files = dict(example("single-node-ack"))
+    head = only("RayJob", files)["spec"]["rayClusterSpec"]["headGroupSpec"]["template"]
+    monitor = only("PodMonitor", files)["spec"]
+
+    assert monitor["selector"]["matchLabels"].items() <= head["metadata"]["labels"].items()
+    ports = {port["name"] for port in head["spec"]["containers"][0]["ports"]}
+    assert {endpoint["port"] for endpoint in monitor["podMetricsEndpoints"]} <= ports
+
+
+def test_volumes_made_here_are_bound_to_their_claims() -> None:
+    for shape in ("single-node-ack", "head-worker-s3"):
+        files = dict(example(shape))
+        for name in ("models", "data"):
+            volume, claim = only("PersistentVolume", files, name), only("PersistentVolumeClaim", files, name)
+            reference = volume["spec"]["claimRef"]
+            assert (reference["namespace"], reference["name"]) == (claim["metadata"]["namespace"], f"rayapp-{name}")
+            assert claim["spec"]["volumeName"] == volume["metadata"]["name"] == volume["spec"]["csi"]["volumeHandle"]
+            assert claim["spec"]["accessModes"] == volume["spec"]["accessModes"]
+
+
+def test_nothing_is_installed_when_a_pod_starts() -> None:
+    for name in CONFIGS:
+        text = "\n".join(dict(example(name)).values())
+        assert not re.search(r"pip3? install|apt(-get)? install|:latest\b", text)
+
+
+def test_mistakes_of_the_first_manifests_are_not_made_again() -> None:
+    # Those of docs/operate.md that no other test of this file is about.
+    for name in CONFIGS:
+        for document in documents(dict(example(name))):
+            assert not list(nulls(document)), "an empty `annotations:` is null, which the API server refuses"
+            assert "should-init-envd" not in yaml.safe_dump(document)
+    files = dict(example("single-node-ack"))
+    spec = only("RayJob", files)["spec"]
+    assert "working_dir" not in yaml.safe_load(spec["runtimeEnvYAML"])
+    assert all(
+        toleration["operator"] == "Exists" or "value" in toleration
+        for toleration in spec["rayClusterSpec"]["headGroupSpec"]["template"]["spec"]["tolerations"]
+    )
+    elsewhere = render(config(), Release(name="rayapp", namespace="other"), read_values([ACK], ()))
+    volumes = {
+        d["metadata"]["name"] for f in (files, elsewhere) for d in documents(f) if d["kind"] == "PersistentVolume"
+    }
+    assert len(volumes) == 4  # two each: they have no namespace, so their names must tell runs apart
+
+
+def nulls(value: Any, path: str = "") -> Iterator[str]:
+    """Paths of every null."""
+    if value is None:
+        yield path
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, item in items:
+        yield from nulls(item, f"{path}.{key}")
+
+
+def test_keys_stand_in_secrets_only() -> None:
+    for document in documents(dict(example("single-node-ack"))):
+        if document["kind"] != "Secret":
+            text = yaml.safe_dump(document).replace("bucket: replace-me", "").replace("s3://replace-me", "")
+            assert "replace-me" not in text
+
+
+# --- the dataset Job
+
+
+def dataset_job(values: Manifest) -> Manifest:
+    files = render(config(), RELEASE, merged({"dataset": {"enabled": True}}, values))
+    container: Manifest = only("Job", files)["spec"]["template"]["spec"]["containers"][0]
+    return container
+
+
+def environment(container: Manifest) -> dict[str, str]:
+    """Plain values, and for those from the Secret its key."""
+    return {e["name"]: e.get("value") or e["valueFrom"]["secretKeyRef"]["key"] for e in container["env"]}
+
+
+def test_dataset_job_writes_a_bucket_by_its_own_api_with_the_secrets_keys() -> None:
+    place = {"bucket": "rows", "path": "/raw/", "endpoint": "oss-x-internal.aliyuncs.com"}
+    oss = dataset_job({"storage": {"data": {"kind": "ossfs"} | place}})
+    s3 = dataset_job({"storage": {"data": {"kind": "s3"} | place | {"path": "/", "endpoint": "eu-central-1"}}})
+
+    assert oss["command"][oss["command"].index("--out") + 1] == "s3://rows/raw"
+    assert s3["command"][s3["command"].index("--out") + 1] == "s3://rows"
+    assert (
+        environment(oss).items()
+        >= {
+            "RAYAPP_S3_PRESET": "oss",
+            "OSS_ENDPOINT": "https://s3.oss-x-internal.aliyuncs.com",
+            "OSS_ACCESS_KEY_ID": "akId",
+            "OSS_ACCESS_KEY_SECRET": "akSecret",
+        }.items()
+    )
+    assert environment(s3).items() >= {"AWS_REGION": "eu-central-1", "AWS_ACCESS_KEY_ID": "AWS_ACCESS_KEY_ID"}.items()
+    assert "volumeMounts" not in oss
+    assert "volumeMounts" not in s3
+
+
+@pytest.mark.timeout(600)
+def test_dataset_jobs_own_command_writes_rows_that_verl_reads(tmp_path: Path) -> None:
+    # In place of the hub, which is out of reach here: the problems that ship.
+    claim = {"storage": {"data": {"kind": "claim", "claimName": "c", "mountPath": str(tmp_path / "data")}}}
+    made = dataset_job(merged(claim, {"dataset": {"source": "library", "revision": ""}}))
+    [mount] = made["volumeMounts"]
+    command = [str(ROOT / "rayapp/tasks/data/library") if word == "library" else word for word in made["command"]]
+
+    done = subprocess.run(
+        [sys.executable, *command[1:]],
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+
+    assert done.returncode == 0, done.stderr
+    import pyarrow.parquet
+
+    rows = pyarrow.parquet.read_table(Path(mount["mountPath"]) / "train.parquet").to_pylist()
+    assert len(rows) == 240
+    assert rows[0]["reward_model"]["ground_truth"]
+    assert rows[0]["extra_info"]["tools_kwargs"]["calc_gsm8k_reward"]["create_kwargs"]
+
+
+# --- KubeRay's admission rules
+
+
+def broken(change: Callable[[Manifest, Manifest], None]) -> list[str]:
+    job = copy.deepcopy(rayjob(HEAD_WORKER))
+    change(job["spec"], job["spec"]["rayClusterSpec"])
+    return check_rayjob(job)
+
+
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [
+        (lambda job, ray: job.update(shutdownAfterJobFinishes=False), "needs shutdownAfterJobFinishes"),
+        (lambda job, ray: job.update(ttlSecondsAfterFinished=-1), "must not be negative"),
+        (lambda job, ray: job.update(deletionStrategy={"deletionRules": [{}]}), "exclude each other"),
+        (lambda job, ray: job.update(clusterSelector={"ray.io/cluster": "x"}), "exactly one of"),
+        (lambda job, ray: job.update(submitterPodTemplate={"spec": {}}), "SidecarMode and submitterPodTemplate"),
+        (lambda job, ray: job.update(submitterConfig={"backoffLimit": 1}), "SidecarMode and submitterConfig"),
+        (lambda job, ray: job.update(submissionMode="InteractiveMode"), "backoffLimit is 2, it must be 0"),
+        (lambda job, ray: job.update(backoffLimit=-1), "backoffLimit is -1"),
+        (lambda job, ray: job.update(activeDeadlineSeconds=0), "activeDeadlineSeconds is 0"),
+        (lambda job, ray: job.update(entrypoint="python -m rayapp train x && rm -r y"), "entrypoint has '&'"),
+        (lambda job, ray: ray["headGroupSpec"].update(resources={"CPU": "1"}), "resources are both in the group"),
+        (lambda job, ray: ray["headGroupSpec"]["rayStartParams"].update(labels="a=b"), "labels belong into the group"),
+        (lambda job, ray: ray["headGroupSpec"]["template"]["spec"].update(restartPolicy="Always"), "must be Never"),
+        (lambda job, ray: ray["workerGroupSpecs"][0].update(minReplicas=5), "minReplicas 5 is above maxReplicas 1"),
+        (lambda job, ray: ray["workerGroupSpecs"][0]["template"]["spec"].update(containers=[]), "there is none"),
+        (lambda job, ray: ray.update(rayVersion="2.51.0"), "needs rayVersion 2.52 or newer, it is 2.51.0"),
+        (lambda job, ray: ray.update(rayVersion=""), "it is not set"),
+    ],
+)
+def test_what_kuberay_refuses_is_found(change: Callable[[Manifest, Manifest], None], complaint: str) -> None:
+    assert broken(lambda job, ray: None) == []
+
+    assert [text for text in broken(change) if complaint in text], broken(change)
+
+
+def test_autoscaling_and_kueue_exclude_each_other() -> None:
+    job = only("RayJob", dict(example("autoscaling")))
+    assert check_rayjob(job) == []
+
+    job["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] = "q"
+    job["spec"]["rayClusterSpec"]["workerGroupSpecs"][0]["template"]["spec"]["restartPolicy"] = "Always"
+
+    assert [text.partition(":")[0] for text in check_rayjob(job)] == ["enableInTreeAutoscaling", "workerGroupSpecs gpu"]

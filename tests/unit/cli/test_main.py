@@ -1,0 +1,131 @@
+"""The command line: exit codes, messages and what `rayapp score` prints."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from rayapp.cli.main import app, run
+from rayapp.core.errors import ConfigError, LearnerError
+
+ROOT = Path(__file__).parents[3]
+
+
+def rayapp(*arguments: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
+    """The program as a user starts it, in a process of its own."""
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "COLUMNS": "200", "NO_COLOR": "1"}
+    command = [sys.executable, "-m", "rayapp", *arguments]
+    return subprocess.run(
+        command,
+        cwd=cwd,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        stdin=subprocess.DEVNULL,
+        check=False,
+    )
+
+
+def test_config_error_prints_the_message_alone_and_exits_with_2() -> None:
+    done = rayapp("train", "configs/coding_cpu.yaml", "rollout.group_sise=3")
+
+    assert done.returncode == 2
+    assert done.stderr == (
+        "error: configs/coding_cpu.yaml: unknown key rollout.group_sise; did you mean rollout.group_size?\n"
+    )
+
+
+@pytest.mark.parametrize("arguments", [[], ["nope"], ["train"], ["train", "--nope", "x.yaml"], ["config"]])
+def test_wrong_usage_exits_with_2(arguments: list[str]) -> None:
+    assert run(arguments) == 2
+
+
+@pytest.mark.parametrize("command", ["train", "eval", "score", "doctor"])
+def test_help_of_a_command_shows_an_example(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run([command, "--help"]) == 0
+    assert f"rayapp {command} " in capsys.readouterr().out.split("Example", 1)[1]
+
+
+def test_config_show_prints_yaml_that_loads(capsys: pytest.CaptureFixture[str]) -> None:
+    import yaml
+
+    assert run(["config", "show", str(ROOT / "configs" / "coding_cpu.yaml"), "rollout.group_size=4"]) == 0
+
+    assert yaml.safe_load(capsys.readouterr().out)["rollout"]["group_size"] == 4
+
+
+@pytest.fixture
+def failing_command():  # type: ignore[no-untyped-def]
+    """A command that raises what the test puts into the list."""
+    raised: list[BaseException] = []
+
+    def fail() -> None:
+        raise raised[0]
+
+    app.command(name="fail", hidden=True)(fail)
+    yield raised
+    app.registered_commands.pop()
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "text"),
+    [
+        (ConfigError("mend it"), 2, "error: mend it\n"),
+        (LearnerError("no gradient"), 1, "failed: LearnerError: no gradient\n"),
+        (KeyboardInterrupt(), 130, ""),
+    ],
+)
+def test_errors_become_exit_codes(
+    failing_command: list[BaseException], error: BaseException, code: int, text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    failing_command.append(error)
+
+    assert run(["fail"]) == code
+    assert capsys.readouterr().err == text
+
+
+def test_unexpected_error_keeps_its_traceback(failing_command: list[BaseException]) -> None:
+    failing_command.append(ZeroDivisionError("a bug"))
+
+    with pytest.raises(ZeroDivisionError, match="a bug"):
+        run(["fail"])
+
+
+def test_interrupted_program_exits_with_130() -> None:
+    program = (
+        "import signal, sys, rayapp.cli.main as c\n"
+        "@c.app.command()\n"
+        "def wait():\n"
+        "    print('ready', flush=True)\n"
+        "    signal.pause()\n"
+        "sys.exit(c.run(['wait']))\n"
+    )
+    process = subprocess.Popen([sys.executable, "-c", program], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+
+    assert process.stdout.readline() == "ready\n"
+    process.send_signal(signal.SIGINT)
+
+    assert process.wait(timeout=30) == 130
+    process.stdout.close()
+
+
+def test_a_locale_of_another_encoding_changes_nothing() -> None:
+    ascii_locale = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+
+    done = subprocess.run(
+        [sys.executable, "-m", "rayapp", "score", "--help"],
+        cwd=ROOT,
+        env=os.environ | ascii_locale,
+        capture_output=True,
+        check=False,
+    )
+
+    assert done.returncode == 0, done.stderr
+    assert "…" in done.stdout.decode()

@@ -1,0 +1,216 @@
+"""Configs from files and overrides, and the messages for what is wrong with them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from rayapp.config.config import Config
+from rayapp.config.loading import load_config, to_yaml
+from rayapp.core.errors import ConfigError
+from rayapp.core.validation import nearest_key, valid_keys
+from rayapp.tasks.loading import load_tasks
+
+ROOT = Path(__file__).parents[3]
+CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
+
+
+def write(folder: Path, text: str, name: str = "c.yaml") -> Path:
+    path = folder / name
+    path.write_text(text)
+    return path
+
+
+def message(*overrides: str, path: Path | None = None) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load_config(path, overrides)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.name)
+def test_shipped_config_loads_with_its_tasks_or_data(path: Path) -> None:
+    config = load_config(path)
+
+    assert config.data.train_files or load_tasks(config.tasks)
+
+
+def test_there_are_shipped_configs() -> None:
+    assert [path.name for path in CONFIGS]
+
+
+def test_no_file_and_no_overrides_are_the_defaults() -> None:
+    assert load_config(None) == Config()
+
+
+def test_override_wins_over_the_file_and_the_last_override_over_the_first(tmp_path: Path) -> None:
+    path = write(tmp_path, "train: {num_steps: 5}\nrun: {seed: 1}\n")
+
+    config = load_config(path, ["train.num_steps=6", "train.num_steps=7"])
+
+    assert (config.train.num_steps, config.run.seed) == (7, 1)
+
+
+def test_override_values_are_yaml() -> None:
+    config = load_config(
+        None,
+        ["tasks=[sort_numbers]", "learner.optimizer.lr=1e-5", "learner.share_prefixes=false", "cluster.num_gpus=null"],
+    )
+
+    assert config.tasks == ("sort_numbers",)
+    assert config.learner.optimizer.lr == 1e-5
+    assert config.learner.share_prefixes is False
+    assert config.cluster.num_gpus is None
+
+
+def test_included_file_is_changed_by_the_one_that_includes_it(tmp_path: Path) -> None:
+    write(tmp_path, "train: {num_steps: 5, groups_per_step: 4}\n", "base.yaml")
+    path = write(tmp_path, "include: base.yaml\ntrain: {num_steps: 9}\n")
+
+    config = load_config(path)
+
+    assert (config.train.num_steps, config.train.groups_per_step) == (9, 4)
+
+
+def test_file_that_includes_itself_is_refused(tmp_path: Path) -> None:
+    write(tmp_path, "include: b.yaml\n", "a.yaml")
+    path = write(tmp_path, "include: a.yaml\n", "b.yaml")
+
+    assert "includes itself" in message(path=path)
+
+
+def test_resolved_yaml_loads_to_the_same_config(tmp_path: Path) -> None:
+    config = load_config(None, ["rollout.group_size=8", "algorithm.policy_loss_options={clip_cov_ratio: 0.1}"])
+
+    assert load_config(write(tmp_path, to_yaml(config))) == config
+
+
+def test_resolved_yaml_holds_every_key() -> None:
+    resolved = yaml.safe_load(to_yaml(Config()))
+
+    def at(path: str) -> bool:
+        node = resolved
+        for part in path.split("."):
+            if part not in node:
+                return False
+            node = node[part]
+        return True
+
+    assert [key for key in valid_keys(Config) if not at(key)] == []
+
+
+@pytest.mark.parametrize(
+    ("typo", "meant"),
+    [
+        ("rollout.group_sise=3", "rollout.group_size"),
+        ("rolout.group_size=3", "rollout"),
+        ("group_size=3", "rollout.group_size"),
+        ("rollout.lr=1", "learner.optimizer.lr"),
+        ("trian.num_steps=3", "train"),
+        ("learner.optimiser.lr=1", "learner.optimizer"),
+        ("server.tensor_paralel_size=1", "server.tensor_parallel_size"),
+    ],
+)
+def test_typo_names_the_nearest_valid_key_with_its_path(typo: str, meant: str) -> None:
+    assert f"did you mean {meant}?" in message(typo)
+
+
+def test_key_like_nothing_points_to_the_list_of_keys() -> None:
+    assert message("zzzz=1") == "the overrides: unknown key zzzz; see `rayapp config show` for all keys"
+
+
+def test_every_key_is_nearest_to_itself() -> None:
+    assert [key for key in valid_keys(Config) if nearest_key(key, Config) != key] == []
+
+
+@pytest.mark.parametrize(
+    ("override", "text"),
+    [
+        ("rollout.group_size=1", "rollout.group_size = 1: must be an integer, at least 2"),
+        ("server.gpu_memory_utilization=1.5", "= 1.5: must be a number, above 0.0 and at most 1.0"),
+        ("train.num_steps=many", "train.num_steps = 'many': must be an integer, at least 1"),
+        ("train.num_steps=1.5", "train.num_steps = 1.5: must be an integer, at least 1"),
+        ("learner.share_prefixes=maybe", "learner.share_prefixes = 'maybe': must be true or false"),
+        ("algorithm.loss_agg_mode=mean", "= 'mean': must be one of token-mean, token-sum"),
+        ("run.name=a/b", "run.name = 'a/b': must be text, of the form ^[A-Za-z0-9]"),
+        ("cluster.num_gpus=-1", "cluster.num_gpus = -1: must be an integer, at least 0"),
+        ("rollout=3", "rollout = 3: must be a section with group_size, max_prompt_tokens"),
+        ("learner.optimizer.betas=[0.9]", "learner.optimizer.betas"),
+    ],
+)
+def test_bad_value_names_its_range_and_the_value(override: str, text: str) -> None:
+    assert text in message(override)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "arithmetic"),
+    [
+        (
+            ["server.num_servers=2", "server.tensor_parallel_size=2", "learner.num_learners=5", "cluster.num_gpus=8"],
+            "2 servers x TP 2 + 5 learners = 9, but cluster.num_gpus is 8",
+        ),
+        (["train.groups_per_step=3", "train.num_minibatches=2"], "3 / 2 = 1.5"),
+        (["rollout.max_completion_tokens=9000"], "512 + rollout.max_completion_tokens 9000 = 9512 tokens"),
+    ],
+)
+def test_contradiction_shows_the_arithmetic(overrides: list[str], arithmetic: str) -> None:
+    text = message(*overrides)
+
+    assert arithmetic in text
+    assert "validation error" not in text
+
+
+def test_everything_wrong_is_listed_at_once() -> None:
+    text = message("rollout.group_size=1", "train.num_step=3")
+
+    assert text.splitlines() == [
+        "the overrides:",
+        "  rollout.group_size = 1: must be an integer, at least 2",
+        "  unknown key train.num_step; did you mean train.num_steps?",
+    ]
+
+
+@pytest.mark.parametrize("key", ["algorithm.adv_estimator", "algorithm.policy_loss"])
+def test_name_outside_the_registry_lists_those_in_it(key: str) -> None:
+    text = message(f"{key}=nothing_like_it")
+
+    assert text.startswith(f"{key} = 'nothing_like_it': ")
+    assert "must be one of" in text
+
+
+def test_misspelt_estimator_names_the_nearest() -> None:
+    assert "did you mean grpo?" in message("algorithm.adv_estimator=gpro")
+
+
+@pytest.mark.parametrize(
+    ("text", "part"),
+    [
+        ("a: [", "is no YAML"),
+        ("- a\n- b\n", "sections such as `train:` were expected"),
+        ("run: {seed: '${nowhere}'}", "nowhere"),
+    ],
+)
+def test_broken_file_is_explained(tmp_path: Path, text: str, part: str) -> None:
+    assert part in message(path=write(tmp_path, text))
+
+
+def test_missing_file_says_so() -> None:
+    assert "there is no config file configs/coding_cup.yaml" in message(path=Path("configs/coding_cup.yaml"))
+
+
+def test_empty_file_is_the_defaults(tmp_path: Path) -> None:
+    assert load_config(write(tmp_path, "")) == Config()
+
+
+@pytest.mark.parametrize("override", ["train.num_steps", "=3", "--num-steps"])
+def test_override_without_key_or_value_shows_the_form(override: str) -> None:
+    assert "is not of the form key.sub=value" in message(override)
+
+
+@pytest.mark.parametrize("override", ["rollout.top_p=0.9", "rollout.top_k=20", "rollout.repetition_penalty=1.1"])
+def test_filters_of_sampling_are_refused_with_the_reason(override: str) -> None:
+    said = message(override)
+
+    assert f"{override.split('=', maxsplit=1)[0].removeprefix('rollout.')} would bias training" in said
+    assert "temperature is taken into account in both places" in said

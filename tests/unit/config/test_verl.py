@@ -1,0 +1,332 @@
+"""verl configurations: the whole job of the first seed, its YAML and every override, and what is refused."""
+
+from __future__ import annotations
+
+import importlib.util
+import shlex
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import yaml
+
+from rayapp.cli.main import run
+from rayapp.config.loading import load_config
+from rayapp.config.verl.importing import Imported, import_verl
+from rayapp.config.verl.keys import DEFAULTS, TABLE
+from rayapp.core.errors import ConfigError
+
+YAML = """
+hydra:
+  searchpath:
+    - file://verl/trainer/config
+defaults:
+  - ppo_trainer
+  - _self_
+data:
+  max_prompt_length: 1024
+  max_response_length: 1024
+  train_batch_size: 256
+  return_raw_chat: True
+actor_rollout_ref:
+  hybrid_engine: True
+  rollout:
+    name: vllm
+    multi_turn:
+      enable: True
+      max_assistant_turns: 5
+"""
+
+OVERRIDES = r"""
+algorithm.adv_estimator=grpo
+data.train_batch_size=16
+data.max_prompt_length=1024
+data.max_response_length=1024
+data.filter_overlong_prompts=True
+data.truncation='error'
+data.return_raw_chat=True
+actor_rollout_ref.model.path=/var/model/Qwen2.5-3B-Instruct
+actor_rollout_ref.actor.optim.lr=1e-6
+actor_rollout_ref.model.use_remove_padding=True
+actor_rollout_ref.actor.ppo_mini_batch_size=8
+actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1
+actor_rollout_ref.actor.use_kl_loss=True
+actor_rollout_ref.actor.kl_loss_coef=0.001
+actor_rollout_ref.actor.kl_loss_type=low_var_kl
+actor_rollout_ref.actor.entropy_coeff=0
+actor_rollout_ref.model.enable_gradient_checkpointing=True
+actor_rollout_ref.actor.fsdp_config.param_offload=False
+actor_rollout_ref.actor.fsdp_config.optimizer_offload=False
+actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=1
+actor_rollout_ref.rollout.tensor_model_parallel_size=2
+actor_rollout_ref.rollout.name=vllm
+actor_rollout_ref.rollout.mode=async
+actor_rollout_ref.rollout.gpu_memory_utilization=0.5
+actor_rollout_ref.rollout.n=16
+actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=1
+actor_rollout_ref.ref.fsdp_config.param_offload=True
+actor_rollout_ref.rollout.trace.backend=mlflow
+actor_rollout_ref.rollout.trace.token2text=True
+algorithm.use_kl_in_reward=False
+trainer.critic_warmup=0
+trainer.logger='["console","mlflow"]'
+trainer.project_name='gsm8k_tool-agent'
+trainer.experiment_name='qwen2.5-3b_function_rm-gsm8k-vllm-tool-agent-verify-n16'
+trainer.n_gpus_per_node=8
+trainer.nnodes=1
+trainer.save_freq=1
+trainer.test_freq=20
+trainer.total_training_steps=1
+data.train_files=/var/model-dataset/processed-gsm8k/train20.parquet
+data.val_files=/var/model-dataset/processed-gsm8k/test100.parquet
+actor_rollout_ref.rollout.multi_turn.tool_config_path="/var/configs/gsm8k_mcp_tool_config.yaml"
+actor_rollout_ref.actor.checkpoint.save_contents='["hf_model", "model"]'
+trainer.total_epochs=1
+"""
+
+
+@pytest.fixture
+def seed_yaml(tmp_path: Path) -> Path:
+    path = tmp_path / "gsm8k_multiturn_grpo.yaml"
+    path.write_text(YAML)
+    return path
+
+
+def imported(path: Path, *more: str) -> Imported:
+    """The seed's job; the shell takes the quotes away, as it does for the entrypoint."""
+    return import_verl(path, [*shlex.split(OVERRIDES), *more])
+
+
+def test_the_seeds_job_means_the_same_here(seed_yaml: Path) -> None:
+    config = imported(seed_yaml).config
+
+    assert config.model.path == "/var/model/Qwen2.5-3B-Instruct"
+    assert config.data.train_files == ("/var/model-dataset/processed-gsm8k/train20.parquet",)
+    assert config.data.eval_files == ("/var/model-dataset/processed-gsm8k/test100.parquet",)
+    assert config.tasks == ()
+    assert (config.rollout.group_size, config.train.groups_per_step) == (16, 16)
+    assert config.train.num_minibatches == 2  # 16 prompts in mini-batches of 8
+    assert (config.rollout.max_prompt_tokens, config.rollout.max_completion_tokens) == (1024, 1024)
+    assert config.learner.max_tokens_per_microbatch == 2048  # 1 sequence of 1024 + 1024
+    assert config.algorithm.kl_loss_coef == 0.001
+    assert config.agent.tool_file == "/var/configs/gsm8k_mcp_tool_config.yaml"
+    assert config.agent.max_assistant_turns == 5
+    assert (config.train.num_steps, config.checkpoint.every_steps, config.eval.every_steps) == (1, 1, 20)
+    assert config.checkpoint.save_contents == ("hf_model", "model")
+    assert config.server.tensor_parallel_size == 2
+    # 8 learners, and on their GPUs 4 servers of 2.
+    assert (config.server.num_servers, config.learner.num_learners, config.cluster.num_gpus) == (4, 8, 8)
+    assert config.cluster.placement == "colocated"
+
+
+def test_the_seeds_traces_go_to_mlflow_and_rows_without_a_name_speak_once_as_in_verl(seed_yaml: Path) -> None:
+    config = imported(seed_yaml).config
+
+    assert config.tracking.trackers == ("console", "mlflow", "jsonl")
+    assert config.tracking.trace_ratio == 1.0
+    assert config.agent.default_agent == "single_turn_agent"
+
+
+def test_a_share_of_the_traces_is_that_of_verls_workers(seed_yaml: Path) -> None:
+    config = imported(seed_yaml, "actor_rollout_ref.rollout.trace.max_samples_per_step_per_worker=1").config
+
+    assert config.tracking.trace_ratio == 0.5  # 1 prompt of each of verl's 8 workers, of 16 prompts
+
+
+def test_verls_defaults_count_where_the_user_says_nothing(seed_yaml: Path) -> None:
+    config = imported(seed_yaml).config
+
+    assert config.learner.optimizer.weight_decay == 0.01
+    assert (config.eval.temperature, config.eval.samples_per_task) == (0.0, 1)
+    assert config.eval.before_training
+    assert config.agent.max_tool_output_chars == 256
+
+
+def test_every_key_of_the_seed_is_in_the_table_with_a_place_or_a_reason(seed_yaml: Path) -> None:
+    rows = {row.key: row for row in imported(seed_yaml).rows}
+
+    keys = {line.partition("=")[0] for line in OVERRIDES.split()}
+    assert {key for key in keys if "." in key} <= rows.keys()
+    assert [row.key for row in rows.values() if not row.where and not row.landing.note] == []
+
+
+def test_the_config_that_is_printed_is_the_config_that_runs(seed_yaml: Path, tmp_path: Path) -> None:
+    found = imported(seed_yaml)
+    (tmp_path / "ours.yaml").write_text(found.to_yaml())
+
+    assert load_config(tmp_path / "ours.yaml") == found.config
+
+
+def test_an_unknown_key_fails_and_every_unknown_key_is_named(seed_yaml: Path) -> None:
+    with pytest.raises(ConfigError, match=r"did you mean data\.train_batch_size") as caught:
+        imported(seed_yaml, "data.train_batchsize=8", "actor_rollout_ref.rollout.warp_speed=9")
+
+    assert "actor_rollout_ref.rollout.warp_speed" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("override", "reason"),
+    [
+        ("actor_rollout_ref.rollout.top_p=0.9", "bias the importance ratio"),
+        ("algorithm.use_kl_in_reward=True", "term of the loss"),
+        ("actor_rollout_ref.actor.ppo_mini_batch_size=5", "does not divide"),
+        ("actor_rollout_ref.rollout.name=sglang", "vLLM"),
+        ("trainer.n_gpus_per_node=3", "can't be split"),
+        ("algorithm.adv_estimator=gae", "critic"),
+        ("actor_rollout_ref.rollout.n=1", "rollout.group_size"),
+        ("~data.seed", "key=value"),
+        ("algorithm.filter_groups.enable=True algorithm.filter_groups.metric=acc", "compared by their rewards"),
+        ("reward_model.reward_manager=mine", "known here are: naive, batch, prime, dapo"),
+        ("reward.reward_kwargs.temper=3", "no reward here takes it"),
+        ("actor_rollout_ref.rollout.agent.default_agent_loop=react", "known here are: tool_agent, single_turn_agent"),
+        ("actor_rollout_ref.rollout.trace.backend=weave", "traces go to MLflow"),
+        ("actor_rollout_ref.rollout.engine_kwargs.vllm.seed=3", "no options go to vLLM unseen"),
+        ("actor_rollout_ref.rollout.response_length=99", "must be data.max_response_length = 1024"),
+        ("distillation.enabled=True", "there is no teacher"),
+        ("actor_rollout_ref.actor.qat.enable=True", "learner.compute_dtype"),
+        ("trainer.v1.trainer_mode=separate_async", "max_staleness"),
+        ("data.max_prompt_length='${data.nobody}'", "nobody"),
+        ("algorithm.rollout_correction.rollout_is_threshold=0.5_5.0", "Give the upper bound alone"),
+        ("actor_rollout_ref.actor.optim.lr=null", r"optim\.lr = None can't be imported"),
+        ("trainer.save_freq=often", r"save_freq = 'often' can't be imported"),
+    ],
+)
+def test_what_cannot_be_honoured_is_refused_with_its_reason(seed_yaml: Path, override: str, reason: str) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        imported(seed_yaml, *shlex.split(override))
+
+
+_OPTIM = "actor_rollout_ref.actor.optim"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "warmup_steps"),
+    [
+        # The seed's batch has 2 mini-batches, and verl's scheduler steps once for both.
+        ((f"{_OPTIM}.lr_warmup_steps=3",), 6),
+        ((f"{_OPTIM}.lr_warmup_steps=0", f"{_OPTIM}.lr_warmup_steps_ratio=0.25", "trainer.total_training_steps=10"), 4),
+        ((f"{_OPTIM}.lr_warmup_steps=null", f"{_OPTIM}.lr_warmup_steps_ratio=0"), 0),
+    ],
+)
+def test_warm_up_takes_as_many_training_steps_as_in_verl(
+    seed_yaml: Path, overrides: tuple[str, ...], warmup_steps: int
+) -> None:
+    assert imported(seed_yaml, *overrides).config.learner.optimizer.warmup_steps == warmup_steps
+
+
+def test_a_side_of_the_clip_without_a_value_is_clip_ratio(seed_yaml: Path) -> None:
+    actor = "actor_rollout_ref.actor"
+    found = imported(
+        seed_yaml, f"{actor}.clip_ratio=0.3", f"{actor}.clip_ratio_low=null", f"{actor}.clip_ratio_high=0.4"
+    )
+    assert (found.config.algorithm.clip_ratio_low, found.config.algorithm.clip_ratio_high) == (0.3, 0.4)
+
+
+@pytest.mark.parametrize("limit", ["5", "0"])
+def test_turns_are_limited_whether_multi_turn_is_on_or_not_as_in_verl(seed_yaml: Path, limit: str) -> None:
+    turns = "actor_rollout_ref.rollout.multi_turn"
+    found = imported(seed_yaml, f"{turns}.enable=False", f"{turns}.max_assistant_turns={limit}")
+    assert found.config.agent.max_assistant_turns == (int(limit) or 32)
+
+
+def test_dapo_comes_over(seed_yaml: Path) -> None:
+    config = imported(
+        seed_yaml,
+        "algorithm.filter_groups.enable=True",
+        "algorithm.filter_groups.metric=seq_reward",
+        "algorithm.filter_groups.max_num_gen_batches=3",
+        "reward_model.reward_manager=dapo",
+        "reward_model.overlong_buffer.enable=True",
+        "reward_model.overlong_buffer.len=256",
+        "reward_model.overlong_buffer.penalty_factor=0.5",
+        "actor_rollout_ref.actor.clip_ratio_high=0.28",
+    ).config
+
+    assert config.algorithm.dynamic_sampling.enabled
+    assert config.algorithm.dynamic_sampling.max_dropped_per_step == 32  # 3 batches of 16, of which 16 are kept
+    assert (config.algorithm.overlong.buffer_tokens, config.algorithm.overlong.penalty) == (256, 0.5)
+    assert config.algorithm.clip_ratio_high == 0.28
+
+
+def test_options_of_a_policy_loss_come_over_with_the_loss(seed_yaml: Path) -> None:
+    loss = "actor_rollout_ref.actor.policy_loss"
+    config = imported(seed_yaml, f"{loss}.loss_mode=clip_cov", f"{loss}.clip_cov_lb=0.5").config
+
+    assert (config.algorithm.policy_loss, config.algorithm.policy_loss_options) == ("clip_cov", {"clip_cov_lb": 0.5})
+
+
+def test_one_value_can_stand_for_another_as_in_hydra(seed_yaml: Path) -> None:
+    config = imported(
+        seed_yaml, "data.max_response_length=${data.max_prompt_length}", "data.max_prompt_length=512"
+    ).config
+
+    assert config.rollout.max_completion_tokens == 512
+
+
+def test_every_key_that_verl_itself_ships_has_a_place_or_a_reason() -> None:
+    required = ["algorithm.adv_estimator=grpo", "actor_rollout_ref.rollout.n=8", "actor_rollout_ref.rollout.name=vllm"]
+    named = ["data.train_files=/a", "data.val_files=/b", "actor_rollout_ref.model.path=/m"]
+    steps = ["trainer.total_training_steps=3", "trainer.logger=[console]"]
+
+    rows = import_verl(verls_own_file(), [*required, *named, *steps]).rows
+
+    assert len(rows) > 800
+    assert [row.key for row in rows if not row.where and not row.landing.note] == []
+
+
+def test_without_a_number_of_steps_epochs_and_rows_give_it(seed_yaml: Path, tmp_path: Path) -> None:
+    file = tmp_path / "train.parquet"
+    pq.write_table(pa.table({"prompt": ["x"] * 40}), file)
+
+    found = imported(
+        seed_yaml, f"data.train_files={file}", "trainer.total_training_steps=null", "trainer.total_epochs=3"
+    )
+
+    assert found.config.train.num_steps == 6  # 3 x floor(40 / 16)
+
+
+def test_adapters_come_over(seed_yaml: Path) -> None:
+    config = imported(seed_yaml, "actor_rollout_ref.model.lora_rank=8").config
+
+    assert (config.learner.lora.rank, config.learner.lora.alpha) == (8, 16)  # 16 is verl's default
+
+
+def test_a_key_of_ours_can_be_set_beside_verls(seed_yaml: Path) -> None:
+    assert imported(seed_yaml, "rayapp.run.seed=7").config.run.seed == 7
+
+
+def test_the_command_prints_a_config_and_fails_on_unknown_keys(
+    seed_yaml: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["config", "import-verl", str(seed_yaml), *shlex.split(OVERRIDES)]) == 0
+    out, err = capsys.readouterr()
+    assert "num_minibatches: 2" in out
+    assert "no effect" in err
+
+    assert run(["train", "--verl", str(seed_yaml), "nobody.knows=1"]) == 2
+    assert "nobody.knows" in capsys.readouterr().err
+
+
+def test_every_default_that_is_taken_from_verl_has_a_rule() -> None:
+    assert DEFAULTS.keys() <= TABLE.keys()
+
+
+def verls_own_file() -> Path:
+    """All keys with their defaults, as verl ships them."""
+    package = importlib.util.find_spec("verl")
+    assert package is not None
+    assert package.submodule_search_locations is not None
+    return Path(package.submodule_search_locations[0]) / "trainer" / "config" / "_generated_ppo_trainer.yaml"
+
+
+def test_the_defaults_are_those_of_the_verl_that_is_installed() -> None:
+    theirs = yaml.safe_load(verls_own_file().read_text())
+
+    def value(key: str) -> object:
+        found = theirs
+        for part in key.split("."):
+            found = found[part]
+        return found
+
+    assert {key: value(key) for key in DEFAULTS} == DEFAULTS

@@ -1,0 +1,175 @@
+"""Cleanup runs to its end however often it is interrupted."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+from rayapp.core.aio import to_the_end, uninterrupted
+from rayapp.core.errors import LearnersLostError
+from rayapp.driver import loop
+
+
+async def test_cleanup_that_is_cancelled_twice_ends_first_and_the_cancellation_comes_after() -> None:
+    may_end, done = asyncio.Event(), []
+
+    async def cleanup() -> None:
+        await may_end.wait()
+        done.append("cleaned")
+
+    task = asyncio.create_task(to_the_end(cleanup()))
+    for _ in range(2):
+        await asyncio.sleep(0)
+        task.cancel()
+    await asyncio.sleep(0)
+    assert not task.done()
+    may_end.set()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert done == ["cleaned"]
+
+
+async def test_cleanup_gives_its_result_and_its_error() -> None:
+    async def works() -> int:
+        return 7
+
+    async def fails() -> None:
+        raise ValueError("the disk is full")
+
+    assert await to_the_end(works()) == 7
+    with pytest.raises(ValueError, match="the disk is full"):
+        await to_the_end(fails())
+
+
+async def test_cleanup_that_is_itself_ended_does_not_wait_for_ever() -> None:
+    async def cleanup() -> None:
+        raise asyncio.CancelledError
+
+    with pytest.raises(asyncio.CancelledError):
+        await asyncio.wait_for(to_the_end(cleanup()), 5)
+
+
+RUN = """
+import asyncio, sys
+from rayapp.core.aio import run_until_done
+
+async def main():
+    asked = asyncio.Event()
+    asyncio.get_running_loop().add_reader(sys.stdin, asked.set)
+    print("ready", flush=True)
+    try:
+        await asked.wait()
+        print("went on")
+    finally:
+        print("cleaned up", flush=True)
+
+try:
+    run_until_done(main())
+except KeyboardInterrupt:
+    sys.exit(130)
+"""
+
+
+@contextmanager
+def started(*, ignoring: tuple[signal.Signals, ...] = ()) -> Iterator[subprocess.Popen[str]]:
+    """A driver that waits for a line, started as `nohup` or a script's `&` would."""
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in ignoring}
+    command = [sys.executable, "-c", RUN]
+    try:
+        loop = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    assert loop.stdout is not None
+    assert loop.stdout.readline() == "ready\n"
+    with loop:
+        yield loop
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_cleans_up_and_then_ends_the_run_with_130(number: signal.Signals) -> None:
+    with started() as loop:
+        loop.send_signal(number)
+
+        assert loop.wait(timeout=60) == 130
+        assert loop.communicate()[0] == "cleaned up\n"
+
+
+def test_a_run_started_with_ctrl_c_ignored_goes_on_after_it_and_stops_on_sigterm() -> None:
+    with started(ignoring=(signal.SIGINT,)) as loop:
+        loop.send_signal(signal.SIGINT)
+
+        assert loop.communicate("\n", timeout=60)[0] == "went on\ncleaned up\n"
+    assert loop.returncode == 0
+
+    with started(ignoring=(signal.SIGINT,)) as loop:
+        loop.send_signal(signal.SIGTERM)
+
+        assert loop.wait(timeout=60) == 130
+        assert loop.communicate()[0] == "cleaned up\n"
+
+
+async def test_a_stop_is_not_lost_when_its_step_loses_a_learner_too() -> None:
+    begun, may_end = asyncio.Event(), asyncio.Event()
+
+    async def step() -> None:
+        begun.set()
+        await may_end.wait()
+        raise LearnersLostError("learner-1 is gone")
+
+    task = asyncio.create_task(uninterrupted(step()))
+    await begun.wait()
+    task.cancel()
+    await asyncio.sleep(0)
+    may_end.set()
+
+    with pytest.raises(asyncio.CancelledError) as stopped:
+        await task
+    assert isinstance(stopped.value.__cause__, LearnersLostError)
+
+
+async def test_cleanup_that_fails_after_a_stop_leaves_the_stop_with_its_error() -> None:
+    may_end = asyncio.Event()
+
+    async def cleanup() -> None:
+        await may_end.wait()
+        raise ValueError("the disk is full")
+
+    task = asyncio.create_task(to_the_end(cleanup()))
+    await asyncio.sleep(0)
+    task.cancel()
+    await asyncio.sleep(0)
+    may_end.set()
+
+    with pytest.raises(asyncio.CancelledError) as stopped:
+        await task
+    assert isinstance(stopped.value.__cause__, ValueError)
+
+
+async def test_a_run_that_is_told_to_stop_and_loses_its_learners_does_not_start_new_ones(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    begun = asyncio.Event()
+
+    async def lose_them(*_: Any) -> None:
+        begun.set()
+        try:
+            await asyncio.Event().wait()
+        finally:  # what a task group does whose other task fails while it is cancelled
+            raise LearnersLostError("learner-1 is gone")
+
+    monkeypatch.setattr(loop, "train", lose_them)
+    nothing: Any = None
+    task = asyncio.create_task(loop.train_through_losses(nothing, nothing, nothing, nothing))
+    await begun.wait()
+    task.cancel()
+
+    with pytest.raises(asyncio.CancelledError):
+        await task

@@ -1,0 +1,146 @@
+"""Lines of the log that say what they are about, and names that Ray shows."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from actors.spawn import ROLES, _load
+from rayapp.core.logs import JsonLines, Labels, about, hand_over, label_logs, start_logs
+from rayapp.runs.tracking.console import LogConsole
+
+STEP = {"reward/mean": 0.5, "learner/entropy": float("nan"), "timing_s/step": 2.0}
+
+
+@pytest.fixture
+def lines() -> Iterator[Any]:
+    """A logger as a process of run `seed0` has it, and a function that gives its lines."""
+    stream = io.StringIO()
+    handler = logging.StreamHandler(stream)
+    handler.setFormatter(JsonLines())
+    handler.addFilter(Labels("seed0"))
+    root = logging.getLogger()
+    # Alone: other tests' processes may have labelled pytest's handlers, and the first label stays on a line.
+    before, root.handlers[:] = (list(root.handlers), root.level), [handler]
+    root.setLevel(logging.INFO)
+    try:
+        yield lambda: [json.loads(line) for line in stream.getvalue().splitlines()]
+    finally:
+        root.handlers[:], level = before
+        root.setLevel(level)
+
+
+@pytest.fixture
+def untouched_loggers() -> Iterator[None]:
+    """Handlers and levels as they were."""
+    loggers = [logging.getLogger(), logging.getLogger("rayapp")]
+    before = [(list(logger.handlers), logger.level) for logger in loggers]
+    try:
+        yield
+    finally:
+        for logger, (handlers, level) in zip(loggers, before, strict=True):
+            logger.handlers[:] = handlers
+            logger.setLevel(level)
+
+
+def test_a_line_carries_the_ids_of_the_block_it_is_logged_in(lines: Any) -> None:
+    log = logging.getLogger("any.library")
+    log.info("outside")
+    with about(step=3):
+        with about(group=12):
+            log.info("of %s", "a group")
+        log.info("of the step")
+
+    found = [(line["message"], line["run"], line.get("step"), line.get("group")) for line in lines()]
+    assert found == [
+        ("outside", "seed0", None, None),
+        ("of a group", "seed0", 3, 12),
+        ("of the step", "seed0", 3, None),
+    ]
+
+
+async def test_groups_that_run_at_once_keep_their_ids_apart(lines: Any) -> None:
+    both_began = asyncio.Barrier(2)
+
+    async def group(number: int) -> None:
+        with about(group=number):
+            await both_began.wait()
+            logging.getLogger("x").info("done %d", number)
+
+    await asyncio.gather(group(1), group(2))
+
+    assert {line["message"]: line["group"] for line in lines()} == {"done 1": 1, "done 2": 2}
+
+
+def test_an_extra_of_the_caller_wins_and_is_no_error(lines: Any) -> None:
+    with about(step=3):
+        logging.getLogger("x").info("of another run", extra={"run": "other", "step": 9})
+
+    assert [(line["run"], line["step"]) for line in lines()] == [("other", 9)]
+
+
+def test_an_exception_stays_on_its_line(lines: Any) -> None:
+    try:
+        raise ValueError("why")
+    except ValueError:
+        logging.getLogger("x").exception("it failed")
+
+    [line] = lines()
+    assert line["exc_text"].splitlines()[-1] == "ValueError: why"
+
+
+def test_steps_are_lines_of_strict_json_with_the_step(lines: Any) -> None:
+    console = LogConsole(num_steps=10)
+    console.note("Ray dashboard: http://127.0.0.1:8265")
+    console.log(4, STEP)
+
+    note, step = lines()
+    assert note["message"] == "Ray dashboard: http://127.0.0.1:8265"
+    assert step["step"] == 4
+    assert step["message"].startswith("step  4/10  reward +0.500")
+    assert "NaN" not in json.dumps(step)
+
+
+@pytest.mark.usefixtures("untouched_loggers")
+def test_the_commands_own_text_lines_give_way_to_json(capsys: pytest.CaptureFixture[str]) -> None:
+    logging.getLogger("rayapp").addHandler(logging.StreamHandler())
+
+    start_logs("seed0", "json")
+    logging.getLogger("rayapp.driver.loop").info("once")
+    hand_over()
+
+    [line] = capsys.readouterr().err.splitlines()
+    assert (json.loads(line)["message"], json.loads(line)["run"]) == ("once", "seed0")
+    assert not [h for h in logging.getLogger().handlers if isinstance(h.formatter, JsonLines)]
+
+
+@pytest.mark.usefixtures("untouched_loggers")
+def test_text_leaves_the_log_as_it_is() -> None:
+    before = list(logging.getLogger().handlers)
+
+    start_logs("run", "text")
+
+    assert logging.getLogger().handlers == before
+
+
+def test_labels_are_put_on_once_and_follow_the_last_run() -> None:
+    handler = logging.NullHandler()
+    root = logging.getLogger()
+    root.addHandler(handler)
+    try:
+        label_logs("first")
+        label_logs("second")
+        assert len(handler.filters) == 1
+    finally:
+        root.removeHandler(handler)
+
+
+@pytest.mark.parametrize("role", ROLES)
+def test_every_actor_says_what_it_is_in_log_prefixes(role: str) -> None:
+    assert "__repr__" in vars(_load(ROLES[role].class_path))

@@ -1,0 +1,132 @@
+"""What a model, a tool or a service wrote can't steer the terminal of the person who reads about it."""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from rayapp.cli.doctor import Finding, doctor_command
+from rayapp.cli.jobs.command import _write
+from rayapp.cli.main import app, run
+from rayapp.core.errors import InputError, LearnerError
+from rayapp.core.logs import label_logs
+from rayapp.core.terminal import make_logs_visible, visible
+from rayapp.runs.tracking.console import LineConsole
+from rayapp.runs.tracking.trackers import RunTracker
+
+ROOT = Path(__file__).parents[3]
+HOSTILE = "\x1b[2J\x1b]0;title\x07\r\x9b31m\u202e\u2028\ud800\x7f"
+SHOWN = r"\x1b[2J\x1b]0;title\x07\r\x9b31m\u202e\u2028\ud800\x7f"
+
+
+@pytest.fixture
+def log() -> Iterator[io.StringIO]:
+    """What a logger of the product writes, in a process that was started as a run's are."""
+    make = logging.getLogRecordFactory()
+    stream = io.StringIO()
+    handler = logging.StreamHandler(stream)
+    logger = logging.getLogger("rayapp.someone")
+    logger.addHandler(handler)
+    try:
+        label_logs("run")
+        yield stream
+    finally:
+        logger.removeHandler(handler)
+        logging.setLogRecordFactory(make)
+
+
+def test_control_characters_are_shown_and_text_is_left_as_it_is() -> None:
+    text = "Ünïcode 文字 🙂 [red]\tand a\nnew line"
+
+    assert visible(HOSTILE) == SHOWN
+    assert visible(SHOWN) == SHOWN
+    assert visible(text) == text
+
+
+def test_colours_of_a_jobs_log_stay_and_nothing_else_does(capsys: pytest.CaptureFixture[str]) -> None:
+    _write(f"\x1b[36m(worker pid=7)\x1b[0m {HOSTILE}\n")
+
+    assert capsys.readouterr().out == f"\x1b[36m(worker pid=7)\x1b[0m {SHOWN}\n"
+
+
+def test_a_log_line_shows_what_a_model_wrote_in_its_message_and_its_traceback(log: io.StringIO) -> None:
+    try:
+        raise ValueError(HOSTILE)
+    except ValueError:
+        logging.getLogger("rayapp.someone").warning("a tool said %s", HOSTILE, exc_info=True)
+
+    first, *_, last = log.getvalue().split("\n")[:-1]
+    assert (first, last) == (f"a tool said {SHOWN}", f"ValueError: {SHOWN}")
+
+
+def test_log_records_of_another_factory_keep_what_it_gave_them(log: io.StringIO) -> None:
+    before = logging.getLogRecordFactory()
+
+    def as_rays(*args: object, **kwargs: object) -> logging.LogRecord:
+        record = before(*args, **kwargs)
+        record.created = 7.0
+        return record
+
+    logging.setLogRecordFactory(as_rays)
+    make_logs_visible()
+    log_record = logging.getLogger("rayapp.someone").makeRecord("n", 30, "f", 1, "%s", (HOSTILE,), None)
+
+    assert (log_record.created, log_record.getMessage()) == (7.0, SHOWN)
+
+
+@pytest.mark.parametrize("error", [InputError(HOSTILE), LearnerError(HOSTILE)])
+def test_an_error_that_quotes_a_model_is_printed_visibly(error: Exception, capsys: pytest.CaptureFixture[str]) -> None:
+    @app.command(name="fail-visibly")
+    def fail() -> None:
+        raise error
+
+    try:
+        assert run(["fail-visibly"]) in (1, 2)
+    finally:
+        app.registered_commands.pop()
+    assert capsys.readouterr().err.endswith(f"{SHOWN}\n")
+
+
+def test_an_unexpected_errors_traceback_is_printed_visibly() -> None:
+    program = "import rayapp.cli.main as c\n"
+    program += f"def run(_): raise ValueError({HOSTILE!r})\nc.run = run\nc.main()"
+
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, check=False)
+
+    assert done.returncode == 1
+    assert done.stderr.decode().endswith(f"ValueError: {SHOWN}\n")
+
+
+def test_a_note_of_a_run_is_shown_visibly() -> None:
+    stream = io.StringIO()
+
+    RunTracker({}, LineConsole(1, stream)).note(f"group 3 is issued again: {HOSTILE}")
+
+    assert stream.getvalue() == f"group 3 is issued again: {SHOWN}\n"
+
+
+def test_a_finding_of_the_doctor_is_text_and_no_markup(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = Finding(level="note", what="model", detail=f"[/red]models/[bold]x {HOSTILE}", cure="move [it]")
+    monkeypatch.setattr("rayapp.cli.doctor.machine", lambda: iter([found]))
+
+    doctor_command(None)
+
+    printed = capsys.readouterr().out
+    assert f"[/red]models/[bold]x {SHOWN}" in printed
+    assert "cure: move [it]" in printed
+
+
+def test_json_needs_no_more_than_its_own_escapes() -> None:
+    printed = json.dumps({"detail": HOSTILE})
+
+    # DEL is the one control that JSON leaves; a terminal ignores it.
+    assert visible(printed.replace("\x7f", "")) == printed.replace("\x7f", "")

@@ -1,0 +1,90 @@
+"""What the guides claim and can be checked without a run: messages and keys that exist, files that are there."""
+
+from __future__ import annotations
+
+import ast
+import re
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import BaseModel
+
+from rayapp.config.algorithm_names import ADV_ESTIMATORS, POLICY_LOSSES
+from rayapp.config.config import Config
+
+ROOT = Path(__file__).parents[3]
+DOCS = ROOT / "docs"
+FILES = {"md", "py", "yaml", "lock", "json", "jsonl", "parquet", "db", "txt"}
+OTHERS = {"data.train_batch_size", "run.config", "algorithm.rollout_correction"}
+"""Of verl, of the Helm chart, or a whole section."""
+
+
+@cache
+def texts_of_the_code() -> str:
+    """Every text in the code, with … for what is filled in; adjacent ones are one, as Python joins them."""
+    found: list[str] = []
+    for folder in ("rayapp", "actors"):
+        for path in (ROOT / folder).rglob("*.py"):
+            for node in ast.walk(ast.parse(path.read_text())):
+                if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                    found.append(node.value)
+                elif isinstance(node, ast.JoinedStr):
+                    parts = [part.value if isinstance(part, ast.Constant) else "…" for part in node.values]
+                    found.append("".join(map(str, parts)))
+    found += [path.read_text() for path in (ROOT / "rayapp" / "runs" / "view" / "static").glob("*.js")]
+    return "\n".join(found)
+
+
+def quoted_messages() -> list[str]:
+    rows = re.findall(r"^\| `([^`]+)` \|", (DOCS / "troubleshoot.md").read_text(), re.MULTILINE)
+    signs = {"groups/zero_variance", "rollout_probs_diff/max"}
+    return [row for row in rows if row not in signs]
+
+
+@pytest.mark.parametrize("message", quoted_messages())
+def test_every_message_that_the_guide_explains_is_one_that_the_program_says(message: str) -> None:
+    for piece in re.split(r"\s*…\s*", message):
+        assert piece in texts_of_the_code(), f"no text of the program contains {piece!r}"
+
+
+def test_the_guide_explains_many_messages() -> None:
+    assert len(quoted_messages()) >= 30
+
+
+def keys(section: type[BaseModel], prefix: str = "") -> set[str]:
+    found: set[str] = set()
+    for name, field in section.model_fields.items():
+        found.add(f"{prefix}{name}")
+        annotation: Any = field.annotation
+        if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+            found |= keys(annotation, f"{prefix}{name}.")
+    return found
+
+
+@pytest.mark.parametrize("guide", sorted(path.name for path in DOCS.glob("*.md")))
+def test_every_key_of_ours_that_a_guide_names_is_one(guide: str) -> None:
+    known = keys(Config)
+    sections = {key.split(".")[0] for key in known}
+    text = (DOCS / guide).read_text()
+    if guide.startswith("migrate"):  # the first column has the keys of others
+        text = "\n".join(row.split(" | ")[1] for row in text.splitlines() if row.count(" | ") >= 1)
+    named = {
+        name
+        for name in re.findall(r"(?<![\w/.])((?:[a-z_]+\.)+[a-z_]+)(?=[=`:])", text)
+        if name.split(".")[0] in sections and name.rpartition(".")[2] not in FILES and name not in OTHERS
+    }
+
+    assert sorted(named - known) == []
+
+
+def test_names_of_losses_and_estimators_in_the_guides_are_verls() -> None:
+    assert {"gspo", "cispo", "sapo"} <= set(POLICY_LOSSES)
+    assert {"grpo", "gdpo"} <= set(ADV_ESTIMATORS)
+
+
+@pytest.mark.parametrize("guide", sorted(path.name for path in DOCS.glob("*.md")))
+def test_every_link_of_a_guide_leads_to_a_file(guide: str) -> None:
+    for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", (DOCS / guide).read_text()):
+        assert (DOCS / target).exists(), target

@@ -1,0 +1,295 @@
+"""Checkpoints from the driver's side: training goes on meanwhile, and a save that fails is heard of."""
+
+from __future__ import annotations
+
+import asyncio
+import resource
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from rayapp.config.config import Config
+from rayapp.core.aio import let_process_live
+from rayapp.core.errors import (
+    CheckpointDamagedError,
+    CheckpointError,
+    LearnersLostError,
+    RayappError,
+    RestartsUsedUpError,
+    StalledError,
+    StorageFullError,
+)
+from rayapp.driver import saving as saving_module
+from rayapp.driver.run import restore
+from rayapp.driver.saving import CheckpointSaver, saving, saving_when_stopped
+from rayapp.driver.store import TrajectoryStore
+from rayapp.runs.folder import RunFolder
+
+
+class Learners:
+    """Writes when it is let, or fails."""
+
+    def __init__(self) -> None:
+        self.may_end = asyncio.Event()
+        self.error: RayappError | None = None
+        self.version: int | None = None
+        """None: in the middle of a step."""
+
+    def holds(self, version: int) -> bool:
+        return self.version == version
+
+    async def begin_checkpoint(self, folder: Path, version: int) -> None:
+        folder.mkdir()
+        (folder / "weights").write_text(str(version))
+
+    async def checkpoint_done(self) -> bool:
+        await self.may_end.wait()
+        if self.error is not None:
+            raise self.error
+        return True
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> RunFolder:
+    return RunFolder(tmp_path, Config())
+
+
+@pytest.fixture(autouse=True)
+def alive() -> Iterator[None]:
+    """A run that stalled ends its process soon after; this one goes on."""
+    yield
+    let_process_live()
+
+
+def versions(folder: RunFolder) -> list[int]:
+    return [checkpoint.version for checkpoint in folder.checkpoints.whole()]
+
+
+async def test_a_step_can_be_taken_while_a_checkpoint_is_written(folder: RunFolder) -> None:
+    learners = Learners()
+    saver = CheckpointSaver(learners, folder, asynchronous=True)
+    async with saving(saver):
+        await saver.begin(2, next_group_id=4, score=0.5)
+        assert await saver.check() == {}
+        assert versions(folder) == []
+        learners.may_end.set()
+        await saver.finish()
+        assert versions(folder) == [2]
+        assert folder.checkpoints.whole()[0].score == 0.5
+
+
+async def test_the_next_save_waits_for_the_one_before(folder: RunFolder) -> None:
+    learners = Learners()
+    saver = CheckpointSaver(learners, folder, asynchronous=True)
+    async with saving(saver):
+        await saver.begin(2, next_group_id=4)
+        second = asyncio.create_task(saver.begin(3, next_group_id=6))
+        await asyncio.sleep(0)
+        assert not second.done()
+        learners.may_end.set()
+        await second
+        assert versions(folder) == [2]
+        await saver.finish()
+        assert versions(folder) == [2, 3]
+
+
+async def test_without_asynchronous_it_is_written_when_begin_returns(folder: RunFolder) -> None:
+    learners = Learners()
+    learners.may_end.set()
+    saver = CheckpointSaver(learners, folder, asynchronous=False)
+    async with saving(saver):
+        await saver.begin(2, next_group_id=4)
+        assert versions(folder) == [2]
+
+
+async def test_a_save_that_failed_ends_the_run_after_the_next_step_with_the_one_before_whole(folder: RunFolder) -> None:
+    learners = Learners()
+    learners.may_end.set()
+    saver = CheckpointSaver(learners, folder, asynchronous=True)
+    with pytest.raises(CheckpointError, match="disk is full"):
+        async with saving(saver):
+            await saver.begin(2, next_group_id=4)
+            await saver.finish()
+            learners.error = CheckpointError("the disk is full")
+            await saver.begin(3, next_group_id=6)
+            while True:
+                await saver.check()
+                await asyncio.sleep(0)
+    assert versions(folder) == [2]
+
+
+async def test_a_save_that_failed_leaves_no_half_checkpoint_and_says_what_is_safe(folder: RunFolder) -> None:
+    learners = Learners()
+    learners.may_end.set()
+    learners.error = CheckpointError("the disk is full.")
+    saver = CheckpointSaver(learners, folder, asynchronous=False)
+    async with saving(saver):
+        with pytest.raises(CheckpointError, match=r"full\. There is no whole checkpoint yet"):
+            await saver.begin(2, next_group_id=4)
+        assert list((folder.path / "checkpoints").iterdir()) == []
+    saver = CheckpointSaver(learners, folder, asynchronous=False)
+    async with saving(saver):
+        learners.error = None
+        await saver.begin(4, next_group_id=8)
+        learners.error = CheckpointError("the disk is full.")
+        with pytest.raises(CheckpointError, match=r"full\. The last whole checkpoint, step=000004, is intact"):
+            await saver.begin(6, next_group_id=12)
+    assert [path.name for path in (folder.path / "checkpoints").iterdir()] == ["step=000004"]
+
+
+async def test_a_commit_that_finds_the_disk_full_leaves_no_half_checkpoint(folder: RunFolder) -> None:
+    learners = Learners()
+    learners.may_end.set()
+    saver = CheckpointSaver(learners, folder, asynchronous=False)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    # A limit on file sizes stands in for a disk without room: the same write fails at the same place.
+    resource.setrlimit(resource.RLIMIT_FSIZE, (50, limits[1]))
+    try:
+        with pytest.raises(StorageFullError, match="no space left to write"):
+            await saver.begin(2, next_group_id=4, files={"state.json": "s" * 100})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert list((folder.path / "checkpoints").iterdir()) == []
+
+
+class Restored:
+    """A cluster whose learners refuse the checkpoints of some steps."""
+
+    def __init__(self, refused: set[int]) -> None:
+        self.learners, self._refused = self, refused
+
+    async def load_checkpoint(self, folder: Path) -> int:
+        version = int((folder / "weights").read_text())
+        if version in self._refused:
+            raise CheckpointDamagedError(f"{folder} holds values that are not finite in lm_head")
+        return version
+
+
+@pytest.mark.parametrize(("refused", "expected"), [(set(), 6), ({6}, 4)])
+async def test_a_resume_says_from_which_step_it_goes_on_and_which_checkpoint_it_refuses(
+    folder: RunFolder, caplog: pytest.LogCaptureFixture, refused: set[int], expected: int
+) -> None:
+    learners = Learners()
+    learners.may_end.set()
+    for version in (4, 6):
+        await CheckpointSaver(learners, folder, asynchronous=False).begin(version, next_group_id=2 * version)
+    notes: list[str] = []
+    found = await restore(Restored(refused), folder, note=notes.append)  # type: ignore[arg-type]
+    assert found[:2] == (expected, 2 * expected)
+    assert notes == [f"resumed from step {expected} ({folder.path}/checkpoints/step={expected:06d})"]
+    assert ("step=000006 is refused" in caplog.text) == bool(refused)
+    assert ("not finite in lm_head; step=000004 is used instead" in caplog.text) == bool(refused)
+
+
+async def test_what_is_being_written_when_the_run_fails_never_counts(folder: RunFolder) -> None:
+    with pytest.raises(RuntimeError, match="lost"):
+        saver = CheckpointSaver(Learners(), folder, asynchronous=True)
+        async with saving(saver):
+            await saver.begin(2, next_group_id=4)
+            raise RuntimeError("lost")
+    assert versions(folder) == []
+
+
+async def run_until(ends: Callable[[CheckpointSaver], Awaitable[None]], learners: Learners, folder: RunFolder) -> None:
+    """A run that has trained three steps, and then does this."""
+    store: TrajectoryStore[object] = TrajectoryStore(groups_per_step=2, max_staleness=0, version=3, num_groups=10)
+    saver = CheckpointSaver(learners, folder, asynchronous=True)
+
+    async def begin(version: int) -> None:
+        await saver.begin(version, next_group_id=store.next_untrained_id)
+
+    async with saving(saver), saving_when_stopped(saver, folder, store, begin):
+        await ends(saver)
+
+
+def raising(error: Exception) -> Callable[[CheckpointSaver], Awaitable[None]]:
+    async def fail(saver: CheckpointSaver) -> None:
+        raise error
+
+    return fail
+
+
+async def until_stopped(saver: CheckpointSaver) -> None:
+    await asyncio.Event().wait()
+
+
+async def turns(count: int = 20) -> None:
+    for _ in range(count):
+        await asyncio.sleep(0)
+
+
+@pytest.mark.parametrize("error", [RestartsUsedUpError("lost 4 times"), StalledError("nothing was finished")])
+async def test_a_run_that_lost_a_process_too_often_or_stalled_saves_what_it_has_trained(
+    error: RayappError, folder: RunFolder
+) -> None:
+    learners = Learners()
+    learners.version = 3
+    run = asyncio.create_task(run_until(raising(error), learners, folder))
+    await turns()
+    run.cancel()  # the supervisor finds the same process lost, and stops the run too
+    await turns()
+    learners.may_end.set()
+
+    with pytest.raises((type(error), asyncio.CancelledError)):
+        await run
+    assert versions(folder) == [3]
+
+
+async def test_a_stalled_run_whose_disk_hangs_gives_the_save_up_in_time_and_says_what_stalled(
+    folder: RunFolder, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(saving_module, "SAVE_S", 0.05)
+    learners = Learners()
+    learners.version = 3
+
+    with pytest.raises(StalledError, match="nothing was finished"):
+        await asyncio.wait_for(run_until(raising(StalledError("nothing was finished")), learners, folder), 10)
+
+    assert versions(folder) == []
+    assert "Does the disk of the run folder answer?" in caplog.text
+
+
+async def test_a_run_that_is_stopped_in_the_middle_of_a_step_saves_nothing_under_a_wrong_name(
+    folder: RunFolder, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = asyncio.create_task(run_until(until_stopped, Learners(), folder))
+    await turns()
+    run.cancel()
+
+    with pytest.raises(asyncio.CancelledError):
+        await run
+    assert versions(folder) == []
+    assert "stopped in the middle of step 4" in caplog.text
+
+
+async def test_a_run_that_is_stopped_while_it_waits_for_a_save_has_that_checkpoint(folder: RunFolder) -> None:
+    learners = Learners()
+
+    async def wait_for_it(saver: CheckpointSaver) -> None:
+        await saver.begin(3, next_group_id=6)
+        await saver.finish()
+
+    run = asyncio.create_task(run_until(wait_for_it, learners, folder))
+    await turns()
+    run.cancel()
+    await turns()
+    learners.may_end.set()
+
+    with pytest.raises(asyncio.CancelledError):
+        await run
+    assert versions(folder) == [3]
+
+
+async def test_a_run_that_is_stopped_and_loses_its_learners_in_the_save_does_not_start_new_ones(
+    folder: RunFolder,
+) -> None:
+    learners = Learners()
+    learners.version, learners.error = 3, LearnersLostError("learner-1 is gone")
+    learners.may_end.set()
+    run = asyncio.create_task(run_until(until_stopped, learners, folder))
+    await turns()
+    run.cancel()
+
+    with pytest.raises(CheckpointError, match="not saved: learner-1 is gone"):
+        await run

@@ -1,0 +1,174 @@
+"""The bounded store: what it admits, in which order it gives back, and that its ledger always balances."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rayapp.core.types import GroupSummary
+from rayapp.driver.store import TrajectoryStore
+from rayapp.testing.summaries import summary_of
+
+
+def summary(group_id: int, version: int) -> GroupSummary:
+    return summary_of([0.0, 0.0], group_id=group_id, min_policy_version=version, max_policy_version=version)
+
+
+def store(*, groups_per_step: int = 2, max_staleness: int = 0, num_groups: int = 100) -> TrajectoryStore[int]:
+    return TrajectoryStore(
+        groups_per_step=groups_per_step, max_staleness=max_staleness, version=0, num_groups=num_groups
+    )
+
+
+async def is_blocked(coroutine) -> bool:  # type: ignore[no-untyped-def]
+    task = asyncio.ensure_future(coroutine)
+    done, _ = await asyncio.wait([task], timeout=0.01)
+    task.cancel()
+    return not done
+
+
+async def test_a_synchronous_store_admits_one_step_and_then_blocks_until_release() -> None:
+    s = store()
+    assert await s.reserve() == ([0, 1], 0)
+    assert await is_blocked(s.reserve())
+    for group_id in (0, 1):
+        await s.finish(summary(group_id, 0), group_id)
+    await s.take(2)
+    assert await is_blocked(s.reserve())
+    await s.release(1)
+    assert await s.reserve() == ([2, 3], 1)
+
+
+async def test_staleness_one_admits_a_second_step_before_the_first_is_trained() -> None:
+    assert await store(max_staleness=1).reserve() == ([0, 1, 2, 3], 0)
+
+
+async def test_groups_come_back_in_id_order_whatever_order_they_finish_in() -> None:
+    s = store(groups_per_step=3)
+    await s.reserve()
+    for group_id in (2, 0, 1):
+        await s.finish(summary(group_id, 0), group_id)
+    assert [group.ref for group in await s.take(3)] == [0, 1, 2]
+
+
+async def test_a_step_waits_for_a_straggler_with_a_lower_id() -> None:
+    s = store(groups_per_step=1, max_staleness=1)
+    await s.reserve()
+    await s.finish(summary(1, 0), 1)
+    assert await is_blocked(s.take(1))
+
+
+async def test_a_dropped_group_is_replaced_by_the_next_prompt() -> None:
+    s = store(max_staleness=1)
+    await s.reserve()
+    await s.drop(0, "test")
+    assert await s.reserve() == ([4], 0)
+    assert s.dropped_for["test"] == 1
+
+
+async def test_a_synchronous_run_replaces_dropped_groups_together_once_all_of_their_cohort_are_done() -> None:
+    s = store(groups_per_step=3)
+    await s.reserve()
+    await s.drop(0, "test")
+    assert await is_blocked(s.reserve())
+    await s.drop(2, "test")
+    assert await is_blocked(s.reserve())
+    await s.finish(summary(1, 0), 1)
+    assert await s.reserve() == ([3, 4], 0)
+
+
+async def test_a_run_resumed_after_a_drop_starts_the_dropped_groups_cohort_again() -> None:
+    s = store()
+    await s.reserve()
+    await s.drop(0, "test")
+    assert s.next_untrained_id == 0
+    await s.finish(summary(1, 0), 1)
+    assert (await s.reserve())[0] == [2]
+    await s.finish(summary(2, 0), 2)
+    await s.take(2)
+    await s.release(1)
+    assert s.next_untrained_id == 3
+
+
+async def test_a_refused_group_is_dropped_and_its_place_in_the_step_decides() -> None:
+    places: list[int] = []
+
+    def refuses(summary: GroupSummary, place: int) -> bool:
+        places.append(place)
+        return place < 1
+
+    s: TrajectoryStore[int] = TrajectoryStore(
+        groups_per_step=2, max_staleness=0, version=0, num_groups=10, next_group_id=5, refuses=refuses
+    )
+    await s.reserve()
+    for group_id in (6, 5):
+        await s.finish(summary(group_id, 0), group_id)
+    assert places == [1, 0]
+    assert s.dropped_for == {"equal_rewards": 1}
+    await s.reserve()
+    await s.finish(summary(7, 0), 7)
+    assert [group.summary.group_id for group in await s.take(2)] == [6, 7]
+    await s.release(1)
+    await s.reserve()
+    await s.finish(summary(8, 1), 8)
+    assert places == [1, 0, 2, 0]  # the next step counts from its own first group
+    assert s.ledger().balances()
+
+
+async def test_no_more_groups_are_admitted_than_the_run_trains_on() -> None:
+    s = store(groups_per_step=2, max_staleness=3, num_groups=3)
+    assert (await s.reserve())[0] == [0, 1, 2]
+    assert await is_blocked(s.reserve())
+
+
+async def test_a_group_that_finishes_twice_is_a_broken_invariant() -> None:
+    s = store()
+    await s.reserve()
+    await s.finish(summary(0, 0), 0)
+    with pytest.raises(AssertionError, match="not being generated"):
+        await s.finish(summary(0, 0), 0)
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    groups_per_step=st.integers(1, 4),
+    max_staleness=st.integers(0, 3),
+    choices=st.lists(st.integers(0, 2**16), min_size=20, max_size=80),
+)
+def test_under_any_schedule_the_ledger_balances_and_no_group_is_older_than_the_bound(
+    groups_per_step: int, max_staleness: int, choices: list[int]
+) -> None:
+    async def schedule() -> None:
+        s = store(groups_per_step=groups_per_step, max_staleness=max_staleness, num_groups=40)
+        running: dict[int, int] = {}
+        version = 0
+        for choice in choices:
+            if not await is_reserve_blocked(s, running):
+                continue
+            if running and choice % 3:
+                group_id = sorted(running)[choice % len(running)]
+                sampled_by = running.pop(group_id)
+                if choice % 7 == 0:
+                    await s.drop(group_id, "test")
+                else:
+                    await s.finish(summary(group_id, sampled_by), group_id)
+            elif s._next_in_order(groups_per_step) is not None:
+                groups = await s.take(groups_per_step)  # raises if one is older than the bound
+                assert all(version - g.summary.min_policy_version <= max_staleness for g in groups)
+                version += 1
+                await s.release(version)
+            assert s.ledger().balances()
+
+    asyncio.run(schedule())
+
+
+async def is_reserve_blocked(s: TrajectoryStore[int], running: dict[int, int]) -> bool:
+    """Admit whatever has room; True when nothing had."""
+    if s._num_free() <= 0:
+        return True
+    ids, version = await s.reserve()
+    running.update(dict.fromkeys(ids, version))
+    return False

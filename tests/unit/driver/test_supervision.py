@@ -1,0 +1,245 @@
+"""Who is gone or hangs is replaced, once, and bounded; nobody waits for ever."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from functools import partial
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from rayapp.core.errors import (
+    DeadlineError,
+    EngineDeadError,
+    ProcessDiedError,
+    ProcessUnavailableError,
+    RayappError,
+    RestartsUsedUpError,
+)
+from rayapp.driver.cluster import Cluster
+from rayapp.driver.supervision import Limits, Supervisor
+
+LIMITS = Limits(max_restarts=2, ping_every_s=0.001, ping_timeout_s=1.0, revive_timeout_s=1.0)
+
+
+class Process:
+    """A member whose life the test directs. `state` is up, dead (Ray starts it at once), hanging, or broken."""
+
+    def __init__(
+        self, name: str = "vllm-server-0", *, revives: bool = True, is_starved: bool = False, needs: int = 0
+    ) -> None:
+        self.name = name
+        self._is_starved = is_starved
+        self._needs_unmet = needs
+        self.state = "up"
+        self.start = 1
+        self.num_unanswered = 0
+        self.unanswered_with: type[DeadlineError | ProcessUnavailableError] = ProcessUnavailableError
+        self.log: list[str] = []
+        self._revives = revives
+
+    def die(self, *, is_starved: bool = False) -> None:
+        """Ray takes a moment: two calls find nobody, the third finds the next start. Starved: they are not answered."""
+        self.start += 1
+        self.num_unanswered = 2
+        self.state = "new"
+        self.unanswered_with = DeadlineError if is_starved else ProcessUnavailableError
+
+    async def incarnation(self, timeout_s: float) -> str:
+        if self.state == "hanging":
+            raise DeadlineError(f"{self.name}.ping did not answer")
+        if self.num_unanswered:
+            self.num_unanswered -= 1
+            raise self.unanswered_with(f"{self.name}.incarnation: no answer")
+        return f"start {self.start}"
+
+    async def ping(self, timeout_s: float) -> str:
+        incarnation = await self.incarnation(timeout_s)
+        if self.state in ("new", "broken"):
+            raise EngineDeadError(f"{self.name} has no engine")
+        return incarnation
+
+    async def kill(self) -> None:
+        self.log.append("killed")
+        self.die(is_starved=self._is_starved)
+
+    async def revive(self) -> None:
+        if not self._revives:
+            self.die()
+            raise ProcessDiedError("it died again")
+        if self._needs_unmet:
+            self._needs_unmet -= 1
+            raise ProcessUnavailableError("another process that it needs is gone")
+        self.log.append(f"revived {self.start}")
+        self.state = "up"
+
+
+async def eventually(condition) -> None:  # type: ignore[no-untyped-def]
+    async with asyncio.timeout(10):
+        while not condition():
+            await asyncio.sleep(0.001)
+
+
+async def test_a_dead_process_is_made_ready_again_and_not_killed_a_second_time() -> None:
+    process = Process()
+    supervisor = Supervisor([process], LIMITS)
+    async with supervisor.watching():
+        process.die()
+        await eventually(lambda: process.log)
+        await supervisor.settled()
+    assert process.log == ["revived 2"]
+    assert supervisor.metrics()["recovery/restarts"] == 1.0
+
+
+@pytest.mark.parametrize("state", ["hanging", "broken"])
+async def test_a_process_that_hangs_or_has_lost_its_engine_is_killed_and_replaced(state: str) -> None:
+    process = Process()
+    async with Supervisor([process], LIMITS).watching():
+        process.state = state
+        await eventually(lambda: len(process.log) == 2)
+    assert process.log == ["killed", "revived 2"]
+
+
+async def test_a_process_that_ray_has_started_again_unnoticed_is_made_ready() -> None:
+    process = Process()
+    async with Supervisor([process], LIMITS).watching():
+        process.start += 1  # it answers, but as another incarnation
+        await eventually(lambda: process.log)
+    assert process.log == ["revived 2"]
+
+
+async def test_one_that_answers_late_while_it_starts_is_not_taken_for_hung() -> None:
+    process = Process(is_starved=True)
+    supervisor = Supervisor([process], LIMITS)
+    async with supervisor.watching():
+        process.state = "hanging"
+        await eventually(lambda: len(process.log) == 2)
+        await supervisor.settled()
+    assert process.log == ["killed", "revived 2"]
+    assert dict(supervisor.restarts) == {"vllm-server-0": 1}
+
+
+async def test_one_that_lives_but_could_not_be_made_ready_is_started_again_and_not_waited_for() -> None:
+    # It does not die when what it needs is gone: nobody but us would start it again.
+    process = Process("rollout-worker-0", needs=1)
+    async with Supervisor([process], LIMITS).watching():
+        process.die()
+        await eventually(lambda: "revived 3" in process.log)
+    assert process.log == ["killed", "revived 3"]
+
+
+async def test_many_callers_that_see_one_death_cause_one_restart_and_all_wait_for_it() -> None:
+    process = Process()
+    supervisor = Supervisor([process], LIMITS)
+    async with supervisor.watching():
+        process.die()
+        await asyncio.gather(*(supervisor.settled() for _ in range(50)))
+        assert process.state == "up"
+    assert process.log == ["revived 2"]
+
+
+async def test_one_that_is_condemned_is_replaced_although_it_answers() -> None:
+    process = Process()
+    supervisor = Supervisor([process], LIMITS)
+    async with supervisor.watching():
+        await supervisor.condemn(process.name, supervisor.incarnation(process.name), "half of the weights")
+    assert process.log == ["killed", "revived 2"]
+
+
+class SlowProcess(Process):
+    """Takes until it may to be made ready."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.may_revive = asyncio.Event()
+
+    async def revive(self) -> None:
+        await self.may_revive.wait()
+        await super().revive()
+
+
+async def test_a_replacement_goes_on_when_whoever_waits_for_it_is_stopped_and_counts_once() -> None:
+    # The learners are lost with the same node: the groups that wait for the server are given up, and the run goes on.
+    process = SlowProcess()
+    supervisor = Supervisor([process], replace(LIMITS, ping_every_s=60.0, revive_timeout_s=60.0))
+    async with supervisor.watching():
+        process.die()
+        waiting = asyncio.create_task(supervisor.settled())
+        await eventually(lambda: not supervisor.is_up(process.name))
+        waiting.cancel()
+        await asyncio.wait([waiting])
+        process.may_revive.set()
+        await supervisor.settled()
+        assert supervisor.is_up(process.name)
+    assert process.log == ["revived 2"]
+    assert dict(supervisor.restarts) == {"vllm-server-0": 1}
+
+
+class Weights:
+    """A sync that finds one server being started: it answers, and has no engine."""
+
+    def __init__(self, process: Process, supervisor: Supervisor) -> None:
+        self._process, self._supervisor = process, supervisor
+
+    async def sync(self, version: int, **_: Any) -> tuple[dict[str, float], dict[str, RayappError]]:
+        self._process.die()
+        await eventually(lambda: not self._supervisor.is_up(self._process.name))
+        return {}, {self._process.name: EngineDeadError(f"{self._process.name} has no engine: it is being started")}
+
+
+async def test_a_server_that_dies_before_a_weight_sync_counts_one_restart_and_its_replacement_is_left_alone() -> None:
+    process = Process()
+    supervisor = Supervisor([process], LIMITS)
+    parts: Any = {"learners": None, "servers": (process,), "supervisor": supervisor}
+    async with supervisor.watching():
+        cluster = SimpleNamespace(**parts, weights=Weights(process, supervisor))
+        cluster._replace = partial(Cluster._replace, cast("Cluster", cluster))
+
+        metrics = await Cluster.sync_weights(cast("Cluster", cluster), 3)
+
+        assert metrics == {"weight_sync/servers_failed": 1.0}
+        assert process.state == "up"
+    assert process.log == ["revived 2"]
+    assert dict(supervisor.restarts) == {"vllm-server-0": 1}
+
+
+async def test_whoever_condemns_a_start_that_is_gone_already_changes_nothing() -> None:
+    process = Process()
+    supervisor = Supervisor([process], LIMITS)
+    async with supervisor.watching():
+        first = supervisor.incarnation(process.name)
+        await asyncio.gather(*(supervisor.condemn(process.name, first, "half of the weights") for _ in range(3)))
+        assert supervisor.incarnation(process.name) == "start 2"
+    assert process.log == ["killed", "revived 2"]
+
+
+async def test_restarts_are_bounded_and_the_error_says_what_to_do() -> None:
+    process = Process()
+    with pytest.raises(BaseExceptionGroup) as caught:
+        async with Supervisor([process], LIMITS).watching():
+            for count in range(1, 3):
+                process.die()
+                await eventually(lambda count=count: len(process.log) == count)
+            process.die()
+            await asyncio.sleep(10)
+    assert isinstance(caught.value.exceptions[0], RestartsUsedUpError)
+    assert "vllm-server-0 was lost 3 times, and recovery.max_restarts is 2" in str(caught.value.exceptions[0])
+
+
+async def test_one_that_never_comes_back_uses_its_restarts_up() -> None:
+    process = Process(revives=False)
+    with pytest.raises(BaseExceptionGroup) as caught:
+        async with Supervisor([process], LIMITS).watching():
+            process.die()
+            await asyncio.sleep(10)
+    assert "it died again" in str(caught.value.exceptions[0])
+
+
+async def test_the_others_are_left_alone() -> None:
+    dying, healthy = Process("rollout-worker-0"), Process("rollout-worker-1")
+    async with Supervisor([dying, healthy], LIMITS).watching():
+        dying.die()
+        await eventually(lambda: dying.log)
+    assert healthy.log == []

@@ -1,0 +1,102 @@
+"""A group is made once and kept; a sync that fails names who has no weights; the next one makes a new group."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from rayapp.core.errors import DeadlineError, RayappError, WeightSyncError
+from rayapp.engine.weights.direct import DirectTransport
+
+
+@dataclass
+class Server:
+    """Holds the version that it was last given."""
+
+    name: str
+    version: int = -1
+    error: RayappError | None = None
+    loaded: list[tuple[int, tuple[str, ...]]] = field(default_factory=list)
+
+    async def holds(self, timeout_s: float) -> int:
+        if self.error:
+            raise self.error
+        return self.version
+
+    async def load_weights(self, version: int, buckets: Sequence[Any]) -> dict[str, Any]:
+        self.version = version
+        self.loaded.append((version, tuple(buckets)))
+        return {}
+
+
+@dataclass
+class Learners:
+    """Reach the servers of the group; `breaks_before` is the index of the server at which sending fails."""
+
+    groups: list[list[str]] = field(default_factory=list)
+    members: Sequence[Server] = ()
+    breaks_before: int | None = None
+
+    async def open_weight_group(self, servers: Sequence[Server], timeout_s: float) -> None:
+        self.groups.append([server.name for server in servers])
+        self.members = servers
+
+    async def send_weights(self, version: int, timeout_s: float) -> dict[str, float]:
+        await asyncio.sleep(0)
+        for index, server in enumerate(self.members):
+            if index == self.breaks_before:
+                raise WeightSyncError("vllm-server-1.receive_weights did not answer")
+            server.version = version
+        return {"bytes": 64.0, "num_checked": 3.0}
+
+    async def export_weights(self, version: int, bucket_bytes: int) -> AsyncIterator[str]:
+        yield "bucket"
+
+
+def two_servers() -> list[Server]:
+    return [Server("vllm-server-0"), Server("vllm-server-1")]
+
+
+async def test_the_group_is_made_once_and_kept() -> None:
+    learners, servers, transport = Learners(), two_servers(), DirectTransport(5.0)
+
+    for version in (0, 1, 2):
+        metrics, failed = await transport.sync(version, source=learners, servers=servers)
+        assert failed == {}
+
+    assert learners.groups == [["vllm-server-0", "vllm-server-1"]]
+    assert [server.version for server in servers] == [2, 2]
+    assert metrics["weight_sync/bytes"] == 64.0
+    assert metrics["weight_sync/join_s"] == 0.0
+
+
+async def test_new_learners_make_a_new_group() -> None:
+    first, second, servers, transport = Learners(), Learners(), two_servers(), DirectTransport(5.0)
+    await transport.sync(0, source=first, servers=servers)
+    await transport.sync(1, source=second, servers=servers)
+    assert len(first.groups) == len(second.groups) == 1
+
+
+async def test_a_broken_sync_names_who_has_no_weights_and_the_next_makes_a_new_group() -> None:
+    learners, servers, transport = Learners(breaks_before=1), two_servers(), DirectTransport(5.0)
+
+    _, failed = await transport.sync(3, source=learners, servers=servers)
+
+    # Server 0 had sealed the version before the group broke: it serves on.
+    assert list(failed) == ["vllm-server-1"]
+    assert "did not answer" in str(failed["vllm-server-1"])
+    learners.breaks_before = None
+    await transport.catch_up(servers[1])
+    assert servers[1].loaded == [(3, ("bucket",))]
+    _, failed = await transport.sync(4, source=learners, servers=servers)
+    assert failed == {}
+    assert len(learners.groups) == 2
+
+
+async def test_a_server_that_does_not_say_what_it_holds_has_failed() -> None:
+    servers = two_servers()
+    servers[0].error = DeadlineError("vllm-server-0.holds did not answer within 5 s")
+    _, failed = await DirectTransport(5.0).sync(1, source=Learners(), servers=servers)
+    assert list(failed) == ["vllm-server-0"]

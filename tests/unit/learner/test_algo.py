@@ -1,0 +1,292 @@
+"""Our estimators and losses are verl's own functions on the same numbers, under names the CLI knows without verl."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+
+from rayapp.config.algorithm import AlgorithmSection
+from rayapp.config.algorithm_names import ADV_ESTIMATORS, NEEDS_CRITIC, NEEDS_GREEDY_BASELINE, POLICY_LOSSES
+from rayapp.config.config import Config
+from rayapp.core.errors import ConfigError, LearnerError
+from rayapp.learner.algo.advantages import AdvantageInputs, check_estimator, compute_advantages, response_mask
+from rayapp.learner.algo.losses import LossRows, LossScale, check_policy_loss, make_actor_config, policy_loss
+from rayapp.learner.algo.mismatch import mismatch_metrics
+
+LENGTHS = np.array([3, 1, 2, 4])
+SCALE = LossScale(num_tokens=10, num_trajectories=4, dp_size=1, max_response_tokens=8)
+
+
+def inputs(**changes: object) -> AdvantageInputs:
+    rng = torch.Generator().manual_seed(0)
+    values: dict[str, object] = {
+        "rewards": np.array([1.0, 0.0, 0.5, 0.2], np.float32),
+        "num_response_tokens": LENGTHS,
+        "group_index": np.array([0, 0, 1, 1]),
+        "reward_terms": {"pass_rate": np.array([1, 0, 1, 0], np.float32)},
+        "baselines": np.array([0.5, 0.5, 0.1, 0.1], np.float32),
+        "old_log_probs": -torch.rand(4, 4, generator=rng),
+        "sum_pi_squared": torch.rand(4, 4, generator=rng),
+    }
+    return AdvantageInputs(**(values | changes))  # type: ignore[arg-type]
+
+
+def loss_rows(log_probs: torch.Tensor, picked: slice = slice(None)) -> LossRows:
+    rng = torch.Generator().manual_seed(1)
+    old = -torch.rand(4, 4, generator=rng)
+    advantages = torch.tensor([1.0, -1.0, 0.5, -0.5])[:, None].expand(4, 4)
+    mask = response_mask(LENGTHS)
+    return LossRows(
+        log_probs=log_probs[picked],
+        old_log_probs=old[picked],
+        rollout_log_probs=(old + 0.01)[picked],
+        advantages=(advantages * mask)[picked],
+        mask=mask[picked],
+    )
+
+
+def test_the_names_are_verls_registries_without_critics() -> None:
+    from verl.trainer.ppo.core_algos import ADV_ESTIMATOR_REGISTRY, POLICY_LOSS_REGISTRY
+
+    assert set(ADV_ESTIMATORS) | set(NEEDS_CRITIC) == set(ADV_ESTIMATOR_REGISTRY)
+    assert set(POLICY_LOSSES) == set(POLICY_LOSS_REGISTRY)
+
+
+def test_the_names_cost_no_heavy_import() -> None:
+    code = "import sys, rayapp.config.algorithm_names\n"
+    code += "print(sorted({'torch', 'verl', 'ray', 'transformers'} & set(sys.modules)))"
+    assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "[]"
+
+
+@pytest.mark.parametrize("name", ADV_ESTIMATORS)
+def test_every_estimator_gives_each_response_token_an_advantage(name: str) -> None:
+    advantages = compute_advantages(inputs(), AlgorithmSection(adv_estimator=name))
+    assert advantages.shape == (4, 4)
+    assert torch.isfinite(advantages).all()
+    assert not (advantages * (1 - response_mask(LENGTHS))).any()
+    assert advantages.any()
+
+
+def drawn_inputs(seed: int) -> AdvantageInputs:
+    """Other rewards, lengths, baselines and probabilities."""
+    numpy_rng, torch_rng = np.random.default_rng(seed), torch.Generator().manual_seed(seed)
+    return inputs(
+        rewards=numpy_rng.normal(size=4).astype(np.float32),
+        num_response_tokens=numpy_rng.permutation(LENGTHS),
+        reward_terms={"pass_rate": numpy_rng.random(4).astype(np.float32)},
+        baselines=numpy_rng.normal(size=4).astype(np.float32),
+        old_log_probs=-3 * torch.rand(4, 4, generator=torch_rng),
+        sum_pi_squared=torch.rand(4, 4, generator=torch_rng),
+    )
+
+
+def verls_own(name: str, algorithm: AlgorithmSection, given: AdvantageInputs) -> torch.Tensor:
+    """What verl's trainer computes (compute_advantage in trainer/ppo/ray_trainer.py) from a DataProto of these rows."""
+    from verl import DataProto
+    from verl.trainer.config import AlgoConfig
+    from verl.trainer.ppo.ray_trainer import compute_advantage
+
+    lengths = given.num_response_tokens
+    mask, scores = response_mask(lengths), torch.zeros(4, 4)
+    scores[torch.arange(4), torch.from_numpy(lengths) - 1] = torch.from_numpy(given.rewards)
+    assert given.baselines is not None
+    data = DataProto.from_single_dict(
+        {
+            "responses": torch.zeros(4, 4, dtype=torch.long),
+            "response_mask": mask,
+            "attention_mask": mask.long(),
+            "prompts": torch.zeros(4, 0, dtype=torch.long),
+            "token_level_rewards": scores,
+            "token_level_scores": scores,
+            **({"reward_baselines": torch.from_numpy(given.baselines)} if name in NEEDS_GREEDY_BASELINE else {}),
+            "old_log_probs": given.old_log_probs,
+            "sum_pi_squared": given.sum_pi_squared,
+            "uid": np.array(["a", "a", "b", "b"], dtype=object),
+            **given.reward_terms,
+        }
+    )
+    config = AlgoConfig(
+        adv_estimator=name,
+        norm_adv_by_std_in_grpo=algorithm.norm_adv_by_std,
+        gdpo_reward_keys=list(algorithm.gdpo_reward_terms),
+    )
+    result = compute_advantage(
+        data,
+        adv_estimator=name,
+        gamma=1.0,
+        num_repeat=2,
+        norm_adv_by_std_in_grpo=algorithm.norm_adv_by_std,
+        config=config,
+    )
+    advantages: torch.Tensor = result.batch["advantages"]
+    return advantages
+
+
+def gdpo_without_deviations(given: AdvantageInputs) -> torch.Tensor:
+    """The one term less its group's mean, on every token, whitened over all tokens (arXiv:2601.05242)."""
+    from verl.utils.torch_functional import masked_whiten
+
+    term, mask = given.reward_terms["pass_rate"], response_mask(given.num_response_tokens)
+    centred = torch.tensor([term[i] - term[given.group_index == given.group_index[i]].mean() for i in range(4)])
+    return masked_whiten(centred[:, None] * mask, mask) * mask
+
+
+@pytest.mark.parametrize("norm_adv_by_std", [True, False])
+@pytest.mark.parametrize("name", ADV_ESTIMATORS)
+def test_every_estimator_is_verls_own_on_the_same_numbers(name: str, *, norm_adv_by_std: bool) -> None:
+    terms = {"gdpo_reward_terms": ["pass_rate"]} if name == "gdpo" else {}
+    algorithm = AlgorithmSection(adv_estimator=name, norm_adv_by_std=norm_adv_by_std, **terms)
+    # verl's trainer hands norm_adv_by_std neither to grpo_vectorized, which is grpo in other words, nor to gdpo.
+    other = "grpo" if name == "grpo_vectorized" else name
+    is_by_hand = name == "gdpo" and not norm_adv_by_std
+    for given in (inputs(), *(drawn_inputs(seed) for seed in range(5))):
+        found = compute_advantages(given, algorithm)
+        expected = gdpo_without_deviations(given) if is_by_hand else verls_own(other, algorithm, given)
+        mask = response_mask(given.num_response_tokens)
+        # Ours may add in float64 where verl adds in float32: 7 digits, and a division by deviations of 0.1 and more.
+        np.testing.assert_allclose((found * mask).numpy(), (expected * mask).numpy(), rtol=5e-5, atol=5e-6)
+
+
+def test_grpo_is_reward_minus_mean_over_deviation() -> None:
+    advantages = compute_advantages(inputs(), AlgorithmSection(adv_estimator="grpo"))
+    # group 0: rewards 1, 0: mean 0.5, deviation sqrt(0.5) = 0.70711 -> +-0.70711; on each of the row's own tokens
+    np.testing.assert_allclose(advantages[0].numpy(), [0.70711, 0.70711, 0.70711, 0.0], atol=1e-4)
+    np.testing.assert_allclose(advantages[1].numpy(), [-0.70711, 0.0, 0.0, 0.0], atol=1e-4)
+
+
+@pytest.mark.parametrize("reward", [0.1, -0.3, 1 / 3])
+def test_a_group_of_equal_rewards_has_exactly_no_advantage(reward: float) -> None:
+    # The float32 mean of sixteen 0.1 is not 0.1, and the difference over a deviation of 0 + 1e-6 is not small.
+    inputs = AdvantageInputs(
+        rewards=np.full(16, reward, np.float32),
+        num_response_tokens=np.full(16, 3),
+        group_index=np.zeros(16, np.int64),
+        reward_terms={},
+    )
+    assert not compute_advantages(inputs, AlgorithmSection(adv_estimator="grpo")).any()
+
+
+def test_without_the_deviation_it_is_dr_grpo() -> None:
+    advantages = compute_advantages(inputs(), AlgorithmSection(adv_estimator="grpo", norm_adv_by_std=False))
+    # group 1: rewards 0.5, 0.2: mean 0.35
+    np.testing.assert_allclose(advantages[:, 0].numpy(), [0.5, -0.5, 0.15, -0.15], atol=1e-6)
+
+
+def test_remax_subtracts_the_greedy_reward() -> None:
+    advantages = compute_advantages(inputs(), AlgorithmSection(adv_estimator="remax"))
+    np.testing.assert_allclose(advantages[:, 0].numpy(), [0.5, -0.5, 0.4, 0.1], atol=1e-6)
+
+
+def test_gdpo_normalises_the_terms_it_is_told_to() -> None:
+    total = compute_advantages(inputs(), AlgorithmSection(adv_estimator="gdpo"))
+    terms = compute_advantages(inputs(), AlgorithmSection(adv_estimator="gdpo", gdpo_reward_terms=("pass_rate",)))
+    assert torch.isfinite(total).all()
+    # pass_rate is 1, 0, 1, 0: each group alike, so the first of each is equally good
+    np.testing.assert_allclose(float(terms[0, 0]), float(terms[2, 0]), rtol=1e-5)
+    with pytest.raises(ConfigError, match=r"names \['speed'\], but all rewards have only \['pass_rate'\]"):
+        compute_advantages(inputs(), AlgorithmSection(adv_estimator="gdpo", gdpo_reward_terms=("speed",)))
+
+
+def test_a_reward_that_is_not_finite_never_reaches_the_optimizer() -> None:
+    rewards = np.array([1.0, np.nan, 0.5, 0.2], np.float32)
+    with pytest.raises(LearnerError, match="rewards must be finite"):
+        compute_advantages(inputs(rewards=rewards), AlgorithmSection())
+
+
+def test_a_critic_and_an_unknown_name_are_refused_with_the_names_that_work() -> None:
+    with pytest.raises(ConfigError, match=r"'gae' needs a critic.*rloo"):
+        check_estimator("gae")
+    with pytest.raises(ConfigError, match=r"'grppo' is none of verl.*grpo"):
+        check_estimator("grppo")
+    with pytest.raises(ConfigError, match=r"'ppo' is none of verl.*vanilla"):
+        check_policy_loss("ppo")
+
+
+MODES = ["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-sum-norm", "seq-mean-token-mean"]
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", POLICY_LOSSES)
+def test_every_policy_loss_and_its_gradient_are_verls_own_on_the_same_numbers(name: str, mode: str) -> None:
+    from verl.trainer.ppo.core_algos import get_policy_loss_fn
+
+    options = {"policy_loss": name, "policy_loss_options": {"dro_beta": 0.1}, "loss_agg_mode": mode}
+    config = Config.model_validate({"algorithm": options})
+    actor = make_actor_config(config, SCALE)
+    for seed in range(5):
+        # From hardly any difference to the sampling policy to ratios of a hundred: every clip and bound is met.
+        spread = 0.05 * 3.0**seed
+        log_probs = (-spread * torch.rand(4, 4, generator=torch.Generator().manual_seed(seed))).requires_grad_()
+        rows = loss_rows(log_probs)
+        old = rows.rollout_log_probs if name == "bypass_mode" else rows.old_log_probs
+        torch.manual_seed(seed)  # kl_cov and clip_cov draw tokens
+        ours = policy_loss(rows, config.algorithm, actor, SCALE).loss
+        torch.manual_seed(seed)
+        theirs, _ = get_policy_loss_fn(name)(old, log_probs, rows.advantages, rows.mask, mode, actor, None)
+        np.testing.assert_allclose(float(ours), float(theirs), rtol=1e-6)
+        found, expected = (torch.autograd.grad(loss, log_probs, retain_graph=True)[0] for loss in (ours, theirs))
+        np.testing.assert_allclose(found.numpy(), expected.numpy(), rtol=1e-6, atol=1e-9)
+        assert torch.isfinite(found).all()
+
+
+SEPARABLE = [name for name in POLICY_LOSSES if name not in ("clip_cov", "kl_cov")]
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", SEPARABLE)
+def test_micro_batches_and_ranks_add_up_to_the_whole_batch(name: str, mode: str) -> None:
+    config = Config.model_validate(
+        {"algorithm": {"policy_loss": name, "policy_loss_options": {"dro_beta": 0.1}, "loss_agg_mode": mode}}
+    )
+    log_probs = (-torch.rand(4, 4, generator=torch.Generator().manual_seed(2))).requires_grad_()
+    whole = policy_loss(loss_rows(log_probs), config.algorithm, make_actor_config(config, SCALE), SCALE).loss
+    (expected,) = torch.autograd.grad(whole, log_probs)
+    two_ranks = LossScale(num_tokens=10, num_trajectories=4, dp_size=2, max_response_tokens=8)
+    actor = make_actor_config(config, two_ranks)
+    parts = [
+        policy_loss(loss_rows(log_probs, picked), config.algorithm, actor, two_ranks).loss
+        for picked in (slice(0, 1), slice(1, 4))
+    ]
+    # FSDP averages over the two ranks; micro-batches of one rank add up
+    (found,) = torch.autograd.grad(sum(parts) / 2, log_probs)
+    np.testing.assert_allclose(found.numpy(), expected.numpy(), rtol=1e-5, atol=1e-7)
+
+
+def test_truncated_importance_weights_scale_the_gradient() -> None:
+    plain = Config()
+    corrected = Config.model_validate({"algorithm": {"rollout_correction": {"level": "token", "threshold": 2.0}}})
+    log_probs = loss_rows(torch.zeros(4, 4)).old_log_probs.clone().requires_grad_()
+    losses = []
+    for config in (plain, corrected):
+        rows = loss_rows(log_probs)
+        loss = policy_loss(rows, config.algorithm, make_actor_config(config, SCALE), SCALE).loss
+        losses.append(torch.autograd.grad(loss, log_probs)[0])
+    # the engine was surer by 0.01 everywhere: weights exp(-0.01) = 0.99005
+    np.testing.assert_allclose(losses[1].numpy(), losses[0].numpy() * 0.990050, rtol=1e-4, atol=1e-7)
+
+
+def test_options_that_no_loss_knows_are_named() -> None:
+    config = Config.model_validate({"algorithm": {"policy_loss_options": {"dro_betta": 0.1}}})
+    with pytest.raises(ConfigError, match=r"unknown keys \['dro_betta'\].*dro_beta"):
+        make_actor_config(config, SCALE)
+
+
+def test_equal_log_probs_show_no_mismatch() -> None:
+    log_probs = -torch.rand(4, 4, generator=torch.Generator().manual_seed(3))
+    metrics = mismatch_metrics(log_probs, log_probs.clone(), response_mask(LENGTHS))
+    assert metrics["rollout_probs_diff/max"] == 0.0
+    np.testing.assert_allclose(metrics["rollout_probs_diff/corr"], 1.0)
+    assert metrics["rollout_corr/kl"] == 0.0
+
+
+def test_mismatch_is_measured_on_response_tokens_only() -> None:
+    mask = response_mask(np.array([1, 2]))
+    learner = torch.tensor([[-1.0, 9.0], [-2.0, -3.0]])
+    metrics = mismatch_metrics(learner, torch.tensor([[-1.0, 0.0], [-2.0, -3.5]]), mask)
+    # the only difference: |exp(-3) - exp(-3.5)| = 0.049787 - 0.030197, over three tokens
+    np.testing.assert_allclose(metrics["rollout_probs_diff/max"], 0.019590, atol=1e-6)
+    np.testing.assert_allclose(metrics["rollout_probs_diff/mean"], 0.019590 / 3, atol=1e-6)

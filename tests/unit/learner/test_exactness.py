@@ -1,0 +1,249 @@
+"""However the work is cut up, the gradient is that of one plain padded float32 computation."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from rayapp.config.config import Config
+from rayapp.core.summaries import summarize_group
+from rayapp.core.types import Group, Prompt, Reward, RolloutStatus, Trajectory
+from rayapp.learner.batch import TrainItem, make_micro_batch
+from rayapp.learner.build import build_learner
+from rayapp.learner.distributed import end_ranks, start_ranks
+from rayapp.learner.scoring import log_probs_of
+
+MAX_GRADIENT_ERROR = 2e-6
+"""Relative to the gradient's largest entry: float32 has 24 bits, and the sums run over a few hundred terms."""
+GROUP_SIZE = 4
+
+
+def trajectory(prompt: list[int], response: list[int], reward: float, *, valid: bool = True) -> Trajectory:
+    tokens = np.array(prompt + response, np.int32)
+    mask = np.arange(tokens.size) >= len(prompt)
+    return Trajectory(
+        token_ids=tokens,
+        response_mask=mask,
+        rollout_log_probs=np.where(mask, -1.0, 0.0).astype(np.float32),
+        completion_text="",
+        reward=Reward(value=reward) if valid else Reward.invalid("test", ""),
+        status=RolloutStatus.COMPLETED if valid else RolloutStatus.ERROR_SANDBOX,
+        min_policy_version=0,
+        max_policy_version=0,
+    )
+
+
+def make_groups(seed: int, *, with_invalid: bool = False) -> list[Group]:
+    """Two groups; two trajectories of each begin alike, and two are the same, as those of small models often are."""
+    rng = np.random.default_rng(seed)
+    groups = []
+    for group_id in range(2):
+        prompt = rng.integers(2, 90, rng.integers(2, 9)).tolist()
+        begin = rng.integers(2, 90, 3).tolist()
+        responses = [begin + rng.integers(2, 90, rng.integers(1, 12)).tolist() for _ in range(2)]
+        responses += [rng.integers(2, 90, rng.integers(1, 12)).tolist()] * 2
+        rewards = rng.normal(size=GROUP_SIZE)
+        trajectories = tuple(
+            trajectory(prompt, response, float(reward), valid=not (with_invalid and i == 1))
+            for i, (response, reward) in enumerate(zip(responses, rewards, strict=True))
+        )
+        rendered = Prompt(task="t", text="", token_ids=np.array(prompt, np.int32))
+        groups.append(Group(group_id=group_id, prompt=rendered, trajectories=trajectories))
+    return groups
+
+
+def make_config(tiny_model: Path, **learner: object) -> Config:
+    return Config.model_validate(
+        {
+            "model": {"path": str(tiny_model)},
+            "cluster": {"device": "cpu"},
+            "rollout": {"group_size": GROUP_SIZE, "max_prompt_tokens": 16, "max_completion_tokens": 16},
+            "learner": {
+                "compute_dtype": "float32",
+                "max_tokens_per_microbatch": 64,
+                "optimizer": {"lr": 1.0, "max_grad_norm": 1e9},
+                **learner,
+            },
+        }
+    )
+
+
+def gradient_of_step(config: Config, groups: list[Group]) -> dict[str, torch.Tensor]:
+    """What a step adds up to: with plain SGD at a rate of 1 it is the weights before less those after."""
+    ranks = start_ranks(config, 0, 1, "", 0)
+    try:
+        learner = build_learner(config, ranks)
+        learner.optimizer = torch.optim.SGD(learner.model.parameters(), lr=1.0)  # type: ignore[assignment]
+        before = full_tensors(learner.model)
+        summaries = tuple(summarize_group(group, time_total_s=0.0) for group in groups)
+        learner.train_step(1, summaries, tuple(range(len(groups))), groups)
+        after = full_tensors(learner.model)
+    finally:
+        end_ranks()
+    return {name: before[name] - after[name] for name in before}
+
+
+def full_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    tensors = ((name, getattr(p, "full_tensor", lambda p=p: p)()) for name, p in model.named_parameters())
+    return {name.rpartition("model.")[2]: tensor.detach().clone() for name, tensor in tensors}
+
+
+def plain_gradient(tiny_model: Path, groups: list[Group]) -> dict[str, torch.Tensor]:
+    """GRPO on a padded batch: -sum(advantage x log-prob) / number of response tokens, as arXiv:2402.03300 has it when
+    the policy is the one that sampled."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
+    rows = [(t, a) for group in groups for t, a in zip(group.trajectories, plain_advantages(group), strict=True)]
+    width = max(t.num_tokens for t, _ in rows)
+    tokens = torch.zeros(len(rows), width, dtype=torch.long)
+    mask = torch.zeros(len(rows), width)
+    attended = torch.zeros(len(rows), width, dtype=torch.long)
+    for i, (t, _) in enumerate(rows):
+        tokens[i, : t.num_tokens] = torch.from_numpy(t.token_ids.astype(np.int64))
+        attended[i, : t.num_tokens] = 1
+        if t.is_trainable:
+            mask[i, : t.num_tokens] = torch.from_numpy(t.response_mask.astype(np.float32))
+    logits = model(tokens, attention_mask=attended).logits[:, :-1]
+    log_probs = logits.log_softmax(-1).gather(2, tokens[:, 1:, None])[..., 0]
+    advantages = torch.tensor([a for _, a in rows])[:, None]
+    loss = -(advantages * log_probs * mask[:, 1:]).sum() / mask[:, 1:].sum()
+    loss.backward()
+    gradients = ((name, p.grad) for name, p in model.named_parameters())
+    return {name.rpartition("model.")[2]: grad for name, grad in gradients if grad is not None}
+
+
+def plain_advantages(group: Group) -> np.ndarray:
+    valid = np.array([t.is_trainable for t in group.trajectories])
+    rewards = np.array([t.reward.value for t in group.trajectories])
+    mean, std = rewards[valid].mean(), rewards[valid].std(ddof=1)
+    return np.where(valid, (rewards - mean) / (std + 1e-6), 0.0).astype(np.float32)
+
+
+def assert_same_gradient(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert expected.keys() <= found.keys()
+    scale = max(float(gradient.abs().max()) for gradient in expected.values())
+    for name, gradient in expected.items():
+        error = float((found[name] - gradient).abs().max())
+        assert error < MAX_GRADIENT_ERROR * scale + 1e-7, f"{name}: {error} of {scale}"
+
+
+@pytest.mark.timeout(240)
+@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    seed=st.integers(0, 2**16),
+    max_tokens=st.sampled_from([32, 40, 64, 512]),
+    share_prefixes=st.booleans(),
+    checkpointing=st.booleans(),
+    chunk=st.sampled_from([16, 1024]),
+    cpu_offload=st.booleans(),
+)
+def test_any_packing_and_split_gives_the_plain_gradient(
+    tiny_model: Path,
+    seed: int,
+    max_tokens: int,
+    share_prefixes: bool,
+    checkpointing: bool,
+    chunk: int,
+    cpu_offload: bool,
+) -> None:
+    groups = make_groups(seed)
+    config = make_config(
+        tiny_model,
+        max_tokens_per_microbatch=max_tokens,
+        share_prefixes=share_prefixes,
+        activation_checkpointing=checkpointing,
+        log_prob_chunk_tokens=chunk,
+        cpu_offload=cpu_offload,
+    )
+    assert_same_gradient(gradient_of_step(config, groups), plain_gradient(tiny_model, groups))
+
+
+def test_invalid_trajectories_are_in_neither_the_baseline_nor_the_loss(tiny_model: Path) -> None:
+    groups = make_groups(7, with_invalid=True)
+    assert_same_gradient(gradient_of_step(make_config(tiny_model), groups), plain_gradient(tiny_model, groups))
+
+
+def multi_turn(group: Group, seed: int) -> Group:
+    """The same tokens, of which some in the middle came from a tool: they are read, and not trained on."""
+    rng = np.random.default_rng(seed)
+    trajectories = []
+    for t in group.trajectories:
+        mask = t.response_mask.copy()
+        inside = np.flatnonzero(mask)[1:-1]
+        mask[inside[rng.random(inside.size) < 0.4]] = False
+        trajectories.append(replace(t, response_mask=mask, rollout_log_probs=np.where(mask, -1.0, 0.0).astype("f4")))
+    return replace(group, trajectories=tuple(trajectories))
+
+
+@pytest.mark.parametrize("share_prefixes", [True, False])
+def test_what_a_tool_answered_is_read_and_not_trained_on(tiny_model: Path, *, share_prefixes: bool) -> None:
+    groups = [multi_turn(group, seed) for seed, group in enumerate(make_groups(11))]
+    gaps = [int(np.diff(np.flatnonzero(t.response_mask)).max(initial=1)) for g in groups for t in g.trajectories]
+    assert max(gaps) > 1
+    config = make_config(tiny_model, share_prefixes=share_prefixes)
+    assert_same_gradient(gradient_of_step(config, groups), plain_gradient(tiny_model, groups))
+
+
+@settings(max_examples=30, deadline=None)
+@given(seed=st.integers(0, 2**16), share_prefixes=st.booleans())
+def test_positions_and_targets_are_those_that_transformers_has_for_padded_rows(
+    seed: int, *, share_prefixes: bool
+) -> None:
+    groups = [multi_turn(group, seed) for group in make_groups(seed)]
+    rows = [(g, t) for g, group in enumerate(groups) for t in group.trajectories]
+    items = [
+        TrainItem(row=i, group=g, trajectory=t, advantages=np.ones(t.num_response_tokens, np.float32))
+        for i, (g, t) in enumerate(rows)
+    ]
+    batch = make_micro_batch(items, share_prefixes=share_prefixes)
+    width = max(t.num_tokens for _, t in rows)
+    for i, (path, item) in enumerate(zip(batch.packing.paths, batch.items, strict=True)):
+        t = item.trajectory
+        attended = (np.arange(width) >= width - t.num_tokens).astype(int)  # padded on the left, as for generation
+        # transformers' position ids where a caller gives a mask only: (mask.cumsum - 1), 1 on padding
+        positions = (attended.cumsum() - 1)[attended == 1]
+        assert batch.packing.position_ids[path].tolist() == positions[: path.size].tolist()
+        assert batch.packing.token_ids[path].tolist() == t.token_ids[: path.size].tolist()
+        # transformers shifts labels by one: token k is predicted where token k - 1 is read
+        responses = np.flatnonzero(t.response_mask)
+        predicted_at = batch.head_positions[batch.row_heads[i, : responses.size]]
+        assert predicted_at.tolist() == path[responses - 1].tolist()
+        assert batch.pair_targets[batch.row_pairs[i, : responses.size]].tolist() == t.token_ids[responses].tolist()
+        assert batch.mask[i].sum() == responses.size
+
+
+def test_groups_with_equal_rewards_move_nothing(tiny_model: Path) -> None:
+    prompt, same = [5, 6], [trajectory([5, 6], [7, 8 + i], 0.5) for i in range(GROUP_SIZE)]
+    group = Group(
+        group_id=0,
+        prompt=Prompt(task="t", text="", token_ids=np.array(prompt, np.int32)),
+        trajectories=tuple(same),
+    )
+    gradient = gradient_of_step(make_config(tiny_model), [group])
+    assert all(float(tensor.abs().max()) == 0.0 for tensor in gradient.values())
+
+
+def test_log_probs_agree_with_transformers_sequence_by_sequence(tiny_model: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    group = make_groups(3)[0]
+    config = make_config(tiny_model)
+    ranks = start_ranks(config, 0, 1, "", 0)
+    try:
+        found = log_probs_of(build_learner(config, ranks), group)
+    finally:
+        end_ranks()
+    model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
+    for t, own in zip(group.trajectories, found, strict=True):
+        tokens = torch.from_numpy(t.token_ids.astype(np.int64))
+        with torch.no_grad():
+            logits = model(tokens[None]).logits[0, :-1]
+        expected = logits.log_softmax(-1).gather(1, tokens[1:, None])[:, 0].numpy()
+        np.testing.assert_allclose(own, expected[t.response_mask[1:]], atol=1e-5)

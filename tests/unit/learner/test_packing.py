@@ -1,0 +1,168 @@
+"""The radix tree shares every prefix it says it shares, and lets each token see its own sequence and nothing else."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rayapp.core.errors import LearnerError
+from rayapp.learner.attention import packed_attention, plan_attention
+from rayapp.learner.batch import TrainItem, inputs_of, make_micro_batch, split
+from rayapp.learner.packing import Packing, pack
+from rayapp.testing.learners import sampled
+
+token = st.integers(0, 2)
+sequence = st.lists(token, min_size=1, max_size=9)
+tree = st.tuples(st.lists(token, min_size=1, max_size=5), st.lists(sequence, min_size=1, max_size=7))
+
+
+def sequences_of(trees: list[tuple[list[int], list[list[int]]]]) -> list[list[np.ndarray]]:
+    return [[np.array(prompt + rest, np.int32) for rest in rests] for prompt, rests in trees]
+
+
+def visible(packing: Packing) -> np.ndarray:
+    """(N, N) who sees whom, as the segments say."""
+    sees = np.zeros((packing.num_tokens, packing.num_tokens), bool)
+    for s in packing.segments:
+        sees[s.start : s.end, s.start : s.end] = np.tri(s.end - s.start, dtype=bool)
+        sees[s.end : s.subtree_end, s.start : s.end] = True
+    return sees
+
+
+def item(row: int, group: int, prompt: list[int], response: list[int]) -> TrainItem:
+    trajectory = sampled(prompt + response, len(prompt))
+    return TrainItem(row=row, group=group, trajectory=trajectory, advantages=np.ones(len(response), np.float32))
+
+
+@settings(max_examples=300, deadline=None)
+@given(trees=st.lists(tree, min_size=1, max_size=3), share=st.booleans())
+def test_every_sequence_is_there_and_sees_exactly_itself(
+    trees: list[tuple[list[int], list[list[int]]]], share: bool
+) -> None:
+    sequences = sequences_of(trees)
+    packing = pack(sequences, share_prefixes=share)
+    expected = np.zeros((packing.num_tokens, packing.num_tokens), bool)
+    flat = [tokens for group in sequences for tokens in group]
+    assert len(packing.paths) == len(flat)
+    for tokens, path in zip(flat, packing.paths, strict=True):
+        np.testing.assert_array_equal(packing.token_ids[path], tokens)
+        np.testing.assert_array_equal(packing.position_ids[path], np.arange(tokens.size))
+        for i, position in enumerate(path):
+            expected[position, path[: i + 1]] = True
+    np.testing.assert_array_equal(visible(packing), expected)
+    assert share or packing.num_tokens == sum(tokens.size for tokens in flat)
+
+
+def test_a_shared_prompt_and_a_repeated_completion_are_computed_once() -> None:
+    prompt = [1] * 10
+    sequences = [[np.array(prompt + rest, np.int32) for rest in ([2] * 6, [3] * 6, [2] * 6)]]
+    # 10 prompt tokens, two different completions of 6: 22, where plain packing has 3 x 16 = 48
+    assert pack(sequences, share_prefixes=True).num_tokens == 22
+    assert pack(sequences, share_prefixes=False).num_tokens == 48
+
+
+def test_groups_never_share_even_equal_prompts() -> None:
+    same = np.array([1, 2, 3, 4, 5, 6], np.int32)
+    assert pack([[same], [same]], share_prefixes=True).num_tokens == 12
+
+
+@settings(max_examples=25, deadline=None)
+@given(trees=st.lists(tree, min_size=1, max_size=2), share=st.booleans(), seed=st.integers(0, 99))
+def test_attention_and_its_gradient_are_those_of_the_mask(
+    trees: list[tuple[list[int], list[list[int]]]], share: bool, seed: int
+) -> None:
+    packing = pack(sequences_of(trees), share_prefixes=share)
+    generator = torch.Generator().manual_seed(seed)
+    shapes = [(1, heads, packing.num_tokens, 8) for heads in (4, 2, 2)]
+    query, key, value = (torch.randn(shape, generator=generator).requires_grad_() for shape in shapes)
+    plan = plan_attention(packing, torch.device("cpu"))
+    found, _ = packed_attention(torch.nn.Identity(), query, key, value, None, plan=plan, scaling=0.3)
+    scores = query @ key.repeat_interleave(2, 1).transpose(2, 3) * 0.3
+    scores = scores.masked_fill(~torch.from_numpy(visible(packing)), -torch.inf)
+    expected = (scores.softmax(-1) @ value.repeat_interleave(2, 1)).transpose(1, 2)
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+    slopes = torch.randn(found.shape, generator=generator)
+    for ours, theirs in zip(
+        torch.autograd.grad(found, (query, key, value), slopes),
+        torch.autograd.grad(expected, (query, key, value), slopes),
+        strict=True,
+    ):
+        torch.testing.assert_close(ours, theirs, atol=2e-5, rtol=1e-4)
+
+
+def test_the_bfloat16_gradient_of_a_shared_prompt_is_the_float32_one_to_three_digits() -> None:
+    rng = np.random.default_rng(0)
+    prompt = rng.integers(0, 9, 40)
+    packing = pack(
+        [[np.concatenate([prompt, rng.integers(0, 9, 20)]).astype(np.int32) for _ in range(8)]], share_prefixes=True
+    )
+    plan = plan_attention(packing, torch.device("cpu"))
+    generator = torch.Generator().manual_seed(0)
+    exact = [torch.randn(1, heads, packing.num_tokens, 16, generator=generator).bfloat16() for heads in (4, 2, 2)]
+    slopes = torch.randn(1, packing.num_tokens, 4, 16, generator=generator).bfloat16()
+    gradients = []
+    for dtype in (torch.float32, torch.bfloat16):
+        inputs = [tensor.to(dtype).requires_grad_() for tensor in exact]
+        output, _ = packed_attention(torch.nn.Identity(), *inputs, None, plan=plan, scaling=0.25)
+        gradients.append(torch.autograd.grad(output, inputs, slopes.to(dtype)))
+    for wide, narrow in zip(*gradients, strict=True):
+        # bfloat16 keeps 8 bits: 2^-8 of the largest entry, and the sums over a few blocks of rounded numbers
+        assert float((narrow.float() - wide).abs().max()) < 0.01 * float(wide.abs().max())
+
+
+def test_what_packed_attention_does_not_do_is_refused() -> None:
+    packing = pack([[np.arange(1, 9, dtype=np.int32)]], share_prefixes=True)
+    tensors = [torch.zeros(1, 2, 8, 4)] * 3
+    plan = plan_attention(packing, torch.device("cpu"))
+    with pytest.raises(LearnerError, match="sliding window 4 on sequences of 8 tokens"):
+        packed_attention(torch.nn.Identity(), *tensors, None, plan=plan, sliding_window=4)
+    packed_attention(torch.nn.Identity(), *tensors, None, plan=plan, sliding_window=8)
+
+
+completions = st.lists(st.tuples(st.integers(0, 2), st.lists(token, min_size=1, max_size=8)), min_size=1, max_size=12)
+
+
+@settings(max_examples=200, deadline=None)
+@given(completions=completions, max_tokens=st.integers(12, 60), share=st.booleans())
+def test_a_split_keeps_the_budget_and_loses_no_token(
+    completions: list[tuple[int, list[int]]], max_tokens: int, share: bool
+) -> None:
+    items = [item(row, group, [7, 8, 9, 5], rest) for row, (group, rest) in enumerate(completions)]
+    batches = split(items, max_tokens=max_tokens, share_prefixes=share)
+    assert sorted(i.row for batch in batches for i in batch.items) == list(range(len(items)))
+    for batch in batches:
+        # A branch that saves less than MIN_SAVED_TOKENS is computed twice, which the estimate does not count.
+        slack = 3 * len(batch.items) if share else 0
+        assert batch.packing.num_tokens <= max_tokens + slack
+    assert sum(batch.num_trained_tokens for batch in batches) == sum(len(rest) for _, rest in completions)
+
+
+def test_completions_that_are_all_equal_share_one_micro_batch() -> None:
+    items = [item(row, 0, [7, 8, 9, 5], [1, 2, 1, 2, 1]) for row in range(16)]
+    (batch,) = split(items, max_tokens=4096, share_prefixes=True)
+    # 9 tokens without the last, which nobody reads: 8, once.
+    assert batch.packing.num_tokens == 8
+
+
+def test_each_response_token_finds_its_position_and_itself() -> None:
+    items = [item(0, 0, [7, 8, 9, 5], [1, 2, 3]), item(1, 0, [7, 8, 9, 5], [1, 4]), item(2, 1, [6], [1])]
+    batch = make_micro_batch(items, share_prefixes=True)
+    for row, own in enumerate(batch.items):
+        tokens = own.trajectory.token_ids
+        for t in range(own.advantages.size):
+            pair = batch.row_pairs[row, t]
+            position = batch.head_positions[batch.pair_rows[pair]]
+            at = int(np.flatnonzero(own.trajectory.response_mask)[t])
+            assert batch.pair_targets[pair] == tokens[at]
+            assert batch.packing.token_ids[position] == tokens[at - 1]
+            assert batch.packing.position_ids[position] == at - 1
+    # the last response token is only ever a target
+    assert all(inputs_of(own).size == own.trajectory.num_tokens - 1 for own in items)
+
+
+def test_a_trajectory_longer_than_a_micro_batch_names_the_key_to_raise() -> None:
+    with pytest.raises(LearnerError, match=r"has 12 tokens, but learner\.max_tokens_per_microbatch is 10"):
+        split([item(0, 0, [1] * 10, [2, 2, 2])], max_tokens=10, share_prefixes=True)

@@ -1,0 +1,569 @@
+"""One learner's steps: what it skips, what it recomputes, what it reports, and that a checkpoint changes nothing."""
+
+from __future__ import annotations
+
+import math
+import re
+import resource
+import shutil
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from actors.learner import Learner
+from rayapp.config.algorithm_names import ADV_ESTIMATORS, POLICY_LOSSES
+from rayapp.config.config import Config
+from rayapp.config.learner import OptimizerSection
+from rayapp.core.errors import CheckpointDamagedError, CheckpointError, InputError, LearnerError
+from rayapp.core.summaries import summarize_group
+from rayapp.core.types import Group, Prompt, Reward, RolloutStatus
+from rayapp.engine.weights.buckets import unpack
+from rayapp.learner.optimizer import learning_rate
+from rayapp.testing.learners import sampled
+
+GROUP_SIZE = 4
+
+
+def make_group(group_id: int, *, rewards: list[float] | None = None) -> Group:
+    """Four completions of one prompt; the first two begin alike."""
+    rng = np.random.default_rng(group_id)
+    prompt, begin = rng.integers(2, 90, 6), rng.integers(2, 90, 4)
+    values = rewards if rewards is not None else rng.normal(size=GROUP_SIZE).tolist()
+    trajectories = []
+    for i, value in enumerate(values):
+        rest = rng.integers(2, 90, rng.integers(1, 8))
+        tokens = np.concatenate([prompt, begin, rest] if i < 2 else [prompt, rest])
+        terms = {"solved": float(value > 0)}
+        trajectories.append(sampled(tokens, prompt.size, reward=value, terms=terms, log_prob=-4.5))
+    rendered = Prompt(task="t", text="", token_ids=prompt.astype(np.int32))
+    return Group(group_id=group_id, prompt=rendered, trajectories=tuple(trajectories))
+
+
+@contextmanager
+def learner_of(model: Path, changes: dict[str, Any] | None = None) -> Iterator[Learner]:
+    """A learner alone, in float32 on one thread."""
+    values: dict[str, Any] = {
+        "model": {"path": str(model)},
+        "cluster": {"device": "cpu"},
+        "rollout": {"group_size": GROUP_SIZE, "max_prompt_tokens": 16, "max_completion_tokens": 16},
+        "train": {"num_steps": 4},
+        "learner": {"compute_dtype": "float32", "cpu_threads": 1, "max_tokens_per_microbatch": 64},
+    }
+    for section, keys in (changes or {}).items():
+        values[section] = values.get(section, {}) | keys
+    learner = Learner(Config.model_validate(values), 0, 1, "", 0)
+    try:
+        yield learner
+    finally:
+        learner.close()
+
+
+def step(learner: Learner, number: int, groups: list[Group]) -> dict[str, float]:
+    summaries = tuple(summarize_group(group, time_total_s=0.0) for group in groups)
+    return learner.train_step(number, summaries, (tuple(range(len(groups))),), *groups)
+
+
+def weights(learner: Learner) -> dict[str, np.ndarray]:
+    """Float32 weights by name."""
+    parameters = learner._learner.model.named_parameters()
+    return {name: parameter.full_tensor().detach().numpy().copy() for name, parameter in parameters}  # type: ignore[attr-defined]
+
+
+def save(learner: Learner, folder: str, version: int) -> None:
+    """A checkpoint, waited for."""
+    learner.begin_checkpoint(folder, version)
+    while not learner.checkpoint_done():
+        time.sleep(0.01)
+
+
+def two_groups(first: int = 0) -> list[Group]:
+    return [make_group(first), make_group(first + 1)]
+
+
+def test_on_policy_the_update_gives_the_old_log_probs_itself(tiny_model: Path) -> None:
+    with learner_of(tiny_model) as learner:
+        metrics = step(learner, 1, two_groups())
+    assert metrics["timing_s/learner/old_log_probs"] == 0.0
+    assert metrics["timing_s/learner/ref"] == 0.0
+    assert metrics["learner/ratio_min"] == metrics["learner/ratio_max"] == 1.0
+    assert metrics["learner/share_computed"] == 1.0
+    assert metrics["learner/tokens_shared"] > 0
+    # rollout log-probs of -4.5 are those of a uniform choice among 90: about what random weights give among 97 letters
+    assert metrics["rollout_probs_diff/mean"] < 0.02
+    assert 4.0 < metrics["learner/entropy"] < 4.6
+
+
+@pytest.mark.parametrize("num_minibatches", [1, 2])
+def test_a_step_tells_what_its_first_weights_thought_of_every_sampled_token(
+    tiny_model: Path, num_minibatches: int
+) -> None:
+    changes = {"train": {"num_minibatches": num_minibatches}, "learner": {"optimizer": {"lr": 1e-3}}}
+    groups = two_groups()
+    with learner_of(tiny_model, changes) as learner:
+        expected = [log_probs for group in groups for log_probs in learner.log_probs_of(group)]
+        step(learner, 1, groups)
+        found = learner.log_probs_before()
+
+    assert sorted(found) == list(range(len(expected)))
+    for row, log_probs in enumerate(expected):
+        np.testing.assert_allclose(found[row], log_probs, atol=1e-5)
+
+
+def test_the_stretches_of_a_step_add_up_to_it(tiny_model: Path) -> None:
+    with learner_of(tiny_model) as learner:
+        metrics = step(learner, 1, two_groups())
+    timings = {name: value for name, value in metrics.items() if name.startswith("timing_s/learner/")}
+    total = timings.pop("timing_s/learner/total")
+    assert sum(timings.values()) == pytest.approx(total, rel=1e-6)
+    assert timings["timing_s/learner/other"] < 0.5 * total
+
+
+def test_a_second_mini_batch_sees_the_first_ones_update(tiny_model: Path) -> None:
+    with learner_of(tiny_model, {"train": {"num_minibatches": 2}, "learner": {"optimizer": {"lr": 1e-3}}}) as learner:
+        metrics = step(learner, 1, two_groups())
+        assert learner._learner.optimizer_steps == 2
+    assert metrics["timing_s/learner/old_log_probs"] > 0.0
+    assert metrics["learner/ratio_max"] > 1.0
+    assert metrics["learner/ratio_min"] < 1.0
+
+
+@pytest.mark.parametrize("loss", POLICY_LOSSES)
+def test_off_policy_every_loss_gives_the_same_step_however_it_is_split(tiny_model: Path, loss: str) -> None:
+    changes: dict[str, Any] = {
+        "algorithm": {"policy_loss": loss, "policy_loss_options": {"dro_beta": 0.1}},
+        "train": {"num_minibatches": 2},
+        "learner": {"optimizer": {"lr": 1e-3}},
+    }
+    results = []
+    for max_tokens in (512, 32):
+        with learner_of(
+            tiny_model, changes | {"learner": changes["learner"] | {"max_tokens_per_microbatch": max_tokens}}
+        ) as learner:
+            learner._learner.optimizer = torch.optim.SGD(learner._learner.model.parameters(), lr=0.1)  # type: ignore[assignment]
+            metrics = step(learner, 1, two_groups() + two_groups(2))
+            results.append((metrics["learner/num_microbatches"], weights(learner)))
+    assert results[0][0] < results[1][0]
+    for name, whole in results[0][1].items():
+        np.testing.assert_allclose(results[1][1][name], whole, atol=2e-7, err_msg=name)
+
+
+@pytest.mark.parametrize("estimator", ADV_ESTIMATORS)
+def test_every_estimator_trains(tiny_model: Path, estimator: str) -> None:
+    with learner_of(tiny_model, {"algorithm": {"adv_estimator": estimator}}) as learner:
+        metrics = step(learner, 1, two_groups())
+    assert metrics["learner/grad_norm"] > 0
+    assert metrics["learner/skipped_steps"] == 0
+    # remax takes the last trajectory of each group for its baseline
+    assert metrics["learner/num_trajectories"] == (6 if estimator == "remax" else 8)
+
+
+def test_the_reference_is_where_training_began(tiny_model: Path) -> None:
+    changes = {"algorithm": {"kl_loss_coef": 0.1}, "learner": {"optimizer": {"lr": 1e-3}}}
+    with learner_of(tiny_model, changes) as learner:
+        first, second = (step(learner, number, two_groups()) for number in (1, 2))
+    assert first["learner/kl_to_reference"] == pytest.approx(0.0, abs=1e-7)
+    assert second["learner/kl_to_reference"] > 1e-6
+    assert first["timing_s/learner/ref"] > 0
+
+
+def test_the_entropy_bonus_raises_entropy(tiny_model: Path) -> None:
+    entropies = {}
+    for coefficient in (0.0, 10.0):
+        changes = {"algorithm": {"entropy_coef": coefficient}, "learner": {"optimizer": {"lr": 1e-3}}}
+        with learner_of(tiny_model, changes) as learner:
+            step(learner, 1, two_groups())
+            entropies[coefficient] = step(learner, 2, two_groups())["learner/entropy"]
+    assert entropies[10.0] > entropies[0.0] + 1e-4
+
+
+def test_groups_without_variance_are_not_computed_but_counted(tiny_model: Path) -> None:
+    groups = [make_group(0), make_group(1, rewards=[0.5] * GROUP_SIZE)]
+    with learner_of(tiny_model) as learner:
+        metrics = step(learner, 1, groups)
+    trained = [sum(t.num_response_tokens for t in group.trajectories) for group in groups]
+    assert metrics["learner/zero_variance_groups"] == 0.5
+    assert metrics["learner/tokens_trained"] == sum(trained)
+    assert metrics["learner/share_computed"] == pytest.approx(trained[0] / sum(trained))
+
+
+@pytest.mark.parametrize("reward", [math.nan, math.inf, -math.inf])
+def test_a_reward_that_is_not_finite_skips_the_step_and_is_named(
+    tiny_model: Path, caplog: pytest.LogCaptureFixture, reward: float
+) -> None:
+    groups = [make_group(0), make_group(1, rewards=[0.5, reward, 0.1, 0.2])]
+    with learner_of(tiny_model) as learner:
+        before = weights(learner)
+        metrics = step(learner, 3, groups)
+        after = weights(learner)
+    assert metrics["learner/skipped_steps"] == 1
+    assert "groups [1] have rewards that are not finite" in caplog.text
+    assert all((before[name] == after[name]).all() for name in before)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_a_gradient_that_is_not_finite_leaves_weights_and_moments_alone(
+    tiny_model: Path, caplog: pytest.LogCaptureFixture, value: float
+) -> None:
+    with learner_of(tiny_model) as learner:
+        poisoned = next(learner._learner.model.parameters())
+        with torch.no_grad():
+            poisoned.to_local()[5, 0] = value  # type: ignore[attr-defined]
+        before = weights(learner)
+        metrics = step(learner, 1, [make_group(0)])
+        after = weights(learner)
+        assert not learner._learner.optimizer.state
+    assert metrics["learner/skipped_steps"] == metrics["learner/skipped_steps_total"] == 1
+    assert re.search(r"optimizer step 1 is skipped: gradient norm (nan|inf), losses \[", caplog.text)
+    assert all(np.array_equal(before[name], after[name], equal_nan=True) for name in before)
+
+
+def test_a_group_that_is_not_the_summarized_one_is_refused(tiny_model: Path) -> None:
+    with learner_of(tiny_model) as learner:
+        summaries = tuple(summarize_group(group, time_total_s=0.0) for group in two_groups())
+        with pytest.raises(LearnerError, match="summaries and groups are out of step"):
+            learner.train_step(1, summaries, ((0, 1),), *two_groups(2))
+
+
+def test_a_resumed_learner_goes_on_to_the_last_digit(tiny_model: Path, tmp_path: Path) -> None:
+    changes = {"learner": {"optimizer": {"lr": 1e-3, "schedule": "cosine", "warmup_steps": 2}}}
+    with learner_of(tiny_model, changes) as learner:
+        for number in (1, 2):
+            step(learner, number, two_groups(number))
+        save(learner, str(tmp_path / "checkpoint"), 2)
+        expected = step(learner, 3, two_groups(3)), weights(learner)
+    with learner_of(tiny_model, changes) as learner:
+        assert learner.load_checkpoint(str(tmp_path / "checkpoint")) == 2
+        found = step(learner, 3, two_groups(3)), weights(learner)
+    ignored = {name for name in expected[0] if name.startswith("timing_s/")}
+    assert {k: v for k, v in found[0].items() if k not in ignored} == {
+        k: v for k, v in expected[0].items() if k not in ignored
+    }
+    assert all((found[1][name] == expected[1][name]).all() for name in expected[1])
+
+
+def test_a_checkpoint_holds_the_step_it_began_after_whatever_is_trained_while_it_is_written(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    changes = {
+        "learner": {"optimizer": {"lr": 1e-3}},
+        "checkpoint": {"save_contents": ["model", "optimizer", "hf_model"]},
+    }
+    folder = tmp_path / "checkpoint" / "learner"
+    with learner_of(tiny_model, changes) as learner:
+        step(learner, 1, two_groups(1))
+        before = weights(learner)
+        learner.begin_checkpoint(str(folder), 1)
+        expected = step(learner, 2, two_groups(2)), weights(learner)  # changes weights and moments in place
+        while not learner.checkpoint_done():
+            time.sleep(0.01)
+        assert any((before[name] != expected[1][name]).any() for name in before)
+    with learner_of(tiny_model, changes) as learner:
+        assert learner.load_checkpoint(str(folder)) == 1
+        assert all((weights(learner)[name] == before[name]).all() for name in before)
+        found = step(learner, 2, two_groups(2)), weights(learner)
+    assert found[0]["learner/grad_norm"] == expected[0]["learner/grad_norm"]
+    assert all((found[1][name] == expected[1][name]).all() for name in expected[1])
+    # ... and the Hugging Face folder is of the same step, in bfloat16
+    from safetensors.torch import load_file
+
+    exported = load_file(folder.with_name("hf_model") / "model.safetensors")
+    for name, tensor in exported.items():
+        narrow = torch.from_numpy(before[f"causal_lm.{name}"]).bfloat16()
+        assert torch.equal(tensor, narrow), name
+
+
+def test_a_disk_that_is_full_is_named_when_the_save_is_asked_about(tiny_model: Path, tmp_path: Path) -> None:
+    with learner_of(tiny_model) as learner:
+        limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+        # A limit on file sizes stands in for a disk without room: the same write fails at the same place.
+        resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
+        try:
+            with pytest.raises(CheckpointError, match=r"can't be written: .*on a full disk: free some space"):
+                save(learner, str(tmp_path / "c"), 1)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        save(learner, str(tmp_path / "later"), 1)  # with room again, the next one is written
+        assert learner.load_checkpoint(str(tmp_path / "later")) == 1
+
+
+def test_weights_that_are_not_finite_are_neither_saved_nor_loaded_nor_exported(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    with learner_of(tiny_model) as learner:
+        weight = next(learner._learner.model.parameters()).to_local().detach().view(-1)
+        save(learner, str(tmp_path / "good"), 1)
+        weight[7] = float("nan")
+        with pytest.raises(CheckpointError, match=r"values that are not finite in model\..* No checkpoint"):
+            save(learner, str(tmp_path / "nan"), 2)
+        with pytest.raises(CheckpointError, match="is not written: it has values that are not finite in "):
+            learner.export_hf(str(tmp_path / "hf"))
+        assert not (tmp_path / "hf").exists()
+        weight[7] = float("inf")
+        _write_unchecked(learner, tmp_path / "inf")
+        with pytest.raises(CheckpointDamagedError, match=r"inf holds values that are not finite in model\."):
+            learner.load_checkpoint(str(tmp_path / "inf"))
+        assert learner.load_checkpoint(str(tmp_path / "good")) == 1  # the one before is gone on from
+        assert weight[7].isfinite()
+
+
+def _write_unchecked(learner: Learner, folder: Path) -> None:
+    """A checkpoint as versions before this check wrote it, or as damage leaves it."""
+    from torch.distributed.checkpoint.state_dict_saver import save as write
+
+    from rayapp.learner.state.checkpoint import _state
+
+    write(_state(learner._learner) | {"counters": torch.zeros(3, dtype=torch.int64), "rng": torch.get_rng_state()},
+          checkpoint_id=folder)  # fmt: skip
+
+
+def test_a_torn_checkpoint_and_a_folder_without_one_say_so(tiny_model: Path, tmp_path: Path) -> None:
+    with learner_of(tiny_model) as learner:
+        with pytest.raises(CheckpointError, match="can't be read into this model"):
+            learner.load_checkpoint(str(tmp_path / "nothing"))
+        save(learner, str(tmp_path / "torn"), 1)
+        data = next((tmp_path / "torn").glob("*.distcp"))
+        data.write_bytes(data.read_bytes()[: data.stat().st_size // 2])
+        with pytest.raises(CheckpointError, match="can't be read into this model"):
+            learner.load_checkpoint(str(tmp_path / "torn"))
+
+
+@pytest.mark.parametrize(
+    ("changes", "difference"),
+    [
+        # One layer less here: all of the state finds its tensors, and those of the second layer would be left over.
+        ({"num_hidden_layers": 1}, r"model\.model\.layers\.1\..* is \(128,.*\) there and missing here"),
+        ({"num_hidden_layers": 3}, r"model\.model\.layers\.2\..* is missing there and \(128,.*\) here"),
+        ({"intermediate_size": 192}, r"is \(256, 128\) there and \(192, 128\) here|\(128, 256\) there"),
+    ],
+)
+def test_a_checkpoint_of_another_model_is_refused_by_name(
+    tiny_model: Path, tmp_path: Path, changes: dict[str, int], difference: str
+) -> None:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    read = AutoConfig.from_pretrained(tiny_model)
+    for name, value in changes.items():
+        setattr(read, name, value)
+    AutoModelForCausalLM.from_config(read).save_pretrained(tmp_path / "other")
+    with learner_of(tiny_model) as learner:
+        save(learner, str(tmp_path / "c"), 1)
+    with learner_of(tmp_path / "other") as learner:
+        before = weights(learner)
+        with pytest.raises(CheckpointError, match=r"can't be read into this model: .* tensors differ: ") as raised:
+            learner.load_checkpoint(str(tmp_path / "c"))
+        after = weights(learner)
+    assert re.search(difference, str(raised.value))
+    assert "give the model.path it was made from" in str(raised.value)
+    assert all((before[name] == after[name]).all() for name in before)
+
+
+def test_the_exported_folder_computes_the_learners_log_probs(tiny_model: Path, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    with learner_of(tiny_model, {"learner": {"optimizer": {"lr": 1e-3}}}) as learner:
+        step(learner, 1, two_groups())
+        learner.export_hf(str(tmp_path))
+        found = learner.log_probs_of(make_group(5))
+    model = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert model.dtype == torch.bfloat16
+    assert AutoTokenizer.from_pretrained(tmp_path).encode("a") == AutoTokenizer.from_pretrained(tiny_model).encode("a")
+    for own, trajectory in zip(found, make_group(5).trajectories, strict=True):
+        tokens = torch.from_numpy(trajectory.token_ids.astype(np.int64))
+        with torch.no_grad():
+            logits = model.float()(tokens[None]).logits[0, :-1]
+        expected = logits.log_softmax(-1).gather(1, tokens[1:, None])[:, 0].numpy()[trajectory.response_mask[1:]]
+        # the export rounds weights to bfloat16: 8 bits, in a model of two layers
+        np.testing.assert_allclose(own, expected, atol=0.05)
+
+
+def test_an_exported_folder_keeps_what_is_not_trained(tiny_model: Path, tmp_path: Path) -> None:
+    from transformers import Glm4MoeConfig, Glm4MoeForCausalLM
+
+    torch.manual_seed(0)
+    shape: dict[str, Any] = {
+        "vocab_size": 97, "hidden_size": 32, "intermediate_size": 32, "moe_intermediate_size": 16, "head_dim": 8,
+        "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "n_routed_experts": 4,
+        "num_experts_per_tok": 2, "first_k_dense_replace": 1,
+    }  # fmt: skip
+    model = Glm4MoeForCausalLM(Glm4MoeConfig(**shape))
+    bias = model.model.layers[1].mlp.gate.e_score_correction_bias
+    bias.copy_(torch.randn(bias.shape))
+    model.save_pretrained(tmp_path / "model")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(tiny_model / name, tmp_path / "model" / name)
+    with learner_of(tmp_path / "model") as learner:
+        learner.export_hf(str(tmp_path / "hf"))
+    exported = Glm4MoeForCausalLM.from_pretrained(tmp_path / "hf")
+    assert torch.equal(exported.model.layers[1].mlp.gate.e_score_correction_bias.float(), bias)
+
+
+def test_a_group_that_failed_as_a_whole_does_not_end_a_run_that_weighs_reward_terms(tiny_model: Path) -> None:
+    failed = make_group(1)
+    lost = [
+        replace(t, reward=Reward.invalid("sandbox", "gone"), status=RolloutStatus.ERROR_SANDBOX)
+        for t in failed.trajectories
+    ]
+    changes = {"algorithm": {"adv_estimator": "gdpo", "gdpo_reward_terms": ["solved"]}}
+    with learner_of(tiny_model, changes) as learner:
+        metrics = step(learner, 1, [make_group(0), replace(failed, trajectories=tuple(lost))])
+    assert metrics["learner/num_trajectories"] == GROUP_SIZE
+    assert metrics["learner/skipped_steps"] == 0
+
+
+def test_a_mini_batch_that_is_not_finite_is_skipped_alone(tiny_model: Path) -> None:
+    first = make_group(0)
+    poisoned = [replace(t, rollout_log_probs=t.rollout_log_probs + np.float32(np.nan)) for t in first.trajectories]
+    changes: dict[str, Any] = {
+        "train": {"num_minibatches": 2},
+        "algorithm": {"rollout_correction": {"level": "token"}},
+        "learner": {"optimizer": {"lr": 1e-3}},
+    }
+    with learner_of(tiny_model, changes) as learner:
+        before = weights(learner)
+        metrics = step(learner, 1, [replace(first, trajectories=tuple(poisoned)), make_group(1)])
+        after = weights(learner)
+    assert metrics["learner/skipped_steps"] == 1
+    assert any((before[name] != after[name]).any() for name in before)
+
+
+def test_a_missing_model_is_an_input_error(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"model\.path .* can't be loaded"), learner_of(tmp_path / "nowhere"):
+        pass
+
+
+def test_schedules_warm_up_and_end_where_they_should() -> None:
+    linear = OptimizerSection(lr=1.0, schedule="linear", warmup_steps=2)
+    assert [learning_rate(n, 4, linear) for n in range(1, 5)] == [0.5, 1.0, 0.5, 0.0]
+    cosine = OptimizerSection(lr=1.0, schedule="cosine", min_lr_ratio=0.1)
+    assert learning_rate(2, 4, cosine) == pytest.approx(0.55)  # half way: (1 + 0.1) / 2
+    assert learning_rate(4, 4, cosine) == pytest.approx(0.1)
+    assert learning_rate(99, 4, OptimizerSection(lr=1.0)) == 1.0
+
+
+LORA = {"lora": {"rank": 4, "alpha": 8, "send": "merged"}, "optimizer": {"lr": 1e-2}}
+
+
+def sent(learner: Learner) -> dict[str, torch.Tensor]:
+    """What a server gets."""
+    return {
+        name: tensor.clone()
+        for bucket in learner.export_weights(1 << 20)
+        for name, tensor in unpack(bucket.entries, torch.from_numpy(bucket.data))
+    }
+
+
+def test_adapters_are_trained_alone_and_what_is_sent_computes_the_learners_log_probs(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    from transformers import AutoModelForCausalLM
+
+    with learner_of(tiny_model, {"learner": LORA | {"compute_dtype": "float32", "cpu_threads": 1}}) as learner:
+        before, first = weights(learner), sent(learner)
+        metrics = step(learner, 1, two_groups())
+        after, second = weights(learner), sent(learner)
+        group = two_groups()[0]
+        found = learner.log_probs_of(group)
+        learner.export_hf(str(tmp_path / "hf"))
+    assert metrics["learner/grad_norm"] > 0
+    changed = {name for name in before if (before[name] != after[name]).any()}
+    assert changed
+    assert all(".lora_B." in name for name in changed)  # A has no gradient as long as B is 0: the first step moves B
+    # The names are the model's own, and before the first step so are the weights.
+    model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
+    assert first.keys() == {name for name, _ in model.named_parameters()}
+    assert all(torch.equal(first[name], p.detach().bfloat16()) for name, p in model.named_parameters())
+    # A server that loads what is sent after the step follows the learner, up to the rounding of weights to bfloat16.
+    base = log_probs_under(model, group)
+    model.load_state_dict({name: tensor.float() for name, tensor in second.items()}, strict=False)
+    follows = log_probs_under(model, group)
+    for ours, theirs, old in zip(found, follows, base, strict=True):
+        np.testing.assert_allclose(theirs, ours, atol=2e-2)
+        assert np.abs(old - ours).max() > 10 * np.abs(theirs - ours).max()
+    exported = AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
+    assert all(torch.equal(second[name], p.detach()) for name, p in exported.named_parameters())
+
+
+def test_the_adapters_alone_are_sent_and_give_the_learners_log_probs_in_peft(tiny_model: Path) -> None:
+    from peft import LoraConfig, get_peft_model, set_peft_model_state_dict
+    from transformers import AutoModelForCausalLM
+
+    lora = LORA["lora"] | {"send": "adapter"}
+    changes = {"learner": LORA | {"lora": lora, "compute_dtype": "float32", "cpu_threads": 1}}
+    with learner_of(tiny_model, changes) as learner:
+        for number in (1, 2):
+            step(learner, number, two_groups(number))
+        adapter, group = sent(learner), two_groups()[0]
+        found = learner.log_probs_of(group)
+        whole = sum(parameter.numel() for name, parameter in learner._learner.model.named_parameters())
+    assert all(".lora_A.weight" in name or ".lora_B.weight" in name for name in adapter)
+    # Rank 4 beside matrices of 128: see tests/unit/learner/test_memory_plan.py for the count.
+    assert sum(tensor.numel() for tensor in adapter.values()) == 2 * 4 * (2 * 256 + 2 * 192 + 3 * 384) < whole / 10
+    model: Any = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
+    base = log_probs_under(model, group)
+    # What is sent has its scale in it: alpha is the rank.
+    settings = LoraConfig(r=4, lora_alpha=4, target_modules="all-linear")
+    wrapped = get_peft_model(model, settings)
+    loaded = set_peft_model_state_dict(wrapped, {name: tensor.float() for name, tensor in adapter.items()})
+    assert not loaded.unexpected_keys
+    follows = log_probs_under(wrapped, group)
+    for ours, theirs, old in zip(found, follows, base, strict=True):
+        np.testing.assert_allclose(theirs, ours, atol=5e-3)  # the adapter's own rounding to bfloat16
+        assert np.abs(old - ours).max() > 10 * np.abs(theirs - ours).max()
+
+
+def log_probs_under(model: Any, group: Group) -> list[np.ndarray]:
+    """Of each trajectory's response tokens, one sequence at a time."""
+    found = []
+    for trajectory in group.trajectories:
+        ids = torch.from_numpy(trajectory.token_ids).long()[None]
+        with torch.no_grad():
+            scores = model(ids).logits[0, :-1].float().log_softmax(-1)
+        picked = scores.gather(-1, ids[0, 1:, None])[:, 0].numpy()
+        found.append(picked[trajectory.response_mask[1:]])
+    return found
+
+
+def test_a_checkpoint_of_adapters_holds_them_alone_and_goes_on_to_the_last_digit(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    changes = {"learner": LORA | {"compute_dtype": "float32", "cpu_threads": 1}}
+    with learner_of(tiny_model, changes) as learner:
+        step(learner, 1, two_groups(1))
+        save(learner, str(tmp_path / "c"), 1)
+        step(learner, 2, two_groups(2))
+        expected = weights(learner)
+    size = sum(path.stat().st_size for path in (tmp_path / "c").iterdir())
+    # Rank 4 a layer: q, o 2 x 4 x 256, k, v 2 x 4 x 192, MLP 3 x 4 x 384 = 8192 numbers. On 2 layers, with two moments,
+    # in float32: 197 kB, and about 2 kB of DCP's own for each of 28 x 4 tensors; all 0.3M weights would take 3.6 MB.
+    assert 196_608 <= size < 600_000
+    with learner_of(tiny_model, changes) as learner:
+        assert learner.load_checkpoint(str(tmp_path / "c")) == 1
+        step(learner, 2, two_groups(2))
+        found = weights(learner)
+    assert all((found[name] == expected[name]).all() for name in expected)
+
+
+def test_modules_that_the_model_lacks_are_named(tiny_model: Path) -> None:
+    lora = {"rank": 4, "target_modules": ["no_such_proj"]}
+    with pytest.raises(InputError, match="no_such_proj"), learner_of(tiny_model, {"learner": {"lora": lora}}):
+        pass
+
+
+def test_offloaded_to_the_host_a_step_is_the_same_to_the_last_digit(tiny_model: Path) -> None:
+    results = []
+    for cpu_offload in (False, True):
+        changes = {"learner": {"compute_dtype": "float32", "cpu_threads": 1, "max_tokens_per_microbatch": 32}}
+        changes["learner"]["cpu_offload"] = cpu_offload
+        with learner_of(tiny_model, changes) as learner:
+            metrics = [step(learner, number, two_groups(number)) for number in (1, 2)]
+            results.append((metrics, weights(learner)))
+    (plain, plain_weights), (offloaded, offloaded_weights) = results
+    assert [m["learner/grad_norm"] for m in plain] == [m["learner/grad_norm"] for m in offloaded]
+    assert all((plain_weights[name] == offloaded_weights[name]).all() for name in plain_weights)

@@ -1,0 +1,249 @@
+"""`learner.max_tokens_per_microbatch: auto`: what is found fits, fills the room, and is told when nothing fits."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from rayapp.config.config import Config
+from rayapp.core.errors import LearnerError
+from rayapp.core.summaries import summarize_group
+from rayapp.core.types import Group, Prompt
+from rayapp.learner.memory.meter import memory_meter
+from rayapp.learner.memory.plan import (
+    GIB,
+    RUNTIME_BYTES,
+    ModelShape,
+    gathered_bytes,
+    model_shape,
+    plan_learner,
+    with_token_budget,
+)
+from rayapp.learner.memory.token_budget import (
+    LARGEST,
+    MemoryNeed,
+    available_bytes,
+    find_token_budget,
+    free_bytes,
+    measure_need,
+)
+from rayapp.learner.step import PolicyLearner
+from rayapp.testing.learners import learner_alone, sampled, save_llama
+
+MIB = 2**20
+MAX_PLAN_ERROR = 0.10
+"""The plan leaves out what a layer's backward needs for a moment beside what its forward kept."""
+
+
+def config_of(model: Path, **learner: Any) -> Config:
+    return Config.model_validate(
+        {
+            "model": {"path": str(model)},
+            "cluster": {"device": "cpu"},
+            "rollout": {"max_prompt_tokens": 24, "max_completion_tokens": 40},
+            "learner": {
+                "compute_dtype": "float32",
+                "cpu_threads": 1,
+                "log_prob_chunk_tokens": 16,
+                "max_tokens_per_microbatch": "auto",
+                **learner,
+            },
+        }
+    )
+
+
+@pytest.fixture(scope="module")
+def deep_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Eight layers, and more vocabulary than width, as real models have."""
+    folder = tmp_path_factory.mktemp("models") / "deep"
+    return save_llama(folder, vocab_size=512, hidden_size=64, intermediate_size=128, num_hidden_layers=8)
+
+
+@pytest.fixture(scope="module")
+def wide_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Six layers of 256: activations are most of a step, as they are for real models."""
+    folder = tmp_path_factory.mktemp("models") / "wide"
+    return save_llama(folder, vocab_size=4096, hidden_size=256, intermediate_size=704, num_hidden_layers=6)
+
+
+def groups_of(num_tokens: int, longest: int) -> list[Group]:
+    """One group of trajectories of the longest kind, all different from the first token on, predicted but for it."""
+    count = num_tokens // longest
+    tokens = np.random.default_rng(0).integers(2, 90, (count, longest + 1)).astype(np.int32)
+    tokens[:, 0] = np.arange(count) % 90
+    trajectories = tuple(sampled(row, 1, reward=float(i % 2), log_prob=-4.0) for i, row in enumerate(tokens))
+    prompt = Prompt(task="t", text="", token_ids=tokens[0, :1])
+    return [Group(group_id=0, prompt=prompt, trajectories=trajectories)]
+
+
+def peak_of_step(config: Config, num_tokens: int) -> int:
+    """Bytes that torch's profiler counts over a second step, of micro-batches of so many tokens each."""
+    learner_section = config.learner.model_copy(update={"max_tokens_per_microbatch": num_tokens})
+    config = config.model_copy(update={"learner": learner_section})
+    groups = groups_of(2 * num_tokens, config.max_model_tokens)
+    summaries = tuple(summarize_group(group, time_total_s=0.0) for group in groups)
+    with learner_alone(config) as (learner, _):
+        learner.train_step(1, summaries, (0,), groups)
+        with torch.autograd.profiler.profile(profile_memory=True) as profiled:
+            learner.train_step(2, summaries, (0,), groups)
+    assert profiled.kineto_results is not None
+    events = [event for event in profiled.kineto_results.events() if event.name() == "[memory]"]
+    changes = [event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())]
+    return max(accumulate(changes))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"activation_checkpointing": True}, {"lora": {"rank": 4}}, {"compute_dtype": "bfloat16"}],
+    ids=["plain", "recomputed", "adapters", "bfloat16"],
+)
+@pytest.mark.parametrize("size", ["tiny", "deep"])
+def test_what_is_found_fits_and_twice_as_much_does_not(
+    tiny_model: Path, deep_model: Path, size: str, changes: dict[str, Any]
+) -> None:
+    config, room = config_of(tiny_model if size == "tiny" else deep_model, **changes), 20 * MIB
+    with learner_alone(config) as (learner, ranks):
+        need = measure_need(config, ranks, learner.model)
+        found = find_token_budget(config, ranks, learner.model, room_bytes=room)
+    assert found & (found - 1) == 0
+    assert found >= 2 * config.max_model_tokens
+    assert need.of(found) <= room < need.of(2 * found)
+    # Counted by somebody else, in a whole step. The need adds the peaks of layers and head, which don't come together.
+    taken = peak_of_step(config, found)
+    assert 0.75 * need.of(found) <= taken <= need.of(found)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"activation_checkpointing": True}, {"lora": {"rank": 16}}, {"compute_dtype": "bfloat16"}],
+    ids=["plain", "recomputed", "adapters", "bfloat16"],
+)
+def test_the_plan_is_what_torch_allocates_in_a_step(wide_model: Path, changes: dict[str, Any]) -> None:
+    num_tokens, chunk_rows, softmax_rows = 2048, 256, 64
+    config = config_of(wide_model, max_tokens_per_microbatch=num_tokens, log_prob_chunk_tokens=chunk_rows, **changes)
+    shape = model_shape(config)
+    plan = plan_learner(shape, config)
+    # A step finds weights and moments there. On CPU there is no CUDA, every layer stays gathered, and the float32
+    # softmax takes `CACHE_ROWS` rows at a time.
+    there = 4 * (shape.num_parameters + shape.num_adapter_parameters) + plan.optimizer + RUNTIME_BYTES
+    gathered = gathered_bytes(shape, config, shape.num_layers) - gathered_bytes(shape, config)
+    softmax = 8 * (chunk_rows - softmax_rows) * shape.vocabulary
+    expected = plan.total - there + gathered - softmax
+
+    taken = peak_of_step(config, num_tokens)
+
+    assert taken == pytest.approx(expected, rel=MAX_PLAN_ERROR)
+
+
+def test_recomputed_activations_leave_room_for_more_tokens(deep_model: Path) -> None:
+    budgets = []
+    for changes in ({}, {"activation_checkpointing": True}):
+        config = config_of(deep_model, **changes)
+        with learner_alone(config) as (learner, ranks):
+            budgets.append(find_token_budget(config, ranks, learner.model, room_bytes=40 * MIB))
+    # Eight layers against one and the inputs of eight (a fortieth of a layer's each, see the plan): over twice as many.
+    assert budgets[0] < budgets[1]
+
+
+def test_a_learner_trains_with_what_it_found_and_nothing_else_has_changed(tiny_model: Path) -> None:
+    with learner_alone(config_of(tiny_model)) as (learner, ranks):
+        # A tiny model on this machine: half of what is free is far more than 65536 of its tokens take.
+        assert learner.config.learner.token_budget == LARGEST
+        assert all(parameter.grad is None for parameter in learner.model.parameters())
+        auto_rng, auto = torch.get_rng_state(), whole_weights(learner)
+        assert 0 < free_bytes(ranks, learner.model) < available_bytes()
+        after_probe = trained_weights(learner)
+    with learner_alone(config_of(tiny_model, max_tokens_per_microbatch=LARGEST)) as (learner, _):
+        assert torch.equal(auto_rng, torch.get_rng_state())
+        plain = whole_weights(learner)
+        assert all(torch.equal(a, b) for a, b in zip(auto, plain, strict=True))
+        without_probe = trained_weights(learner)
+    assert all(torch.equal(a, b) for a, b in zip(after_probe, without_probe, strict=True))
+    assert not all(torch.equal(a, b) for a, b in zip(after_probe, plain, strict=True))
+
+
+def trained_weights(learner: PolicyLearner) -> list[torch.Tensor]:
+    """After one step."""
+    groups = groups_of(512, learner.config.max_model_tokens)
+    learner.train_step(1, (summarize_group(groups[0], time_total_s=0.0),), (0,), groups)
+    return whole_weights(learner)
+
+
+def whole_weights(learner: PolicyLearner) -> list[torch.Tensor]:
+    return [p.full_tensor().clone() for p in learner.model.parameters()]  # type: ignore[attr-defined]
+
+
+def test_probes_take_a_moment_and_leave_nothing_behind(deep_model: Path) -> None:
+    config = config_of(deep_model, max_tokens_per_microbatch=4096)
+    with learner_alone(config) as (learner, ranks):
+        parameters = [p.to_local() for p in learner.model.parameters()]  # type: ignore[attr-defined]
+        with memory_meter(ranks.device, parameters) as meter:
+            first = measure_need(config, ranks, learner.model)
+            meter.restart()
+            assert meter.marks[0] < 64 * 1024
+        # The same however often it is asked: nothing of an earlier probe is in a later one.
+        assert measure_need(config, ranks, learner.model).of(10_000) == first.of(10_000)
+        assert process_time_of(lambda: measure_need(config, ranks, learner.model)) < 20.0
+
+
+def process_time_of(action: Callable[[], object]) -> float:
+    """Seconds of the processor, which other jobs on the machine don't change."""
+    started = time.process_time()
+    action()
+    return time.process_time() - started
+
+
+def test_the_meter_counts_what_is_alive_at_once() -> None:
+    kept = torch.ones(1000)
+    with memory_meter(torch.device("cpu"), [kept]) as meter:
+        first = kept + 1  # 4000 bytes
+        second = first * 2
+        del first
+        kept.sum()  # 4 bytes more
+        assert meter.marks == [4000, 8000, 4004]
+        second.untyped_storage().resize_(0)
+        meter.restart()
+        assert meter.marks == [0]
+
+
+def test_the_worst_moment_depends_on_the_number_of_tokens() -> None:
+    need = MemoryNeed(fixed=np.array([100.0, 10.0]), per_token=np.array([1.0, 4.0]))
+    # 100 + 20 against 10 + 80; 100 + 40 against 10 + 160.
+    assert (need.of(20), need.of(40)) == (120, 170)
+    # 100 + n <= 130 and 10 + 4 n <= 130: both at 30.
+    assert need.fits(130) == 30
+    assert need.fits(210) == 50
+    assert need.fits(99) < 1
+
+
+def test_too_little_room_for_the_longest_trajectory_says_what_to_lower(tiny_model: Path) -> None:
+    config = config_of(tiny_model)
+    told = r"longest trajectory, 64 tokens .* takes \d+ MiB .*, and 0 MiB are free: 0 tokens fit"
+    with learner_alone(config) as (learner, ranks), pytest.raises(LearnerError, match=told):
+        find_token_budget(config, ranks, learner.model, room_bytes=MIB // 2)
+
+
+def test_the_plan_has_a_number_for_it() -> None:
+    shape = ModelShape(
+        num_parameters=1_000_000,
+        num_layer_parameters=300_000,
+        num_layers=3,
+        hidden=256,
+        intermediate=704,
+        num_heads=4,
+        num_key_heads=2,
+        head_size=64,
+        vocabulary=4096,
+    )
+    config = Config.model_validate({"learner": {"max_tokens_per_microbatch": "auto"}})
+    planned = with_token_budget(shape, config, 4 * GIB)
+    assert plan_learner(shape, planned).total <= 0.9 * 4 * GIB
+    twice = planned.learner.model_copy(update={"max_tokens_per_microbatch": 2 * planned.learner.token_budget})
+    assert plan_learner(shape, planned.model_copy(update={"learner": twice})).total > 0.9 * 4 * GIB

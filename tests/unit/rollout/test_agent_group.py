@@ -1,0 +1,320 @@
+"""A group of a data row: episodes of the agent loop scored by verl's rule, with a scripted policy: no model, no Ray."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from rayapp.config.config import Config
+from rayapp.config.loading import load_config
+from rayapp.core.errors import ConfigError, DeadlineError, EngineDeadError, InputError, ToolUnavailableError
+from rayapp.core.protocols import RolloutEngine
+from rayapp.core.types import Completion, Group, GroupSummary, SamplingParams
+from rayapp.rollout.agent.chat import ChatFormat, load_template
+from rayapp.rollout.agent.episode import AgentLimits
+from rayapp.rollout.agent.loop import AgentLoop
+from rayapp.rollout.agent.loops import agent_loops
+from rayapp.rollout.agent_group import AgentWork, run_agent_group
+from rayapp.rollout.check import check_inputs, num_sandboxes, trajectories_at_once
+from rayapp.rollout.order import GroupRequest, evaluation_waves, is_first_turn
+from rayapp.runs.tracking.metrics import summarize_step
+from rayapp.runs.trajectories import read_groups, write_trajectories
+from rayapp.tasks.answers import AnswerRewards
+from rayapp.tasks.data.data_row import DataRow
+from rayapp.testing.engine import ScriptedEngine
+from rayapp.tools.base import ToolBase, ToolOutput, ToolSchema
+from rayapp.tools.calls import HermesParser
+from rayapp.tools.gsm8k import Gsm8kTool
+from rayapp.tools.toolset import ToolSet
+
+CALL = '<tool_call>{"name": "calc_gsm8k_reward", "arguments": {"answer": "%s"}}</tool_call>'
+MESSAGES = ({"role": "user", "content": "What is 2 + 2?"},)
+
+
+class Gone(ToolBase):
+    """A tool whose service can't be reached even to begin with."""
+
+    schema = ToolSchema(name="gone")
+
+    async def create(self, kwargs: Mapping[str, Any]) -> None:
+        raise ToolUnavailableError("connection refused")
+
+    async def execute(self, state: Any, arguments: Mapping[str, Any]) -> ToolOutput:
+        raise AssertionError("it was never made")
+
+
+def policy(request_id: str, prompt_ids: Sequence[int]) -> str:
+    """Trajectory 0 asks the tool twice, then answers; 1 is wrong at once; 2 names a tool that isn't there first."""
+    _, trajectory, turn = (int(part.partition("=")[2]) for part in request_id.split("/"))
+    said = {
+        0: [CALL % 5, CALL % 4, "It is 4.\n#### 4"],
+        1: ["#### 5"],
+        2: ['<tool_call>{"name": "nobody", "arguments": {}}</tool_call>', "#### 4"],
+    }
+    return said[trajectory][turn]
+
+
+def work_of(tokenizer: Any, *tools: ToolBase, deadline_s: float = 60.0) -> AgentWork:
+    tool_set = ToolSet(tools)
+    chat = ChatFormat(tokenizer, tool_set.schemas, template=load_template("chatml_hermes"))
+    limits = AgentLimits(max_response_tokens=2000)
+    loop = AgentLoop(chat=chat, parser=HermesParser(), tools=tool_set, limits=limits)
+    return AgentWork(loops=agent_loops(loop), rewards=AnswerRewards(tool_weight=1.0), deadline_s=deadline_s, seed=0)
+
+
+def engine_of(tokenizer: Any, script: Callable[[str, Sequence[int]], str] = policy) -> ScriptedEngine:
+    def encode(text: str) -> list[int]:
+        ids: list[int] = tokenizer.encode(text, add_special_tokens=False)
+        return ids
+
+    return ScriptedEngine(encode, tokenizer.decode, script, end_id=tokenizer.eos_token_id)
+
+
+async def play(
+    work: AgentWork,
+    engine: RolloutEngine,
+    *,
+    group_size: int = 3,
+    source: str = "openai/gsm8k",
+    agent_name: str = "",
+) -> tuple[Group, GroupSummary]:
+    row = DataRow(
+        messages=MESSAGES,
+        data_source=source,
+        agent_name=agent_name,
+        ground_truth="4",
+        tools_kwargs={"calc_gsm8k_reward": {"create_kwargs": {"ground_truth": "4"}}},
+        prompt_ids=tuple(work.loops.prompt_ids(MESSAGES, agent_name)),
+    )
+    request = GroupRequest(group_id=7, policy_version=0)
+    sampling = SamplingParams(max_tokens=2000)
+    return await run_agent_group(request, row, work, engine=engine, sampling=sampling, group_size=group_size)
+
+
+async def test_each_episode_is_scored_by_its_last_turn_and_the_tools_rewards(chat_tokenizer: Any) -> None:
+    group, summary = await play(work_of(chat_tokenizer, Gsm8kTool()), engine_of(chat_tokenizer))
+
+    # Trajectory 0: right, and its first call, no better than nothing, costs 0.05; the second, right, costs nothing.
+    assert summary.rewards.tolist() == pytest.approx([0.95, 0.0, 1.0])
+    assert [trajectory.num_turns for trajectory in group.trajectories] == [3, 1, 2]
+    assert summary.task == "openai/gsm8k"
+    assert group.trajectories[0].completion_text == "It is 4.\n#### 4"
+    assert summary.valid.all()
+
+
+async def test_a_single_turn_row_reads_no_tools_and_its_calls_are_its_answer(chat_tokenizer: Any) -> None:
+    work, engine = work_of(chat_tokenizer, Gsm8kTool()), engine_of(chat_tokenizer)
+
+    group, _ = await play(work, engine, agent_name="single_turn_agent")
+    told, _ = await play(work, engine, agent_name="tool_agent")
+
+    assert [trajectory.num_turns for trajectory in group.trajectories] == [1, 1, 1]
+    assert group.trajectories[0].completion_text == CALL % 5
+    assert not any(turn.calls for trajectory in group.trajectories for turn in trajectory.turns)
+    assert "calc_gsm8k_reward" not in group.prompt.text
+    assert "calc_gsm8k_reward" in told.prompt.text
+
+
+async def test_rows_without_a_name_are_played_as_configured(chat_tokenizer: Any) -> None:
+    work = work_of(chat_tokenizer, Gsm8kTool())
+    single = replace(work, loops=agent_loops(work.loops.tool_agent, default="single_turn_agent"))
+
+    group, _ = await play(single, engine_of(chat_tokenizer))
+
+    assert {trajectory.num_turns for trajectory in group.trajectories} == {1}
+    with pytest.raises(InputError, match="agent_name 'react' is no agent loop here"):
+        await play(work, engine_of(chat_tokenizer), agent_name="react")
+
+
+async def test_calls_and_failures_are_in_the_metrics_and_not_among_the_rewards(chat_tokenizer: Any) -> None:
+    _, summary = await play(work_of(chat_tokenizer, Gsm8kTool()), engine_of(chat_tokenizer))
+
+    metrics = summarize_step([summary], version=0)
+    assert metrics["tool/calls"] == 3  # two by trajectory 0, one by 2
+    assert metrics["tool/failed"] == 1
+    assert metrics["tool/failed/unknown_tool"] == 1
+    assert metrics["turns/mean"] == 2.0
+    assert metrics["reward/tool/step_reward/mean"] == pytest.approx(-0.05)
+    assert "reward/tool/calls/mean" not in metrics
+
+
+async def test_every_turn_and_call_comes_back_from_the_trajectory_file(chat_tokenizer: Any, tmp_path: Path) -> None:
+    group, _ = await play(work_of(chat_tokenizer, Gsm8kTool()), engine_of(chat_tokenizer))
+    path = tmp_path / "step=000001.parquet"
+
+    write_trajectories(path, 1, [group])
+
+    (read,) = read_groups(path)
+    assert [trajectory.turns for trajectory in read.trajectories] == [t.turns for t in group.trajectories]
+    assert read.trajectories[0].turns[1].calls[0].output == "Current parsed answer='4' reward=1.0"
+
+
+async def test_a_trajectory_without_its_tool_fails_and_still_takes_its_place_in_the_cohort(chat_tokenizer: Any) -> None:
+    engine = engine_of(chat_tokenizer, lambda request_id, prompt_ids: "#### 4")
+    engine.record = True
+
+    group, summary = await play(work_of(chat_tokenizer, Gone()), engine)
+
+    assert summary.failure_kinds == ("tool_unavailable",) * 3
+    assert [request_id for request_id, _, _ in engine.requests] == [
+        f"group=7/trajectory={index}/turn=0" for index in range(3)
+    ]
+    assert {sampling.max_tokens for _, _, sampling in engine.requests} == {1}
+    assert not any(trajectory.is_trainable for trajectory in group.trajectories)
+
+
+@dataclass
+class Hanging:
+    """Never answers the trajectories in `hang`; a `dead` one answers nobody."""
+
+    inner: ScriptedEngine
+    hang: frozenset[int] = frozenset()
+    is_dead: bool = False
+    asked: list[str] = field(default_factory=list)
+
+    async def generate(self, request_id: str, prompt_ids: Sequence[int], sampling: SamplingParams) -> Completion:
+        self.asked.append(request_id)
+        if self.is_dead:
+            raise EngineDeadError("gone")
+        if int(request_id.split("/")[1].partition("=")[2]) in self.hang:
+            await asyncio.Event().wait()
+        return await self.inner.generate(request_id, prompt_ids, sampling)
+
+
+async def test_the_deadline_costs_a_trajectory_and_not_its_group(chat_tokenizer: Any) -> None:
+    engine = Hanging(engine_of(chat_tokenizer), hang=frozenset({1}))
+
+    _, summary = await play(work_of(chat_tokenizer, Gsm8kTool(), deadline_s=2.0), engine)
+
+    assert summary.failure_kinds == ("", "deadline", "")
+    # The one that hangs asked for its first turn: nobody asks in its stead.
+    assert engine.asked.count("group=7/trajectory=1/turn=0") == 1
+
+
+async def test_a_server_that_misses_its_own_deadline_is_named(chat_tokenizer: Any) -> None:
+    def hangs(request_id: str, prompt_ids: Sequence[int]) -> str:
+        raise DeadlineError("vllm-server-0.generate did not answer within 600 s")
+
+    group, summary = await play(work_of(chat_tokenizer, Gsm8kTool()), engine_of(chat_tokenizer, hangs))
+
+    assert summary.failure_kinds == ("engine",) * 3
+    assert "vllm-server-0" in group.trajectories[0].reward.detail
+
+
+async def test_a_dead_server_fails_the_group_which_is_then_sampled_elsewhere(chat_tokenizer: Any) -> None:
+    with pytest.raises(EngineDeadError):
+        await play(work_of(chat_tokenizer, Gsm8kTool()), Hanging(engine_of(chat_tokenizer), is_dead=True))
+
+
+async def test_a_data_source_without_a_rule_stops_the_run(chat_tokenizer: Any) -> None:
+    with pytest.raises(InputError, match="no rule"):
+        await play(work_of(chat_tokenizer, Gsm8kTool()), engine_of(chat_tokenizer), source="my/own")
+
+
+@pytest.mark.parametrize("which", ["train", "eval"])
+def test_a_row_that_cannot_be_scored_is_told_before_anything_starts(
+    tiny_model: Path, tmp_path: Path, which: str
+) -> None:
+    def row(source: str) -> dict[str, Any]:
+        return {"prompt": MESSAGES, "data_source": source, "reward_model": {"ground_truth": "4"}}
+
+    for name, sources in {"good": ["openai/gsm8k"], "bad": ["openai/gsm8k", "codecontests"]}.items():
+        pq.write_table(pa.Table.from_pylist(list(map(row, sources))), tmp_path / f"{name}.parquet")
+    files = {"train": "good", "eval": "good", which: "bad"}
+    config = load_config(
+        None,
+        [
+            f"model.path={tiny_model}",
+            *(f"data.{kind}_files=[{tmp_path}/{name}.parquet]" for kind, name in files.items()),
+            "rollout.max_prompt_tokens=100",
+            "rollout.max_completion_tokens=100",
+        ],
+    )
+
+    with pytest.raises(InputError, match=r"bad\.parquet, row 1: data_source 'codecontests' has no rule here") as caught:
+        check_inputs(config, training=True)
+
+    assert "reward.custom" in str(caught.value)
+
+
+def test_only_first_turns_belong_to_a_cohort() -> None:
+    assert is_first_turn("group=7/trajectory=1")
+    assert is_first_turn("group=7/trajectory=1/turn=0")
+    assert not is_first_turn("group=7/trajectory=1/turn=10")
+
+
+def config_of(*overrides: str) -> Config:
+    return load_config(None, ["data.train_files=[a.parquet]", "data.eval_files=[b.parquet]", *overrides])
+
+
+def test_an_evaluation_runs_in_waves_no_larger_than_a_training_step() -> None:
+    config = config_of("train.groups_per_step=2", "rollout.group_size=4", "eval.samples_per_task=3")
+
+    # 8 trajectories at once are 2 prompts of 3 samples.
+    assert evaluation_waves(config, 5) == [(0, 1), (2, 3), (4,)]
+    assert evaluation_waves(config, 0) == []
+
+
+def test_trajectories_at_once_are_told_with_their_arithmetic() -> None:
+    sync = config_of("train.groups_per_step=2", "rollout.group_size=4", "eval.samples_per_task=2")
+    ahead = config_of(
+        "train.groups_per_step=2",
+        "rollout.group_size=4",
+        "eval.samples_per_task=2",
+        "eval.every_steps=1",
+        "train.max_staleness=1",
+    )
+
+    assert trajectories_at_once(sync, training=True)[0] == 8
+    assert trajectories_at_once(sync, training=False)[0] == 4 * 2  # rows that fit beside each other x samples
+    assert trajectories_at_once(ahead, training=True)[0] == 16 + 8  # two steps in flight, and an evaluation beside them
+
+
+def test_sandboxes_are_what_the_pool_lends_at_once() -> None:
+    own = config_of("sandbox.providers=[{type: local, max_sandboxes: 6}]").sandbox
+    limited = config_of("sandbox.providers=[{type: local, max_sandboxes: 6}]", "sandbox.max_leases=4").sandbox
+
+    assert (num_sandboxes(own), num_sandboxes(limited)) == (6, 4)
+
+
+def test_too_few_sandboxes_for_a_stateful_interpreter_are_told_before_anything_starts(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    tools = tmp_path / "tools.yaml"
+    tools.write_text("tools:\n  - class_name: rayapp.tools.python.PythonTool\n")
+    config = config_of(
+        f"model.path={tiny_model}",
+        f"agent.tool_file={tools}",
+        "rollout.group_size=4",
+        "rollout.max_prompt_tokens=100",
+        "rollout.max_completion_tokens=100",
+        "sandbox.max_leases=5",
+    )
+
+    with pytest.raises(ConfigError, match=r"group_size 4 = 8 run at once, .* allow 5") as caught:
+        check_inputs(config, training=True)
+
+    assert "max_leases to 8" in str(caught.value)
+
+
+def test_evaluation_without_files_is_told_before_anything_starts(tiny_model: Path) -> None:
+    config = load_config(
+        None,
+        [
+            f"model.path={tiny_model}",
+            "data.train_files=[a.parquet]",
+            "eval.every_steps=1",
+            "rollout.max_prompt_tokens=100",
+            "rollout.max_completion_tokens=100",
+        ],
+    )
+
+    with pytest.raises(InputError, match=r"data\.eval_files is empty"):
+        check_inputs(config, training=True)

@@ -1,0 +1,168 @@
+"""A group from prompt to verdicts, with an engine and a task written out here: no model, no sandbox, no Ray."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from rayapp.core.errors import EngineDeadError, EngineError, StaleVersionError
+from rayapp.core.protocols import SandboxSource, Tokenizer
+from rayapp.core.types import Completion, Group, GroupSummary, Prompt, Reward, RolloutStatus, SamplingParams
+from rayapp.engine.vllm import whole_completion
+from rayapp.rollout.group import run_group
+from rayapp.rollout.order import GroupRequest, prompt_index, sampling_seed, scoring_seed
+
+PROMPT = Prompt(task="echo", text="say", token_ids=np.array([5, 9], np.int32), stop=("\n",))
+
+
+@dataclass
+class Engine:
+    """Answers token 7 repeated `index + 1` times; `fail` maps an index to the error it raises."""
+
+    fail: dict[int, Exception] = field(default_factory=dict)
+    hang: frozenset[int] = frozenset()
+    seen: list[tuple[str, SamplingParams]] = field(default_factory=list)
+
+    async def generate(self, request_id: str, prompt_ids: Sequence[int], sampling: SamplingParams) -> Completion:
+        self.seen.append((request_id, sampling))
+        index = int(request_id.rpartition("=")[2])
+        if index in self.hang:
+            await asyncio.Event().wait()
+        if index in self.fail:
+            raise self.fail[index]
+        return Completion(
+            token_ids=np.full(index + 1, 7, np.int32),
+            log_probs=np.full(index + 1, -0.5, np.float32),
+            text="x" * (index + 1),
+            finish_reason="length" if index == 1 else "stop",
+            policy_version=3,
+        )
+
+
+@dataclass(frozen=True)
+class Task:
+    """Pays one point per character; three characters find the sandbox dead."""
+
+    name: str = "echo"
+
+    def render(self, tokenizer: Tokenizer) -> Prompt:
+        return PROMPT
+
+    async def score(self, prompt: Prompt, completion_text: str, sandboxes: SandboxSource, *, seed: int) -> Reward:
+        if len(completion_text) == 3:
+            return Reward.invalid("sandbox_gone", "it died twice")
+        return Reward(value=float(len(completion_text)), terms={"pass_rate": 1.0, "seed": float(seed)})
+
+
+async def run(
+    engine: Engine, *, group_size: int = 4, deadline_s: float = 30.0, has_greedy_baseline: bool = False
+) -> tuple[Group, GroupSummary]:
+    return await run_group(
+        GroupRequest(group_id=11, policy_version=3, has_greedy_baseline=has_greedy_baseline),
+        task=Task(),
+        prompt=PROMPT,
+        engine=engine,
+        sandboxes=None,  # type: ignore[arg-type]  # the task above needs none
+        sampling=SamplingParams(max_tokens=8),
+        group_size=group_size,
+        seed=0,
+        deadline_s=deadline_s,
+    )
+
+
+async def test_a_trajectory_is_prompt_then_completion_and_the_mask_covers_the_completion_only() -> None:
+    group, _ = await run(Engine())
+    trajectory = group.trajectories[1]
+    assert trajectory.token_ids.tolist() == [5, 9, 7, 7]
+    assert trajectory.response_mask.tolist() == [False, False, True, True]
+    assert trajectory.rollout_log_probs.tolist() == [0.0, 0.0, -0.5, -0.5]
+    assert trajectory.status is RolloutStatus.TRUNCATED
+
+
+async def test_an_engine_that_fails_one_request_costs_one_trajectory() -> None:
+    group, summary = await run(Engine(fail={0: EngineError("refused")}))
+    assert [t.status for t in group.trajectories[:2]] == [RolloutStatus.ERROR_ENGINE, RolloutStatus.TRUNCATED]
+    assert summary.valid.tolist() == [False, True, False, True]  # index 2 writes three characters: its sandbox died
+    assert summary.failure_kinds == ("engine", "", "sandbox_gone", "")
+
+
+@dataclass
+class QuittingEngine(Engine):
+    """vLLM gives the last trajectory up after two tokens, for this reason."""
+
+    reason: str = "abort"
+
+    async def generate(self, request_id: str, prompt_ids: Sequence[int], sampling: SamplingParams) -> Completion:
+        if not request_id.endswith("=3"):
+            return await super().generate(request_id, prompt_ids, sampling)
+        log_probs = SimpleNamespace(logprobs=[-0.5, -0.5])
+        output = SimpleNamespace(token_ids=[7, 7], logprobs=log_probs, text="xx", finish_reason=self.reason)
+        return whole_completion(request_id, output, (), 3, 0.0, 0.1)
+
+
+@pytest.mark.parametrize("reason", ["abort", "error", "repetition"])
+async def test_half_an_answer_that_the_engine_gave_up_is_a_failed_rollout_and_gets_no_reward(reason: str) -> None:
+    group, summary = await run(QuittingEngine(reason=reason))
+    assert group.trajectories[3].status is RolloutStatus.ERROR_ENGINE
+    assert (
+        group.trajectories[3].reward.detail
+        == f"vLLM gave group=11/trajectory=3 up after 2 tokens (finish reason {reason})"
+    )
+    assert summary.valid.tolist() == [True, True, False, False]
+    assert summary.failure_kinds == ("", "", "sandbox_gone", "engine")
+
+
+async def test_an_invalid_verdict_shows_no_reward() -> None:
+    _, summary = await run(Engine())
+    assert summary.rewards.tolist() == [1.0, 2.0, 0.0, 4.0]
+    assert np.isnan(summary.reward_terms["pass_rate"][2])
+
+
+async def test_a_trajectory_that_hangs_is_recorded_at_the_deadline() -> None:
+    group, summary = await run(Engine(hang=frozenset({3})), deadline_s=0.05)
+    assert group.trajectories[3].reward.failure_kind == "deadline"
+    assert summary.valid.tolist() == [True, True, False, False]
+
+
+async def test_a_stale_server_ends_the_whole_group() -> None:
+    with pytest.raises(StaleVersionError):
+        await run(Engine(fail={2: StaleVersionError("holds 2, wants 3")}))
+
+
+async def test_a_dead_server_ends_the_whole_group_which_is_then_sampled_elsewhere() -> None:
+    with pytest.raises(EngineDeadError):
+        await run(Engine(fail={0: EngineDeadError("gone")}))
+
+
+async def test_every_trajectory_has_its_own_sampling_seed_and_the_prompts_stop_texts() -> None:
+    engine = Engine()
+    group, _ = await run(engine)
+    assert len({sampling.seed for _, sampling in engine.seen}) == 4
+    assert all(sampling.stop == ("\n",) for _, sampling in engine.seen)
+    # ... and all of them face the same hidden tests
+    assert len({t.reward.terms["seed"] for t in group.trajectories if t.is_trainable}) == 1
+
+
+@pytest.mark.parametrize("has_greedy_baseline", [False, True])
+async def test_remax_compares_with_a_greedy_completion_the_last_of_its_group(*, has_greedy_baseline: bool) -> None:
+    engine = Engine()
+    await run(engine, has_greedy_baseline=has_greedy_baseline)
+    temperatures = {int(request_id.rpartition("=")[2]): sampling.temperature for request_id, sampling in engine.seen}
+    assert temperatures == {0: 1.0, 1: 1.0, 2: 1.0, 3: 0.0 if has_greedy_baseline else 1.0}
+
+
+def test_an_epoch_visits_every_prompt_once_and_the_next_one_in_another_order() -> None:
+    epochs = [[prompt_index(e * 8 + i, num_prompts=8, seed=0) for i in range(8)] for e in range(3)]
+    assert all(sorted(epoch) == list(range(8)) for epoch in epochs)
+    assert len({tuple(epoch) for epoch in epochs}) > 1
+
+
+def test_seeds_depend_on_run_group_and_trajectory_only() -> None:
+    seeds = {sampling_seed(g, i, seed=s) for s in range(3) for g in range(20) for i in range(16)}
+    assert len(seeds) == 3 * 20 * 16
+    assert scoring_seed(4, seed=1) == scoring_seed(4, seed=1) != scoring_seed(5, seed=1)

@@ -1,0 +1,222 @@
+"""What can be wrong with the place a run lives in: each is told before anything starts, and what is there stays.
+
+The messages of the storage layer itself are in test_storage_s3.py, those of the view server in test_view_server.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from rayapp.cli.main import run
+from rayapp.config.config import Config
+from rayapp.config.loading import load_config
+from rayapp.core.errors import (
+    ConfigError,
+    RunFolderError,
+    StorageBucketError,
+    StorageConfigError,
+    StorageCredentialsError,
+    StoragePermissionError,
+    StorageUnreachableError,
+    UserError,
+)
+from rayapp.runs import format as run_format
+from rayapp.runs.folder import RunFolder
+from rayapp.runs.trajectories import write_trajectories
+from rayapp.runs.view.run import ViewedRun
+from rayapp.runs.view.source import open_source
+from rayapp.storage.opening import open_storage
+from rayapp.testing.runs import hostile_group
+from rayapp.testing.storage.faulty_proxy import Fault
+from rayapp.testing.storage.moto_server import KEY, REGION, SECRET, MotoServer, free_port
+from rayapp.testing.storage.threads import ProxyThread, make_bucket, wait_until
+
+pytest.importorskip("moto", reason="needs the development package moto[server]")
+BUCKET = "runs"
+
+
+@pytest.fixture(scope="module")
+def proxy() -> Iterator[ProxyThread]:
+    server = MotoServer()
+    server.start()
+    make_bucket(server.url, BUCKET, KEY, SECRET, REGION)
+    with ProxyThread(server.url) as proxy:
+        yield proxy
+    server.kill()
+
+
+@pytest.fixture(autouse=True)
+def environment(proxy: ProxyThread, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.url)
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", KEY)
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET)
+    monkeypatch.setenv("AWS_REGION", REGION)
+    proxy.plan = lambda _: None
+    yield
+    proxy.plan = lambda _: None
+
+
+def config(tmp_path: Path, output_dir: str = f"s3://{BUCKET}/bad-input", name: str = "r") -> Config:
+    return Config.model_validate({"run": {"name": name, "output_dir": output_dir, "staging_dir": tmp_path / "staging"}})
+
+
+def start(config: Config) -> None:
+    with RunFolder.open(config):
+        pytest.fail("the run started")
+
+
+def test_a_server_that_does_not_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{free_port()}")
+
+    with pytest.raises(StorageUnreachableError, match=r"did not answer properly in 6 tries.*Check the endpoint"):
+        start(config(tmp_path))
+
+
+def test_a_bucket_that_is_missing(tmp_path: Path) -> None:
+    with pytest.raises(StorageBucketError, match=r"there is no bucket 'nowhere' at .* Create it, or correct its name"):
+        start(config(tmp_path, "s3://nowhere/runs"))
+
+
+def test_a_key_that_may_not_list_and_one_that_may_not_write(proxy: ProxyThread, tmp_path: Path) -> None:
+    proxy.plan = lambda _: Fault.DENIED
+    with pytest.raises(StoragePermissionError, match="They need to read, write and list this prefix"):
+        start(config(tmp_path))
+    proxy.plan = lambda seen: Fault.DENIED if seen.method == "PUT" else None
+    with pytest.raises(StoragePermissionError, match="They need to read, write and list this prefix"):
+        start(config(tmp_path))
+
+
+def test_a_key_that_has_expired_and_half_of_a_pair(
+    proxy: ProxyThread, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    proxy.plan = lambda _: Fault.EXPIRED
+    with pytest.raises(StorageCredentialsError, match="the credentials have expired"):
+        start(config(tmp_path))
+    monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
+    with pytest.raises(StorageCredentialsError, match="is set but AWS_SECRET_ACCESS_KEY is not"):
+        start(config(tmp_path))
+
+
+def test_a_permission_that_is_taken_away_in_the_middle_stops_nothing(proxy: ProxyThread, tmp_path: Path) -> None:
+    with RunFolder.open(config(tmp_path, name="denied")) as folder:
+        proxy.plan = lambda seen: Fault.DENIED if seen.method == "PUT" else None
+        (folder.path / "metrics.jsonl").write_text('{"step": 1}\n')
+        wait_until(lambda: folder.storage_metrics()["storage/failed"] > 0)
+        assert folder.storage_metrics()["storage/pending_files"] > 0
+        proxy.plan = lambda _: None
+
+
+def test_places_that_are_none_are_told_with_the_other_wrong_keys(tmp_path: Path) -> None:
+    file = tmp_path / "c.yaml"
+    file.write_text("run: {output_dir: 'gs://bucket/x'}\ntrain: {num_steps: 0}\n")
+
+    with pytest.raises(ConfigError) as raised:
+        load_config(file)
+
+    assert "run.output_dir" in str(raised.value)
+    assert "only s3://bucket/prefix and local paths are supported" in str(raised.value)
+    assert "train.num_steps" in str(raised.value)
+
+
+def test_a_model_with_an_impossible_bucket_name(tmp_path: Path) -> None:
+    from rayapp.storage.models.prefetch import with_local_model
+
+    with pytest.raises(StorageConfigError, match="is no bucket name"):
+        with_local_model(Config.model_validate({"model": {"path": "s3://A/b"}}))
+
+
+@pytest.mark.parametrize("kind", ["folder", "bucket"])
+def test_a_run_folder_from_a_newer_version(kind: str, tmp_path: Path) -> None:
+    newer = json.dumps({"format": run_format.FORMAT + 1, "written_by": "rayapp 9.0"}).encode()
+    metrics = b'{"step": 1}\n'
+    if kind == "folder":
+        settings = config(tmp_path, str(tmp_path / "outputs"), "newer")
+        settings.run_folder.mkdir(parents=True)
+        (settings.run_folder / "format.json").write_bytes(newer)
+        (settings.run_folder / "metrics.jsonl").write_bytes(metrics)
+    else:
+        settings = config(tmp_path, name="newer")
+        with RunFolder.open(settings) as folder:
+            (folder.path / "metrics.jsonl").write_bytes(metrics)
+        asyncio.run(put(settings.run_uri, "format.json", newer))
+
+    says = r"was written by a newer version \(rayapp 9\.0, format 2\); this one reads format 1\. Nothing was changed"
+    with pytest.raises(RunFolderError, match=says):
+        start(settings)
+    with pytest.raises(UserError, match=says):
+        open_source(settings.run_uri)
+    assert asyncio.run(get(settings.run_uri, "metrics.jsonl")) == metrics
+    assert asyncio.run(get(settings.run_uri, "format.json")) == newer
+
+
+async def put(uri: str, key: str, data: bytes) -> None:
+    async with open_storage(uri) as storage:
+        await storage.put_bytes(data, key)
+
+
+async def get(uri: str, key: str) -> bytes:
+    async with open_storage(uri) as storage:
+        return await storage.get_bytes(key)
+
+
+def test_a_storage_that_fails_while_a_run_is_viewed_is_told_and_made_up_for(proxy: ProxyThread, tmp_path: Path) -> None:
+    uri = f"s3://{BUCKET}/viewed"
+    write_trajectories(tmp_path / "one.parquet", 1, [hostile_group(0)])
+    file = (tmp_path / "one.parquet").read_bytes()
+    asyncio.run(put(uri, "metrics.jsonl", b'{"step": 1}\n'))
+    asyncio.run(put(uri, "trajectories/step=000001.parquet", file))
+    run = ViewedRun(open_source(uri))
+    assert run.refresh() is False
+    asyncio.run(put(uri, "metrics.jsonl", b'{"step": 1}\n{"step": 2}\n'))
+    asyncio.run(put(uri, "trajectories/step=000002.parquet", file))
+
+    # The file can be listed and not be read: it is not taken for damaged, nor asked for without a pause.
+    proxy.plan = lambda seen: Fault.DENIED if seen.path.endswith("step=000002.parquet") else None
+    assert run.refresh() is False
+    refused = run.summary()
+    # Nothing can be had: the page keeps what it has.
+    proxy.plan = lambda _: Fault.DENIED
+    assert run.refresh() is False
+    away = run.summary()
+    proxy.plan = lambda _: None
+    assert run.refresh() is False
+    back = run.summary()
+
+    [problem] = refused["problems"]
+    assert problem.startswith("step=000002.parquet can't be read: ")
+    assert refused["last"] == {"step": 2}
+    assert refused["index"]["num_pending"] == 1
+    assert (away["last"], away["name"]) == ({"step": 2}, "viewed")
+    assert any("can't be listed" in text for text in away["problems"])
+    assert back["problems"] == []
+    assert back["index"] | {"revision": 0} == {"revision": 0, "num_files": 2, "num_pending": 0}
+
+
+def test_a_format_file_that_is_cut_short(tmp_path: Path) -> None:
+    (tmp_path / "format.json").write_text('{"form')
+
+    with pytest.raises(RunFolderError, match=r"can't be read .*: the folder is damaged, or no run"):
+        run_format.check_format(tmp_path)
+
+
+def test_sync_of_what_is_no_staging_folder_ends_with_the_users_exit_code(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["sync", str(tmp_path)]) == 2
+    assert "is no staging folder of a run on s3://" in capsys.readouterr().err
+
+
+def test_a_checkpoint_that_the_learners_wrote_elsewhere_does_not_count(tmp_path: Path) -> None:
+    from rayapp.core.errors import CheckpointError
+
+    folder = RunFolder(tmp_path, Config())
+    folder.begin_checkpoint(1)
+
+    with pytest.raises(CheckpointError, match="they wrote on another machine"):
+        folder.commit_checkpoint(1, next_group_id=1)
+    assert folder.latest_checkpoint() is None

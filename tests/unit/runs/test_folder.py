@@ -1,0 +1,317 @@
+"""The run folder: one owner, and nothing in it that looks whole and isn't."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import re
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from rayapp.config.config import Config
+from rayapp.core.errors import RunFolderError, StorageFullError
+from rayapp.core.files import explain_full_disk, explain_unwritable, write_text
+from rayapp.runs.checkpoints import MANIFEST
+from rayapp.runs.folder import RunFolder
+
+
+def config(path: Path, **overrides: object) -> Config:
+    sections: dict[str, object] = {"run": {"output_dir": str(path), "name": "r"}}
+    for key, value in overrides.items():
+        section, _, name = key.partition("__")
+        sections[section] = {**sections.get(section, {}), name: value}  # type: ignore[dict-item]
+    return Config.model_validate(sections)
+
+
+def save(folder: RunFolder, version: int) -> Path:
+    pending = folder.begin_checkpoint(version)
+    (pending / "weights").write_bytes(b"w" * 100)
+    folder.commit_checkpoint(version, next_group_id=2 * version)
+    return folder.path / "checkpoints" / f"step={version:06d}"
+
+
+def latest_version(folder: RunFolder) -> int | None:
+    checkpoint = folder.latest_checkpoint()
+    return checkpoint.version if checkpoint else None
+
+
+def test_a_second_run_in_the_same_folder_is_refused_with_the_first_ones_process_id(tmp_path: Path) -> None:
+    code = (
+        "import sys; from pathlib import Path\n"
+        "from rayapp.config.config import Config; from rayapp.runs.folder import RunFolder\n"
+        "with RunFolder.open(Config.model_validate({'run': {'output_dir': sys.argv[1], 'name': 'r'}})):\n"
+        "    print('open', flush=True); sys.stdin.read()"
+    )
+    first = subprocess.Popen(
+        [sys.executable, "-c", code, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert first.stdout is not None
+    assert first.stdout.readline() == "open\n"
+    with pytest.raises(RunFolderError, match=f"in use by the run with process id {first.pid}"):
+        RunFolder.open(config(tmp_path)).__enter__()
+    first.kill()  # the lock dies with its process
+    first.communicate()
+    with RunFolder.open(config(tmp_path)):
+        pass
+
+
+def test_the_newest_whole_checkpoint_is_found_and_older_ones_are_pruned(tmp_path: Path) -> None:
+    with RunFolder.open(config(tmp_path, checkpoint__keep_last=2)) as folder:
+        for version in (2, 4, 6):
+            save(folder, version)
+        checkpoint = folder.latest_checkpoint()
+        assert checkpoint is not None
+        assert (checkpoint.version, checkpoint.next_group_id) == (6, 12)
+        names = sorted(path.name for path in (folder.path / "checkpoints").iterdir())
+        assert names == ["step=000004", "step=000006"]
+
+
+@pytest.mark.parametrize("damage", ["no manifest", "short file", "missing file", "torn manifest"])
+def test_a_torn_checkpoint_is_passed_over(tmp_path: Path, damage: str) -> None:
+    with RunFolder.open(config(tmp_path)) as folder:
+        save(folder, 2)
+        newest = save(folder, 4)
+        match damage:
+            case "no manifest":
+                (newest / MANIFEST).unlink()
+            case "short file":
+                (newest / "weights").write_bytes(b"w")
+            case "missing file":
+                (newest / "weights").unlink()
+            case "torn manifest":
+                (newest / MANIFEST).write_text((newest / MANIFEST).read_text()[:20])
+        assert latest_version(folder) == 2
+
+
+def damaged(checkpoint: Path) -> None:
+    """Other bytes, as many."""
+    (checkpoint / "weights").write_bytes(b"x" * 100)
+
+
+def test_a_damaged_checkpoint_is_refused_aloud_for_the_one_before(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with RunFolder.open(config(tmp_path)) as folder:
+        save(folder, 4)
+        damaged(save(folder, 6))
+    for _ in range(2):  # the second start still says so
+        caplog.clear()
+        with RunFolder.open(config(tmp_path)) as folder:
+            found = folder.verified_checkpoint()
+            assert found is not None
+            assert found.version == 4
+            assert latest_version(folder) == 4  # nobody else goes on from it either
+        (line,) = caplog.messages
+        assert re.fullmatch(
+            r"checkpoint .*step=000006 is refused: weights is not what was written, by its checksum; step=000004 is "
+            "used instead",
+            line,
+        )
+
+
+def test_a_refused_checkpoint_counts_neither_as_the_newest_nor_for_ever(tmp_path: Path) -> None:
+    with RunFolder.open(config(tmp_path, checkpoint__keep_last=1)) as folder:
+        save(folder, 4)
+        (folder.path / "checkpoints" / "step=000004").rename(tmp_path / "four")
+        damaged(save(folder, 6))
+        (tmp_path / "four").rename(folder.path / "checkpoints" / "step=000004")
+    with RunFolder.open(config(tmp_path, checkpoint__keep_last=1)) as folder:
+        save(folder, 5)
+        assert [path.name for path in (folder.path / "checkpoints").iterdir()] == ["step=000005"]
+
+
+def test_a_truncated_checkpoint_is_told_with_its_reason(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with RunFolder.open(config(tmp_path)) as folder:
+        save(folder, 4)
+        (save(folder, 6) / "weights").write_bytes(b"w")
+    with RunFolder.open(config(tmp_path)) as folder:
+        assert latest_version(folder) == 4
+    (line,) = caplog.messages
+    assert "step=000006 is refused: weights should have 100 bytes, and has 1; step=000004 is used instead" in line
+
+
+def test_a_run_whose_checkpoints_are_all_damaged_does_not_begin_anew(tmp_path: Path) -> None:
+    with RunFolder.open(config(tmp_path)) as folder:
+        (folder.path / "metrics.jsonl").write_text('{"step": 6}\n')
+        damaged(save(folder, 6))
+    with (
+        pytest.raises(RunFolderError, match=r"no checkpoint in .* can be used, and starting anew would delete"),
+        RunFolder.open(config(tmp_path)),
+    ):
+        pass
+    assert (tmp_path / "r" / "metrics.jsonl").read_text() == '{"step": 6}\n'
+
+
+def test_a_checkpoint_of_before_checksums_is_gone_on_from_with_a_note(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with RunFolder.open(config(tmp_path)) as folder:
+        manifest = save(folder, 2) / MANIFEST
+    old = {key: value for key, value in json.loads(manifest.read_text()).items() if key != "xxh3_128"}
+    manifest.write_text(json.dumps(old))
+    with RunFolder.open(config(tmp_path)) as folder:
+        assert latest_version(folder) == 2
+    assert "was saved without checksums, by an older version: it can't be verified" in caplog.text
+
+
+def test_a_save_that_was_killed_leaves_nothing_that_is_picked_up_and_is_cleared_by_the_next(tmp_path: Path) -> None:
+    with RunFolder.open(config(tmp_path)) as folder:
+        (folder.begin_checkpoint(2) / "weights").write_bytes(b"w")
+        assert latest_version(folder) is None
+        save(folder, 3)
+        assert [path.name for path in (folder.path / "checkpoints").iterdir()] == ["step=000003"]
+
+
+def test_resume_must_needs_a_checkpoint_and_never_refuses_one(tmp_path: Path) -> None:
+    with (
+        pytest.raises(RunFolderError, match="holds no whole checkpoint"),
+        RunFolder.open(config(tmp_path, run__resume="must")),
+    ):
+        pass
+    with RunFolder.open(config(tmp_path)) as folder:
+        save(folder, 1)
+    with (
+        pytest.raises(RunFolderError, match=r"run\.resume is never"),
+        RunFolder.open(config(tmp_path, run__resume="never")),
+    ):
+        pass
+
+
+def test_going_on_with_another_learning_rate_names_the_key_and_both_values(tmp_path: Path) -> None:
+    with RunFolder.open(config(tmp_path)) as folder:
+        save(folder, 1)
+    changed = config(tmp_path, learner__optimizer={"lr": 0.5})
+    with (
+        pytest.raises(RunFolderError, match=r"learner\.optimizer\.lr: 1e-06 before, 0\.5 now"),
+        RunFolder.open(changed),
+    ):
+        pass
+
+
+def test_going_on_for_more_steps_is_the_same_training(tmp_path: Path) -> None:
+    with RunFolder.open(config(tmp_path)) as folder:
+        save(folder, 1)
+    with RunFolder.open(config(tmp_path, train__num_steps=999)) as folder:
+        assert latest_version(folder) == 1
+
+
+@pytest.mark.parametrize("schedule", ["cosine", "linear"])
+def test_going_on_for_more_steps_is_refused_where_the_learning_rate_follows_from_them(
+    tmp_path: Path, schedule: str
+) -> None:
+    with RunFolder.open(config(tmp_path, learner__optimizer={"schedule": schedule})) as folder:
+        save(folder, 1)
+    more = config(tmp_path, learner__optimizer={"schedule": schedule}, train__num_steps=999)
+    reason = rf"train\.num_steps: 100 before, 999 now \(learner\.optimizer\.schedule is {schedule}"
+    with pytest.raises(RunFolderError, match=reason), RunFolder.open(more):
+        pass
+
+
+def test_a_resumed_run_forgets_the_steps_it_takes_again_and_a_line_that_was_cut_short(tmp_path: Path) -> None:
+    with RunFolder.open(config(tmp_path)) as folder:
+        lines = [json.dumps({"step": step, "reward/mean": 0.1}) for step in (1, 2, 3)]
+        (folder.path / "metrics.jsonl").write_text("\n".join(lines) + '\n{"step": 4, "rew')
+        (folder.path / "trajectories").mkdir()
+        for step in (1, 2, 3):
+            (folder.path / "trajectories" / f"step={step:06d}.parquet").touch()
+        folder.truncate_after(2)
+        assert (folder.path / "metrics.jsonl").read_text() == "\n".join(lines[:2]) + "\n"
+        assert len(list((folder.path / "trajectories").iterdir())) == 2
+
+
+def test_a_full_disk_gives_one_message_and_leaves_the_last_checkpoint_whole(tmp_path: Path) -> None:
+    with RunFolder.open(config(tmp_path)) as folder:
+        save(folder, 1)
+        pending = folder.begin_checkpoint(2)
+        limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+        # A limit on file sizes stands in for a disk without room: the same write fails at the same place.
+        resource.setrlimit(resource.RLIMIT_FSIZE, (10, limits[1]))
+        try:
+            with (
+                pytest.raises(StorageFullError, match=r"no space left to write .*step=000001, is intact.* Free some"),
+                folder.explain_full_disk(pending),
+            ):
+                write_text(pending / "weights", "w" * 100)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        assert latest_version(folder) == 1
+        assert list(pending.iterdir()) == []  # nor does what was begun take room
+
+
+def test_a_full_disk_before_the_first_checkpoint_promises_nothing(tmp_path: Path) -> None:
+    with (
+        pytest.raises(StorageFullError, match="There is no whole checkpoint yet: the next start begins anew"),
+        RunFolder.open(config(tmp_path)),
+    ):
+        Path("/dev/full").write_text("x")
+
+
+def test_what_killed_writers_left_is_gone_when_the_run_starts_again(tmp_path: Path) -> None:
+    left = [
+        "checkpoints/.pending-000002/learner/weights", ".pending-final/model.safetensors", ".metrics.jsonl.pending",
+        "trajectories/.pending-12ab-step=000003.parquet", "trajectories/.step=000002.parquet.pending",
+    ]  # fmt: skip
+    for name in left:
+        (tmp_path / "r" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "r" / name).write_text("half")
+    with RunFolder.open(config(tmp_path)) as folder:
+        hidden = [path.name for path in folder.path.rglob(".*")]
+    assert hidden == []
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_a_folder_of_somebody_else_is_one_clear_error(tmp_path: Path) -> None:
+    tmp_path.chmod(0o500)
+    with pytest.raises(RunFolderError, match=r"can't be written: .* Choose a folder"), RunFolder.open(config(tmp_path)):
+        pass
+
+
+@pytest.mark.parametrize("number", [errno.EROFS, errno.EACCES])
+def test_a_folder_that_may_not_be_written_is_one_clear_error(number: int) -> None:
+    with (
+        pytest.raises(RunFolderError, match=r"can't be written: .* Choose a folder that this user may write"),
+        explain_unwritable(Path("/somewhere")),
+    ):
+        raise OSError(number, os.strerror(number), "/somewhere/run.lock")
+
+
+def test_an_output_folder_that_is_a_file_is_one_clear_error(tmp_path: Path) -> None:
+    (tmp_path / "r").write_text("a file")
+    with pytest.raises(RunFolderError, match="r can't be written: File exists"), RunFolder.open(config(tmp_path)):
+        pass
+
+
+def test_the_device_that_is_always_full_is_explained_too() -> None:
+    with pytest.raises(StorageFullError, match="No space left on device"), explain_full_disk(Path("/dev/full")):
+        Path("/dev/full").write_text("x")
+
+
+def test_a_run_is_finished_when_its_last_step_is_saved_and_exported(tmp_path: Path) -> None:
+    with RunFolder.open(config(tmp_path, train__num_steps=4)) as folder:
+        assert not folder.is_finished
+        save(folder, 4)
+        assert not folder.is_finished  # it died before the export
+        with folder.pending_final() as pending:
+            (pending / "model.safetensors").write_bytes(b"m")
+        assert folder.is_finished
+
+
+def test_a_finished_run_that_gets_more_steps_is_not_finished_before_the_model_of_the_last_is_exported(
+    tmp_path: Path,
+) -> None:
+    with RunFolder.open(config(tmp_path, train__num_steps=4)) as folder:
+        save(folder, 4)
+        with folder.pending_final():
+            pass
+    with RunFolder.open(config(tmp_path, train__num_steps=6)) as folder:
+        assert not folder.is_finished
+        save(folder, 6)
+        assert not folder.is_finished  # final/ is the model of step 4
+        with folder.pending_final():
+            pass
+        assert folder.is_finished

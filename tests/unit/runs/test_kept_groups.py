@@ -1,0 +1,63 @@
+"""What a checkpoint keeps of the store comes back as it was."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+
+from rayapp.core.types import Group, Prompt, Reward, RolloutStatus, Trajectory, TurnRecord, VersionSpan
+from rayapp.runs.kept_groups import FOLDER, KeptGroups, summaries
+
+
+def group(group_id: int) -> Group:
+    prompt = Prompt(task="t", text="hi", token_ids=np.array([5, 9], np.int32))
+    turn = TurnRecord(
+        start=2,
+        end=4,
+        text="ab",
+        finish_reason="stop",
+        policy_version=3,
+        started_at_s=1.0,
+        queued_s=0.0,
+        generate_s=0.5,
+        version_spans=(VersionSpan(policy_version=3, num_tokens=1), VersionSpan(policy_version=4, num_tokens=1)),
+    )
+    trajectory = Trajectory(
+        token_ids=np.array([5, 9, 7, 2], np.int32),
+        response_mask=np.array([False, False, True, True]),
+        rollout_log_probs=np.array([0, 0, -0.5, -1.5], np.float32),
+        completion_text="ab",
+        reward=Reward(value=0.5, terms={"solved": 0.0}),
+        status=RolloutStatus.COMPLETED,
+        min_policy_version=3,
+        max_policy_version=4,
+        turns=(turn,),
+    )
+    return Group(group_id=group_id, prompt=prompt, trajectories=(trajectory,))
+
+
+def test_waiting_groups_come_back_with_the_versions_that_sampled_them(tmp_path: Path) -> None:
+    kept = KeptGroups(waiting=(group(4), group(7)), done_ahead=(5, 6))
+
+    kept.write(tmp_path, version=4)
+    found = KeptGroups.read(tmp_path)
+
+    assert found.done_ahead == (5, 6)
+    assert [g.group_id for g in found.waiting] == [4, 7]
+    before, after = kept.waiting[0].trajectories[0], found.waiting[0].trajectories[0]
+    assert after.turns == before.turns
+    np.testing.assert_array_equal(after.token_ids, before.token_ids)
+    np.testing.assert_array_equal(after.rollout_log_probs, before.rollout_log_probs)
+    assert [(s.group_id, s.min_policy_version) for s in summaries(found.waiting)] == [(4, 3), (7, 3)]
+
+
+def test_ids_alone_are_kept_too(tmp_path: Path) -> None:
+    KeptGroups(done_ahead=(2,)).write(tmp_path, version=1)
+    assert KeptGroups.read(tmp_path) == KeptGroups(done_ahead=(2,))
+
+
+def test_a_synchronous_run_keeps_nothing_and_writes_nothing(tmp_path: Path) -> None:
+    KeptGroups().write(tmp_path, version=1)
+    assert not (tmp_path / FOLDER).exists()
+    assert KeptGroups.read(tmp_path) == KeptGroups()

@@ -1,0 +1,432 @@
+"""A run on s3://: what is whole arrives, nothing is lost meanwhile, and another machine goes on from there. On moto."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from rayapp.cli.sync import sync_command
+from rayapp.config.config import Config
+from rayapp.core.errors import (
+    RunFolderError,
+    StorageBucketError,
+    StorageCredentialsError,
+    StorageIncompleteError,
+    StorageNotFoundError,
+    StorageUnreachableError,
+)
+from rayapp.runs.checkpoints import MANIFEST
+from rayapp.runs.folder import RunFolder
+from rayapp.runs.mirror import lock as locks
+from rayapp.runs.mirror.mirror import Patience, RunMirror, mirroring
+from rayapp.storage.opening import open_storage
+from rayapp.storage.settings import S3Settings, Transfer
+from rayapp.testing.storage.faulty_proxy import Fault
+from rayapp.testing.storage.moto_server import KEY, REGION, SECRET, MotoServer, free_port
+from rayapp.testing.storage.threads import ProxyThread, make_bucket, wait_until
+
+pytest.importorskip("moto", reason="needs the development package moto[server]")
+
+TRANSFER = Transfer(max_attempts=2, backoff_base_s=0.01, connect_timeout_s=2, read_timeout_s=20)
+QUICK = Patience(look_every_s=0.05, beat_every_s=0.1, lease_s=30.0, settle_s=0.05, finish_s=0.5)
+IMPATIENT = replace(QUICK, lease_s=1.0)
+"""Waits no longer for a sign of life. A write of its own that takes longer is tried again."""
+SILENT = replace(IMPATIENT, beat_every_s=1e6)
+"""Gives none unless a write asks for it."""
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[MotoServer]:
+    server = MotoServer()
+    server.start()
+    yield server
+    server.kill()
+
+
+@pytest.fixture(scope="module")
+def proxy(server: MotoServer) -> Iterator[ProxyThread]:
+    with ProxyThread(server.url) as proxy:
+        yield proxy
+
+
+@pytest.fixture
+def settings(proxy: ProxyThread) -> Iterator[S3Settings]:
+    proxy.plan = lambda _: None
+    yield S3Settings(
+        endpoint_url=proxy.url, region=REGION, access_key_id=KEY, secret_access_key=SECRET, transfer=TRANSFER
+    )
+    proxy.plan = lambda _: None
+
+
+@pytest.fixture
+def config(settings: S3Settings, server: MotoServer, tmp_path: Path) -> Config:
+    bucket = f"runs-{abs(hash(str(tmp_path)))}"
+    make_bucket(server.url, bucket, KEY, SECRET, REGION)
+    return Config.model_validate(
+        {
+            "run": {"name": "r", "output_dir": f"s3://{bucket}/deep", "staging_dir": tmp_path / "staging"},
+            "checkpoint": {"keep_last": 1, "keep_best": 1},
+        }
+    )
+
+
+@pytest.fixture
+def opened(config: Config, settings: S3Settings) -> Callable[..., RunMirror]:
+    """`with opened() as mirror:` on the staging folder, made if it is missing."""
+
+    def enter(patience: Patience = QUICK, **arguments: object) -> object:
+        config.run_folder.mkdir(parents=True, exist_ok=True)
+        return mirroring(config, config.run_folder, settings=settings, patience=patience, **arguments)  # type: ignore[arg-type]
+
+    return enter  # type: ignore[return-value]
+
+
+def step(folder: Path, number: int, *, reward: float = 0.0) -> None:
+    """What the driver leaves of a step."""
+    (folder / "trajectories").mkdir(exist_ok=True)
+    (folder / f"trajectories/step={number:06d}.parquet").write_bytes(b"t" * number)
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps({"step": number, "reward/mean": reward}) + "\n")
+
+
+def save(config: Config, number: int, mirror: RunMirror | None = None, *, score: float = 0.0) -> None:
+    folder = RunFolder(config.run_folder, config, mirror)
+    pending = folder.begin_checkpoint(number)
+    (pending / "learner").mkdir()
+    (pending / "learner" / "weights").write_bytes(bytes([number]) * 1000)
+    folder.commit_checkpoint(number, next_group_id=2 * number, score=score)
+
+
+def there(config: Config, settings: S3Settings) -> dict[str, bytes]:
+    """Every object of the run, but for the locks."""
+
+    async def read() -> dict[str, bytes]:
+        async with open_storage(config.run_uri, settings=settings) as storage:
+            found: dict[str, bytes] = {}
+            async for info in storage.list():
+                if not info.key.startswith("locks/"):
+                    with suppress(StorageNotFoundError):  # deleted meanwhile
+                        found[info.key] = await storage.get_bytes(info.key)
+            return found
+
+    return asyncio.run(read())
+
+
+def steps_of(metrics: bytes) -> list[int]:
+    return [json.loads(line)["step"] for line in metrics.decode().splitlines()]
+
+
+def test_a_run_arrives_whole_and_its_staging_folder_is_emptied(config: Config, settings: S3Settings, opened) -> None:
+    folder = config.run_folder
+    with opened():
+        (folder / "config.yaml").write_text("train: {}\n")
+        step(folder, 1)
+        step(folder, 2)
+        save(config, 2)
+        (folder / "final").mkdir()
+        (folder / "final" / "model.safetensors").write_bytes(b"weights")
+        (folder / ".half").write_bytes(b"not whole")
+
+    found = there(config, settings)
+    assert sorted(found) == [
+        "checkpoints/step=000002/learner/weights",
+        "checkpoints/step=000002/manifest.json",
+        "config.yaml",
+        "final/claim.json",
+        "final/manifest.json",
+        "final/model.safetensors",
+        "metrics.jsonl",
+        "trajectories/step=000001.parquet",
+        "trajectories/step=000002.parquet",
+    ]
+    assert steps_of(found["metrics.jsonl"]) == [1, 2]
+    assert found["checkpoints/step=000002/learner/weights"] == bytes([2]) * 1000
+    assert not folder.exists()
+
+
+def test_metrics_arrive_while_the_run_goes_on(config: Config, settings: S3Settings, opened) -> None:
+    with opened() as mirror:
+        for number in (1, 2):
+            step(config.run_folder, number)
+            wait_until(lambda n=number: steps_of(there(config, settings).get("metrics.jsonl", b""))[-1:] == [n])
+        wait_until(lambda: mirror.metrics()["storage/pending_files"] == 0.0)
+        assert mirror.metrics()["storage/failed"] == 0.0
+
+
+def test_an_empty_machine_goes_on_from_the_last_whole_checkpoint(config: Config, settings: S3Settings, opened) -> None:
+    with pytest.raises(KeyError), opened():
+        step(config.run_folder, 1)
+        step(config.run_folder, 2)
+        save(config, 2)
+        step(config.run_folder, 3)
+        raise KeyError("the run dies")
+    shutil.rmtree(config.run.staging_dir)
+
+    with opened() as mirror:
+        folder = RunFolder(config.run_folder, config, mirror)
+        checkpoint = folder.latest_checkpoint()
+        assert checkpoint is not None
+        assert (checkpoint.version, checkpoint.next_group_id) == (2, 4)
+        assert (checkpoint.path / "learner" / "weights").read_bytes() == bytes([2]) * 1000
+        assert not (config.run_folder / "trajectories").exists()  # nothing goes on from them
+        folder.truncate_after(2)
+        wait_until(lambda: "trajectories/step=000003.parquet" not in there(config, settings))
+
+    found = there(config, settings)
+    assert steps_of(found["metrics.jsonl"]) == [1, 2]
+    assert {"trajectories/step=000001.parquet", "trajectories/step=000002.parquet"} <= found.keys()
+
+
+def test_a_checkpoint_without_its_manifest_is_not_gone_on_from(config: Config, settings: S3Settings, opened) -> None:
+    with opened():
+        step(config.run_folder, 1)
+        save(config, 1)
+
+    async def tear() -> None:
+        async with open_storage(config.run_uri, settings=settings) as storage:
+            await storage.put_bytes(b"half", "checkpoints/step=000002/learner/weights")
+
+    asyncio.run(tear())
+    with opened():
+        latest = RunFolder(config.run_folder, config).latest_checkpoint()
+        assert latest is not None
+        assert latest.version == 1
+
+
+def test_a_damaged_checkpoint_is_passed_over_and_told(
+    config: Config, settings: S3Settings, opened, caplog: pytest.LogCaptureFixture
+) -> None:
+    with opened():
+        step(config.run_folder, 1)
+        save(config, 1, score=0.9)  # the best one, kept beside the newest
+        step(config.run_folder, 2)
+        wait_until(lambda: f"checkpoints/step=000001/{MANIFEST}" in there(config, settings))
+        save(config, 2, score=0.1)
+
+    async def damage() -> None:
+        async with open_storage(config.run_uri, settings=settings) as storage:
+            await storage.put_bytes(b"x" * 1000, "checkpoints/step=000002/learner/weights")
+
+    asyncio.run(damage())
+    with opened():
+        latest = RunFolder(config.run_folder, config).latest_checkpoint()
+        assert latest is not None
+        assert latest.version == 1
+    assert "step=000002 is damaged and passed over" in caplog.text
+
+
+def test_checkpoints_that_are_neither_recent_nor_best_are_deleted_there(
+    config: Config, settings: S3Settings, opened
+) -> None:
+    def versions() -> set[str]:
+        return {key.split("/")[1] for key in there(config, settings) if key.endswith(MANIFEST)}
+
+    with opened() as mirror:
+        for number, score in ((1, 0.1), (2, 0.9), (3, 0.2), (4, 0.3)):
+            step(config.run_folder, number)
+            save(config, number, mirror, score=score)
+            wait_until(lambda n=number: f"step={n:06d}" in versions())
+    assert versions() == {"step=000002", "step=000004"}  # keep_last 1 and keep_best 1
+
+
+def test_a_checkpoint_does_not_count_before_the_metrics_of_its_step(
+    config: Config, settings: S3Settings, opened
+) -> None:
+    manifest = f"checkpoints/step=000001/{MANIFEST}"
+    with opened():
+        (config.run_folder / "metrics.jsonl").write_text("")
+        save(config, 1)
+        wait_until(lambda: "checkpoints/step=000001/learner/weights" in there(config, settings))
+        assert manifest not in there(config, settings)
+        step(config.run_folder, 1)
+        wait_until(lambda: manifest in there(config, settings))
+        assert steps_of(there(config, settings)["metrics.jsonl"]) == [1]
+
+
+def test_an_outage_in_the_middle_stops_nothing_and_is_made_up_for(
+    config: Config, settings: S3Settings, proxy: ProxyThread, opened, caplog: pytest.LogCaptureFixture
+) -> None:
+    with opened() as mirror:
+        step(config.run_folder, 1)
+        wait_until(lambda: mirror.metrics()["storage/pending_files"] == 0.0)
+        proxy.plan = lambda _: Fault.DROP
+        step(config.run_folder, 2)
+        wait_until(lambda: mirror.metrics()["storage/failed"] >= 2.0)
+        assert mirror.metrics()["storage/pending_files"] == 2.0
+        proxy.plan = lambda _: None
+    assert steps_of(there(config, settings)["metrics.jsonl"]) == [1, 2]
+    assert caplog.text.count("nothing can be uploaded now") == 1  # told once, however often it is tried
+    assert "go on" in caplog.text
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("fault", "why"), [(Fault.DROP, "did not answer"), (Fault.EXPIRED, "expired"), (Fault.FULL, "full")]
+)
+def test_what_is_not_uploaded_at_the_end_stays_here_and_the_message_says_how_to_finish(
+    config: Config, settings: S3Settings, proxy: ProxyThread, opened, monkeypatch: pytest.MonkeyPatch, fault: Fault,
+    why: str,
+) -> None:  # fmt: skip
+    folder = config.run_folder
+    with pytest.raises(StorageIncompleteError) as raised, opened():
+        step(folder, 1)
+        save(config, 1)
+        proxy.plan = lambda _: fault
+        step(folder, 2)
+    message = str(raised.value)
+    assert f"rayapp sync {folder}" in message
+    assert "metrics.jsonl" in message
+    assert why in message
+    assert (folder / "trajectories" / "step=000002.parquet").exists()
+
+    proxy.plan = lambda _: None
+    for name, value in environment(settings).items():
+        monkeypatch.setenv(name, value)
+    sync_command(folder)
+    assert steps_of(there(config, settings)["metrics.jsonl"]) == [1, 2]
+    assert f"checkpoints/step=000001/{MANIFEST}" in there(config, settings)
+    assert not folder.exists()
+
+
+def environment(settings: S3Settings) -> dict[str, str]:
+    return {
+        "AWS_ENDPOINT_URL": str(settings.endpoint_url),
+        "AWS_ACCESS_KEY_ID": KEY,
+        "AWS_SECRET_ACCESS_KEY": SECRET,
+        "AWS_REGION": REGION,
+    }
+
+
+def test_sync_of_another_folder_says_what_it_wants(tmp_path: Path) -> None:
+    with pytest.raises(RunFolderError, match="is no staging folder of a run on s3://"):
+        sync_command(tmp_path)
+
+
+def test_a_second_run_is_refused_while_the_first_one_lives(config: Config, settings: S3Settings, opened) -> None:
+    elsewhere = config.run_folder.with_name("elsewhere")
+    elsewhere.mkdir(parents=True)
+    with (
+        opened(),
+        pytest.raises(RunFolderError, match=r"is in use by the run of process \d+ on .*, which is alive"),
+        mirroring(config, elsewhere, settings=settings, patience=QUICK),
+    ):
+        pass
+
+
+def test_a_run_that_gives_no_sign_of_life_is_taken_over_and_stops_when_it_comes_back(
+    config: Config, settings: S3Settings, opened
+) -> None:
+    # Until its first beat it is silent; on a busy machine the second one needs seconds to look for it.
+    silent = replace(IMPATIENT, beat_every_s=10.0)
+    elsewhere = config.run_folder.with_name("elsewhere")
+    elsewhere.mkdir(parents=True)
+    with pytest.raises(RunFolderError, match="was taken over by process"), opened(silent) as first:
+        step(config.run_folder, 1)
+        wait_until(lambda: first.metrics()["storage/pending_files"] == 0.0)  # a write may ask for a beat
+        with mirroring(config, elsewhere, settings=settings, patience=IMPATIENT):
+            step(elsewhere, 7)
+            wait_until(lambda: first.trouble != "", timeout_s=30)
+        first.metrics()
+    assert steps_of(there(config, settings)["metrics.jsonl"])[-1] == 7
+    assert (config.run_folder / "metrics.jsonl").exists()  # what the first one has stays
+
+
+def test_a_run_that_was_paused_through_its_take_over_overwrites_nothing_when_it_resumes(
+    config: Config, settings: S3Settings, opened
+) -> None:
+    """A process that is stopped (SIGSTOP, a machine that sleeps) looks at its folder before it beats again."""
+    elsewhere = config.run_folder.with_name("elsewhere")
+    elsewhere.mkdir(parents=True)
+    with pytest.raises(RunFolderError, match="was taken over by process"), opened(SILENT) as first:
+        step(config.run_folder, 1)
+        wait_until(lambda: first.metrics()["storage/pending_files"] == 0.0)
+        (config.run_folder / "trajectories/step=000001.parquet").unlink()
+        with mirroring(config, elsewhere, settings=settings, patience=IMPATIENT) as second:
+            step(elsewhere, 2)
+            wait_until(lambda: second.metrics()["storage/pending_files"] == 0.0)
+            before = there(config, settings)
+            step(config.run_folder, 9)
+            (config.run_folder / "trajectories/step=000002.parquet").write_bytes(b"stale")
+            first.truncate_after(0)  # nor does it delete
+            wait_until(lambda: first.trouble != "", timeout_s=30)
+            assert there(config, settings) == before
+        first.metrics()
+    assert there(config, settings)["trajectories/step=000002.parquet"] == b"tt"
+    assert steps_of(there(config, settings)["metrics.jsonl"]) == [1, 2]
+
+
+def test_what_this_machine_had_is_set_aside_when_another_went_on(config: Config, settings: S3Settings, opened) -> None:
+    with pytest.raises(KeyError), opened():
+        step(config.run_folder, 1)
+        raise KeyError("stopped")
+    elsewhere = config.run_folder.with_name("elsewhere")
+    elsewhere.mkdir(parents=True)
+    with mirroring(config, elsewhere, settings=settings, patience=QUICK):
+        step(elsewhere, 2)
+
+    with opened():
+        assert steps_of((config.run_folder / "metrics.jsonl").read_bytes()) == [1, 2]
+    stale = config.run_folder.with_name(f"{config.run_folder.name}.stale-1")
+    assert steps_of((stale / "metrics.jsonl").read_bytes()) == [1]
+
+
+def test_of_many_that_start_at_once_one_gets_the_folder(config: Config, settings: S3Settings) -> None:
+    async def race() -> list[int]:
+        async with open_storage(config.run_uri, settings=settings) as storage:
+            taken = await asyncio.gather(
+                *(locks.acquire(storage, lease_s=0.3, poll_s=0.05, settle_s=0.05) for _ in range(4)),
+                return_exceptions=True,
+            )
+            return sorted(lock.generation for lock in taken if isinstance(lock, locks.RunLock))
+
+    # None beats, so each is taken over after the lease of the one before: every number is won once.
+    assert asyncio.run(race()) == [1, 2, 3, 4]
+
+
+def test_nothing_starts_when_the_storage_can_not_be_used(
+    config: Config, settings: S3Settings, proxy: ProxyThread, tmp_path: Path
+) -> None:
+    def start(**changes: object) -> None:
+        folder = tmp_path / "staging-of-nothing"
+        folder.mkdir(exist_ok=True)
+        with mirroring(config, folder, settings=replace(settings, **changes), patience=QUICK):
+            pytest.fail("the run started")
+
+    with pytest.raises(StorageUnreachableError, match="did not answer properly in 2 tries"):
+        start(endpoint_url=f"http://127.0.0.1:{free_port()}")
+    proxy.plan = lambda _: Fault.EXPIRED
+    with pytest.raises(StorageCredentialsError, match="expired"):
+        start()
+
+
+def test_a_bucket_that_is_missing_is_named_before_anything_starts(settings: S3Settings, tmp_path: Path) -> None:
+    config = Config.model_validate({"run": {"output_dir": "s3://no-such-bucket/x", "staging_dir": tmp_path}})
+    config.run_folder.mkdir(parents=True)
+    with (
+        pytest.raises(StorageBucketError, match="there is no bucket 'no-such-bucket'"),
+        mirroring(config, config.run_folder, settings=settings, patience=QUICK),
+    ):
+        pytest.fail("the run started")
+
+
+def test_resume_never_refuses_a_run_that_is_there_without_touching_it(
+    config: Config, settings: S3Settings, opened
+) -> None:
+    with opened():
+        step(config.run_folder, 1)
+    before = there(config, settings)
+    again = config.model_copy(update={"run": config.run.model_copy(update={"resume": "never"})})
+    config.run_folder.mkdir(parents=True)
+    with (
+        pytest.raises(RunFolderError, match=r"holds a run already, and run\.resume is never"),
+        mirroring(again, config.run_folder, settings=settings, patience=QUICK),
+    ):
+        pytest.fail("the run started")
+    assert there(config, settings) == before

@@ -1,0 +1,274 @@
+"""What an operator watches: the table of metrics, and the dashboard, alerts and reports made from it.
+
+promtool (of the Debian package prometheus) parses every query. For each alert it plays a fault that must fire it, and a
+healthy run that must not.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from rayapp.runs.tracking.operator_metrics import BY_NAME, METRICS, Sample, of_step, samples
+from scripts.monitoring.alerts import ALERTS, rule_file
+from scripts.monitoring.dashboard import ROWS, dashboard, queries
+from scripts.monitoring.write import files
+
+STEP = {
+    "reward/mean": 0.5,
+    "reward/pass_rate/mean": 0.25,
+    "timing_s/step": 10.0,
+    "timing_s/generate": 4.0,
+    "timing_s/train": 3.0,
+    "timing_s/learner/total": 2.9,
+    "failure/sandbox_gone": 0.1,
+    "ledger/ready": 2.0,
+    "learner/entropy": float("nan"),
+}
+
+
+@pytest.fixture
+def promtool() -> str:
+    program = shutil.which("promtool")
+    if program is None:
+        pytest.skip("promtool is not here: apt-get install prometheus")
+    return program
+
+
+def reported(scalars: dict[str, float]) -> dict[tuple[str, str], float]:
+    def key(sample: Sample) -> tuple[str, str]:
+        return sample.metric.name, ",".join(value for _, value in sample.labels)
+
+    return {key(sample): sample.value for sample in samples(scalars, now=1000.0)}
+
+
+def test_names_are_what_prometheus_takes_and_say_their_unit() -> None:
+    assert len(BY_NAME) == len(METRICS)
+    for metric in METRICS:
+        assert re.fullmatch(r"rl_[a-z0-9_]+", metric.name)
+        assert (metric.kind == "counter") == metric.name.endswith("_total"), metric.name
+        assert (metric.unit in ("s", "time")) == metric.name.endswith("_seconds"), metric.name
+        assert set(re.findall(r"\{(\w+)\}", metric.source)) == set(metric.labels) or metric.kind == "histogram"
+        assert metric.help
+
+
+def test_a_step_is_reported_under_the_metrics_names() -> None:
+    assert reported(of_step(3, STEP)) == {
+        ("rl_step", ""): 3.0,
+        ("rl_last_step_timestamp_seconds", ""): 1000.0,
+        ("rl_reward_mean", ""): 0.5,
+        ("rl_pass_rate", ""): 0.25,
+        ("rl_phase_seconds", "step"): 10.0,
+        ("rl_phase_seconds", "generate"): 4.0,
+        ("rl_phase_seconds", "train"): 3.0,
+        # Servers were idle for 1 - 4/10 of the step, learners for 1 - 3/10.
+        ("rl_idle_share", "servers"): pytest.approx(0.6),
+        ("rl_idle_share", "learners"): pytest.approx(0.7),
+        ("rl_groups", "ready"): 2.0,
+        ("rl_failed_share", "sandbox_gone"): 0.1,
+    }
+
+
+def test_idle_share_stays_between_none_and_all() -> None:
+    # Generation overlaps training in an asynchronous run and may last longer than the step.
+    metrics = of_step(1, {"timing_s/step": 2.0, "timing_s/generate": 5.0})
+
+    assert metrics["idle/servers"] == 0.0
+    assert "idle/learners" not in metrics
+
+
+def test_providers_and_causes_become_labels() -> None:
+    scalars = {"sandbox/e2b/failed_quota": 4.0, "sandbox/e2b/created": 7.0, "sandbox/wait_p99_s": 1.5}
+
+    assert reported(scalars) == {
+        ("rl_sandbox_failures_total", "e2b,quota"): 4.0,
+        ("rl_sandbox_created_total", "e2b"): 7.0,
+        ("rl_sandbox_wait_seconds", "p99"): 1.5,
+    }
+
+
+def test_metrics_that_the_parts_report_exist_under_these_names() -> None:
+    # The scalars of the sandbox pool, which reports by itself.
+    from rayapp.sandbox.pool.stats import PoolStats
+
+    stats = PoolStats(lambda: 0.0).scalars(num_leased=1, num_waiting=2, sources=[])
+
+    assert {"rl_sandbox_leased", "rl_sandbox_waiting", "rl_sandbox_wait_seconds", "rl_sandbox_fallbacks_total"} == {
+        name for name, _ in reported(stats)
+    }
+
+
+def test_engine_load_is_read_off_vllms_statistics() -> None:
+    stats = pytest.importorskip("vllm.v1.metrics.stats")
+    from rayapp.engine.vllm_stats import EngineLoad
+
+    load = EngineLoad()
+    logger = load.factory(None, 0)
+    for _ in range(2):
+        cache = stats.PrefixCacheStats(queries=10, hits=4)
+        logger.record(
+            stats.SchedulerStats(num_running_reqs=3, num_waiting_reqs=1, kv_cache_usage=0.5, prefix_cache_stats=cache),
+            None,
+        )
+    logger.record(None, None)
+
+    assert load.scalars() == {
+        "running": 3.0,
+        "waiting": 1.0,
+        "kv_used": 0.5,
+        "prefix_queries": 20.0,
+        "prefix_hits": 8.0,
+        "preempted": 0.0,
+    }
+    assert {f"server/vllm-server-0/{name}" for name in load.scalars()} == {
+        name for name in (f"server/vllm-server-0/{key}" for key in load.scalars()) if reported({name: 1.0})
+    }
+
+
+def test_written_files_are_those_of_the_definition() -> None:
+    for path, text in files().items():
+        assert path.read_text() == text, "run `python -m scripts.monitoring.write`"
+
+
+# --- dashboard
+
+
+def test_every_metric_is_on_the_dashboard() -> None:
+    drawn = " ".join(expr for _, panels in ROWS for panel in panels for expr, _, _ in queries(panel))
+
+    assert [metric.name for metric in METRICS if metric.exported not in drawn] == []
+
+
+def test_panels_do_not_overlap_and_have_their_own_ids() -> None:
+    panels = dashboard()["panels"]
+    cells = [
+        (x, y)
+        for panel in panels
+        for x in range(panel["gridPos"]["x"], panel["gridPos"]["x"] + panel["gridPos"]["w"])
+        for y in range(panel["gridPos"]["y"], panel["gridPos"]["y"] + panel["gridPos"]["h"])
+    ]
+
+    assert len(cells) == len(set(cells))
+    assert max(x for x, _ in cells) == 23
+    assert len({panel["id"] for panel in panels}) == len(panels)
+
+
+def test_dashboard_is_json_without_unfilled_places() -> None:
+    text = json.dumps(dashboard())
+
+    assert "#" not in text
+    assert json.loads(text)["uid"] == "rayapp"
+
+
+def test_every_query_of_the_dashboard_parses(promtool: str, tmp_path: Path) -> None:
+    rules = [
+        {"record": f"panel:{index}", "expr": expr.replace("$run", ".*").replace("$cluster", ".*")}
+        for index, expr in enumerate(e for _, panels in ROWS for panel in panels for e, _, _ in queries(panel))
+    ]
+    path = tmp_path / "rules.yaml"
+    path.write_text(yaml.safe_dump({"groups": [{"name": "panels", "rules": rules}]}))
+
+    done = subprocess.run([promtool, "check", "rules", path], capture_output=True, text=True, timeout=60, check=False)
+
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert len(rules) > 35
+
+
+# --- alerts
+
+HOURS_3 = 180
+FAULTS: dict[str, dict[str, str]] = {
+    # Series in promtool's notation, one value a minute for three hours: `a+bxN` is a, a+b, …; `axN` is constant.
+    "RunStalled": {
+        'ray_rl_last_step_timestamp_seconds{run="x"}': "0x180",
+        'ray_rl_phase_seconds{run="x",phase="step"}': "20x180",
+    },
+    "CheckpointOld": {'ray_rl_last_checkpoint_timestamp_seconds{run="x"}': "0x180"},
+    "RolloutsFail": {'ray_rl_failed_share_10_steps{run="x"}': "0.2x180"},
+    "NoLearningSignal": {'ray_rl_no_signal_share{run="x"}': "1x180"},
+    "WeightSyncSlow": {
+        'ray_rl_phase_seconds{run="x",phase="step"}': "40x180",
+        'ray_rl_phase_seconds{run="x",phase="weight_sync"}': "20x180",
+    },
+    "LearnersIdle": {'ray_rl_idle_share{run="x",role="learners"}': "0.95x180"},
+    "SandboxesScarce": {
+        'ray_rl_sandbox_wait_seconds{run="x",quantile="p99"}': "90x180",
+        'ray_rl_sandbox_waiting{run="x"}': "5x180",
+    },
+    "SandboxCreationFails": {
+        'ray_rl_sandbox_failures_total{run="x",provider="e2b",cause="quota"}': "0+6x180",
+        'ray_rl_sandbox_created_total{run="x",provider="e2b"}': "0+6x180",
+    },
+    "SandboxesStray": {'ray_rl_sandbox_strays_total{run="x",provider="e2b"}': "0x140 1x38"},
+    "ServerOverloaded": {
+        'ray_rl_server_kv_used_share{run="x",server="vllm-server-0"}': "0.99x180",
+        'ray_rl_server_waiting{run="x",server="vllm-server-0"}': "7x180",
+    },
+    "TrackerFails": {'ray_rl_tracker_failures_total{run="x"}': "0x160 3x20"},
+}
+HEALTHY = {
+    'ray_rl_last_step_timestamp_seconds{run="x"}': "0+60x180",
+    'ray_rl_last_checkpoint_timestamp_seconds{run="x"}': "0+60x180",
+    'ray_rl_phase_seconds{run="x",phase="step"}': "60x180",
+    'ray_rl_phase_seconds{run="x",phase="weight_sync"}': "6x180",
+    'ray_rl_failed_share_10_steps{run="x"}': "0.01x180",
+    'ray_rl_no_signal_share{run="x"}': "0.4x180",
+    'ray_rl_idle_share{run="x",role="learners"}': "0.6x180",
+    'ray_rl_sandbox_wait_seconds{run="x",quantile="p99"}': "2x180",
+    'ray_rl_sandbox_waiting{run="x"}': "3x180",
+    'ray_rl_sandbox_failures_total{run="x",provider="e2b",cause="quota"}': "0+1x180",
+    'ray_rl_sandbox_created_total{run="x",provider="e2b"}': "0+60x180",
+    'ray_rl_sandbox_strays_total{run="x",provider="e2b"}': "0x180",
+    'ray_rl_server_kv_used_share{run="x",server="vllm-server-0"}': "0.99x180",
+    'ray_rl_server_waiting{run="x",server="vllm-server-0"}': "0x180",
+    'ray_rl_tracker_failures_total{run="x"}': "3x180",
+}
+
+
+def fired(promtool: str, folder: Path, series: dict[str, str], expected: dict[str, Any] | None, name: str) -> str:
+    """promtool's complaint, empty if the alert did as expected at the end of the three hours."""
+    (folder / "alerts.yaml").write_text(yaml.safe_dump(rule_file()))
+    test = {
+        "interval": "1m",
+        "input_series": [{"series": key, "values": values} for key, values in series.items()],
+        "alert_rule_test": [
+            {"eval_time": f"{HOURS_3}m", "alertname": name, "exp_alerts": [] if expected is None else [expected]}
+        ],
+    }
+    path = folder / "test.yaml"
+    path.write_text(yaml.safe_dump({"rule_files": ["alerts.yaml"], "evaluation_interval": "1m", "tests": [test]}))
+    done = subprocess.run([promtool, "test", "rules", path], capture_output=True, text=True, timeout=60, check=False)
+    return "" if done.returncode == 0 else done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("alert", ALERTS, ids=lambda alert: alert.name)
+def test_alert_fires_on_its_fault_and_not_on_a_healthy_run(alert: Any, promtool: str, tmp_path: Path) -> None:
+    # exp_alerts compares annotations too, whose values differ by fault: a complaint that got the alert says so.
+    complaint = fired(promtool, tmp_path, FAULTS[alert.name], None, alert.name)
+
+    assert f'alertname="{alert.name}"' in complaint.partition("got:")[2]
+    assert 'run="x"' in complaint
+    assert fired(promtool, tmp_path, HEALTHY, None, alert.name) == ""
+
+
+def test_every_alert_has_a_fault_a_severity_and_a_runbook() -> None:
+    assert {alert.name for alert in ALERTS} == set(FAULTS)
+    for alert in ALERTS:
+        assert alert.runbook
+        assert "{{ $labels.run }}" in alert.summary
+    rules = rule_file()["groups"][0]["rules"]
+    assert all(rule["annotations"]["runbook"].startswith("1. ") for rule in rules)
+
+
+def test_alerts_name_only_metrics_that_exist() -> None:
+    known = {metric.exported for metric in METRICS}
+
+    for alert in ALERTS:
+        assert set(re.findall(r"ray_rl_\w+", alert.expr)) <= known

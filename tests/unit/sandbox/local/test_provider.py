@@ -1,0 +1,589 @@
+"""The local provider at every isolation level that this machine offers."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+import os
+import signal
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import pytest
+
+from rayapp.core.errors import SandboxConfigError, SandboxGoneError, SandboxQuotaError
+from rayapp.core.types import ExecOutcome, SandboxSpec, StopCause
+from rayapp.sandbox.local.levels.limits import MAX_OPEN_FILES
+from rayapp.sandbox.local.provider import LEVELS, LocalProvider
+from rayapp.sandbox.local.sandbox import LocalSandbox
+from rayapp.sandbox.local.slot import BootError, Slot
+
+
+async def refusal(level: str) -> str:
+    """Why this machine does not offer the level; empty when it does."""
+    try:
+        slot = await Slot.start(level)
+    except BootError as error:
+        return str(error)
+    slot.close()
+    return ""
+
+
+@pytest.fixture(params=LEVELS)
+async def provider(request: pytest.FixtureRequest) -> AsyncIterator[LocalProvider]:
+    if reason := await refusal(request.param):
+        pytest.skip(reason)
+    made = LocalProvider(levels=(request.param,), max_slots=2)
+    yield made
+    await made.close()
+
+
+async def new(provider: LocalProvider, spec: SandboxSpec | None = None) -> LocalSandbox:
+    return await provider.create(spec or SandboxSpec(), labels={}, ttl_s=60, timeout_s=30)
+
+
+@pytest.fixture
+async def sandbox(provider: LocalProvider) -> LocalSandbox:
+    return await new(provider)
+
+
+async def test_a_function_is_called_once_per_input_and_its_values_come_back_with_their_types(
+    sandbox: LocalSandbox,
+) -> None:
+    inputs = [[1], [True], [1.0], [(1, [2])], [{3: {4}}], [b"\x00"], [math.nan], [None]]
+
+    report = await sandbox.call_function("def f(x): return x", "f", inputs, timeout_s=5)
+
+    assert report.exec.ok
+    assert [repr(call.value) for call in report.calls] == [repr(args[0]) for args in inputs]
+    assert report.exec.isolation == sandbox.isolation
+
+
+async def test_each_execution_starts_from_the_same_interpreter(sandbox: LocalSandbox) -> None:
+    code = "import json\nold = getattr(json, 'mark', 0)\njson.mark = 1\ndef f(): return old"
+
+    reports = [await sandbox.call_function(code, "f", [[]], timeout_s=5) for _ in range(3)]
+
+    assert [report.calls[0].value for report in reports] == [0, 0, 0]
+
+
+async def test_random_numbers_differ_between_executions(sandbox: LocalSandbox) -> None:
+    code = "import random\ndef f(): return random.random()"
+
+    values = [(await sandbox.call_function(code, "f", [[]], timeout_s=5)).calls[0].value for _ in range(3)]
+
+    assert len(set(map(repr, values))) == 3
+
+
+async def test_a_fork_by_the_code_itself_has_a_seed_of_its_own(sandbox: LocalSandbox) -> None:
+    """Executions are forked without the hooks that Python modules hang on a fork; the code's own forks have them."""
+    if sandbox.isolation == "ll":
+        pytest.skip("level ll has no new processes")
+    code = (
+        "import os, random\n"
+        "def f():\n"
+        "    read, write = os.pipe()\n"
+        "    if os.fork() == 0:\n"
+        "        os.write(write, repr(random.random()).encode())\n"
+        "        os._exit(0)\n"
+        "    os.wait()\n"
+        "    return os.read(read, 100).decode() == repr(random.random())\n"
+    )
+
+    report = await sandbox.call_function(code, "f", [[]], timeout_s=5)
+
+    assert [call.value for call in report.calls] == [False]
+
+
+def children_of(pid: int) -> list[int]:
+    try:
+        return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    except (FileNotFoundError, ProcessLookupError):
+        return []
+
+
+def descendants_of(pid: int) -> set[int]:
+    children = children_of(pid)
+    return {*children, *(each for child in children for each in descendants_of(child))}
+
+
+def template_of(sandbox: LocalSandbox) -> int:
+    """The zygote's only child; in namespaces another process waits for the zygote."""
+    (child,) = children_of(sandbox.slot.pid)
+    return children_of(child)[0] if sandbox.isolation.startswith("ns") else child
+
+
+async def test_what_the_application_inherited_changes_neither_the_level_nor_the_code(provider: LocalProvider) -> None:
+    # given: a umask as hardened machines set it, and signals as some service managers leave them
+    umask = os.umask(0o077)
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGALRM, signal.SIGTERM))
+    child = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    try:
+        level = (await new(provider)).isolation
+        hardened = LocalProvider(levels=(level,), max_slots=1)
+        sandbox = await new(hardened)
+    finally:
+        os.umask(umask)
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        signal.signal(signal.SIGCHLD, child)
+
+    # when
+    code = "import os, signal, wave\ndef f(): return [os.umask(0), len(signal.pthread_sigmask(0, ()))]"
+    report = await sandbox.call_function(code, "f", [[]], timeout_s=5)
+    await hardened.close()
+
+    # then
+    assert report.exec.ok, report
+    assert report.calls[0].value == [0o022, 0]
+
+
+async def test_beside_an_execution_lives_nothing_but_the_child_that_waits_for_the_next_job(
+    sandbox: LocalSandbox,
+) -> None:
+    # given: a level where code can leave processes behind, or threads only
+    in_namespaces = sandbox.isolation.startswith("ns")
+    daemon = "subprocess.Popen(['/bin/sleep', '60'], start_new_session=True)" if in_namespaces else ""
+    thread = "threading.Thread(target=time.sleep, args=(60,)).start()"
+    code = f"import subprocess, threading, time\ndef f():\n    {daemon}\n    {thread}"
+    await sandbox.call_function("def f(): return 1", "f", [[]], timeout_s=5)
+    template = template_of(sandbox)
+
+    for _ in range(5):
+        # when: one execution follows another that left something
+        left = await sandbox.call_function(code, "f", [[]], timeout_s=5)
+        running = asyncio.create_task(
+            sandbox.call_function("import time\ndef f(): time.sleep(0.2)", "f", [[]], timeout_s=5)
+        )
+        await asyncio.sleep(0.1)
+
+        # then
+        assert left.exec.ok, left
+        assert len(descendants_of(template)) == (2 if in_namespaces else 1)
+        await running
+
+
+async def test_a_child_that_was_forked_before_meets_nothing_of_what_ran_since(provider: LocalProvider) -> None:
+    # given: as many children as there ever are were forked when /tmp was empty
+    sandbox = await new(provider)
+    look = "import os\ndef f(): return os.listdir('.') if os.getcwd() == '/tmp' else []"
+    write = "import os\ndef f():\n    os.chmod('/tmp', 0o755)\n    open('/tmp/left', 'w').write('x')"
+    await sandbox.call_function(look, "f", [[]], timeout_s=5)
+
+    # when
+    written = await sandbox.call_function(write, "f", [[]], timeout_s=5)
+    seen = [await sandbox.call_function(look, "f", [[]], timeout_s=5) for _ in range(4)]
+
+    # then
+    assert written.calls[0].ok == sandbox.isolation.startswith("ns")
+    assert [report.calls[0].value for report in seen] == [[], [], [], []]
+
+
+async def test_a_child_that_waits_beside_an_execution_does_not_count_against_its_limits(
+    provider: LocalProvider,
+) -> None:
+    sandbox = await new(provider, SandboxSpec(max_processes=1))
+
+    report = await sandbox.call_function("import time\ndef f(): time.sleep(0.3)", "f", [[]], timeout_s=5)
+
+    assert report.exec.ok, report
+
+
+async def test_code_is_in_a_process_group_of_its_own(sandbox: LocalSandbox) -> None:
+    """A signal to group 0 reaches every process of the group, on this side of a pid namespace and on the other."""
+    code = "import os\ndef f(): return os.getpgrp() == os.getsid(0) == os.getpid()"
+
+    report = await sandbox.call_function(code, "f", [[]], timeout_s=5)
+
+    assert report.calls[0].value is True
+
+
+async def test_a_definition_that_raises_is_told_apart_from_a_call_that_raises(sandbox: LocalSandbox) -> None:
+    broken = await sandbox.call_function("raise ValueError('top')", "f", [[1]], timeout_s=5)
+    raising = await sandbox.call_function("def f(x): raise ValueError('inside')", "f", [[1]], timeout_s=5)
+
+    assert (broken.exec.outcome, broken.exec.error) == (ExecOutcome.CODE_FAILED, "ValueError: top")
+    assert raising.exec.ok
+    assert raising.calls[0].error == "ValueError: inside"
+
+
+async def test_the_deadline_is_for_definition_and_all_calls_together(sandbox: LocalSandbox) -> None:
+    code = "import time\ndef f(s):\n    time.sleep(s)\n    return s"
+
+    report = await sandbox.call_function(code, "f", [[0.0], [0.0], [60.0], [0.0]], timeout_s=1)
+
+    assert report.exec.stopped_for is StopCause.TIMEOUT
+    assert [call.ok for call in report.calls] == [True, True, False, False]
+    assert 0.9 < report.exec.duration_s < 5
+
+
+@contextlib.contextmanager
+def busy_core() -> Iterator[int]:
+    """A core for which two others compete, each in a session of its own: the scheduler shares it among the sessions."""
+    core = min(os.sched_getaffinity(0))
+    spin = f"import os\nos.sched_setaffinity(0, {{{core}}})\nprint(flush=True)\nwhile True: pass"
+    argv = [sys.executable, "-c", spin]
+    spinners = [subprocess.Popen(argv, start_new_session=True, stdout=subprocess.PIPE) for _ in range(2)]
+    try:
+        for spinner in spinners:
+            assert spinner.stdout is not None
+            spinner.stdout.readline()
+        yield core
+    finally:
+        for spinner in spinners:
+            spinner.kill()
+            spinner.communicate()
+
+
+@pytest.mark.parametrize("where", ["in its first thread", "in a thread"])
+async def test_waiting_for_a_processor_is_not_the_codes_time(sandbox: LocalSandbox, where: str) -> None:
+    code = (
+        "import os, threading, time\n"
+        "def work(core):\n"
+        "    os.sched_setaffinity(0, {core})\n"
+        "    while time.process_time() < 0.25: pass\n"
+        "def f(core, is_threaded):\n"
+        "    thread = threading.Thread(target=work, args=(core,))\n"
+        "    thread.start() if is_threaded else work(core)\n"
+        "    thread.join() if is_threaded else None\n"
+        "    return 'through'\n"
+    )
+
+    with busy_core() as core:
+        report = await sandbox.call_function(code, "f", [[core, where == "in a thread"]], timeout_s=0.45)
+
+    assert report.calls[0].value == "through", report
+
+
+async def test_sleeping_is_the_codes_time_whatever_the_neighbours_do(sandbox: LocalSandbox) -> None:
+    code = "import os, time\ndef f(core):\n    os.sched_setaffinity(0, {core})\n    time.sleep(60)"
+
+    with busy_core() as core:
+        report = await sandbox.call_function(code, "f", [[core]], timeout_s=0.3)
+
+    assert report.exec.stopped_for is StopCause.TIMEOUT
+    assert report.exec.duration_s < 2
+
+
+async def test_processes_share_the_time_of_their_execution(sandbox: LocalSandbox) -> None:
+    """Those, too, that nobody waits for, of which the kernel's own count knows nothing."""
+    if sandbox.isolation == "ll":
+        pytest.skip("level ll has no new processes")
+    code = (
+        "import os, signal, time\n"
+        "signal.signal(signal.SIGCHLD, signal.SIG_IGN)\n"
+        "def f():\n"
+        "    while True:\n"
+        "        if os.fork() == 0:\n"
+        "            while time.process_time() < 0.2: pass\n"
+        "            os._exit(0)\n"
+        "        time.sleep(0.4)\n"
+    )
+
+    report = await sandbox.call_function(code, "f", [[]], timeout_s=1.0)
+
+    assert report.exec.stopped_for is StopCause.TIMEOUT
+
+
+async def test_a_session_has_its_time_anew_for_each_job(sandbox: LocalSandbox) -> None:
+    work = "import time\nstart = time.process_time()\nwhile time.process_time() < start + 0.3: pass"
+
+    done = [await sandbox.run_code(work, timeout_s=0.6, stateful=True) for _ in range(3)]
+
+    assert [ran.stopped_for for ran in done] == [None] * 3
+
+
+async def test_an_execution_may_open_few_files_and_its_zygote_as_many_as_we(sandbox: LocalSandbox) -> None:
+    """The zygote's limit is also how many descriptors of its user may be in flight before it can send none."""
+    code = "from resource import *\ndef f(): return [getrlimit(RLIMIT_NOFILE)[1], getrlimit(RLIMIT_CORE)]"
+
+    report = await sandbox.call_function(code, "f", [[]], timeout_s=5)
+
+    assert report.calls[0].value == [MAX_OPEN_FILES, (1, 1)]
+    ours, zygotes = (Path(f"/proc/{pid}/limits").read_text() for pid in ("self", sandbox.slot.pid))
+    assert [line for line in zygotes.splitlines() if "open files" in line] == [
+        line for line in ours.splitlines() if "open files" in line
+    ]
+
+
+async def test_the_order_of_a_set_is_the_same_in_every_interpreter(provider: LocalProvider) -> None:
+    code = "def f(): return list({'alpha', 'beta', 'gamma', 'delta', 'epsilon'})"
+    both = await new(provider), await new(provider)
+    assert both[0].slot.pid != both[1].slot.pid
+
+    orders = [(await sandbox.call_function(code, "f", [[]], timeout_s=5)).calls[0].value for sandbox in both]
+
+    assert orders[0] == orders[1]
+
+
+async def test_a_script_has_output_input_and_an_exit_status(sandbox: LocalSandbox) -> None:
+    code = "import sys\nprint(input())\nprint('bad', file=sys.stderr)\nsys.exit(3)"
+
+    done = await sandbox.run_code(code, timeout_s=5, stdin="hällo\n")
+
+    assert (done.outcome, done.exit_code) == (ExecOutcome.CODE_FAILED, 3)
+    assert (done.stdout, done.stderr) == ("hällo\n", "bad\n")
+
+
+async def test_an_uncaught_exception_is_the_codes_failure_with_its_traceback(sandbox: LocalSandbox) -> None:
+    done = await sandbox.run_code("def f():\n    return 1 / 0\nf()", timeout_s=5)
+
+    assert (done.outcome, done.exit_code) == (ExecOutcome.CODE_FAILED, 1)
+    assert done.error == "ZeroDivisionError: division by zero"
+    assert 'File "<candidate>", line 2, in f' in done.stderr
+    assert "rayapp" not in done.stderr
+
+
+async def test_output_past_the_cap_stops_the_code(sandbox: LocalSandbox) -> None:
+    done = await sandbox.run_code("while True: print('x' * 999)", timeout_s=20, max_output_bytes=5000)
+
+    assert done.stopped_for is StopCause.OUTPUT
+    assert done.truncated
+    assert len(done.stdout) == 5000
+    assert done.duration_s < 10
+
+
+async def test_names_stay_in_a_session_and_nowhere_else(sandbox: LocalSandbox) -> None:
+    await sandbox.run_code("x = 20", timeout_s=5, stateful=True)
+    same = await sandbox.run_code("x += 1\nprint(x)", timeout_s=5, stateful=True)
+    fresh = await sandbox.run_code("print(x)", timeout_s=5)
+    again = await sandbox.run_code("print(x)", timeout_s=5, stateful=True)
+
+    assert [same.stdout, again.stdout] == ["21\n", "21\n"]
+    assert fresh.error.startswith("NameError")
+
+
+async def test_a_session_goes_on_after_an_exception_and_an_exit(sandbox: LocalSandbox) -> None:
+    await sandbox.run_code("x = 1", timeout_s=5, stateful=True)
+    raised = await sandbox.run_code("raise KeyError(x)", timeout_s=5, stateful=True)
+    exited = await sandbox.run_code("raise SystemExit(4)", timeout_s=5, stateful=True)
+    then = await sandbox.run_code("print(input(), x)", timeout_s=5, stateful=True, stdin="in")
+
+    assert (raised.outcome, raised.error) == (ExecOutcome.CODE_FAILED, "KeyError: 1")
+    assert exited.exit_code == 4
+    assert (then.ok, then.stdout) == (True, "in 1\n")
+
+
+async def test_a_stopped_session_is_forgotten_and_the_next_one_works(sandbox: LocalSandbox) -> None:
+    await sandbox.run_code("x = 1", timeout_s=5, stateful=True)
+    stopped = await sandbox.run_code("while True: pass", timeout_s=0.5, stateful=True)
+    died = await sandbox.run_code("import os\nos._exit(7)", timeout_s=5, stateful=True)
+    then = await sandbox.run_code("print('x' in dir())", timeout_s=5, stateful=True)
+
+    assert stopped.stopped_for is StopCause.TIMEOUT
+    assert (died.outcome, died.exit_code) == (ExecOutcome.CODE_FAILED, 7)
+    assert then.stdout == "False\n"
+
+
+async def test_a_session_and_other_executions_do_not_see_each_other(sandbox: LocalSandbox) -> None:
+    await sandbox.run_code("secret = 5", timeout_s=5, stateful=True)
+
+    report = await sandbox.call_function("import os\ndef f(): return os.listdir('.')", "f", [[]], timeout_s=5)
+    still = await sandbox.run_code("print(secret)", timeout_s=5, stateful=True)
+
+    assert not report.calls[0].ok or report.calls[0].value == []
+    assert still.stdout == "5\n"
+
+
+async def test_files_stay_until_the_sandbox_ends(provider: LocalProvider) -> None:
+    first = await new(provider)
+    await first.write_file("sub/data.bin", b"\x00\xff" * 1000)
+
+    seen = await first.run_code("print(len(open('sub/data.bin', 'rb').read()))", timeout_s=5)
+    back = await first.read_file("sub/data.bin", max_bytes=10)
+    await first.kill()
+    second = await new(provider)
+
+    assert seen.stdout == "2000\n"
+    assert back == b"\x00\xff" * 5
+    with pytest.raises(FileNotFoundError, match=r"sub/data\.bin"):
+        await second.read_file("sub/data.bin")
+
+
+async def test_files_outside_the_sandbox_can_be_neither_read_nor_written(sandbox: LocalSandbox) -> None:
+    with pytest.raises(OSError, match="can't be written"):
+        await sandbox.write_file("/usr/lib/x", b"1")
+    with pytest.raises(OSError, match=r"can't be read|no file"):
+        await sandbox.read_file("/etc/shadow")
+
+
+async def test_a_file_larger_than_the_disk_is_refused(sandbox: LocalSandbox) -> None:
+    with pytest.raises(OSError, match="its disk holds"):
+        await sandbox.write_file("big", b"\0" * (17 << 20))
+
+
+async def test_commands_run_with_their_exit_status(sandbox: LocalSandbox) -> None:
+    echoed = await sandbox.run_command(["/bin/cat"], timeout_s=5, stdin="through")
+    failed = await sandbox.run_command(["/bin/sh", "-c", "exit 9"], timeout_s=5)
+    missing = await sandbox.run_command(["no-such-program"], timeout_s=5)
+
+    assert (echoed.ok, echoed.stdout) == (True, "through")
+    assert (failed.outcome, failed.exit_code) == (ExecOutcome.CODE_FAILED, 9)
+    assert missing.exit_code == 127
+    assert "no-such-program" in missing.stderr
+
+
+async def test_only_the_spec_s_environment_is_there(provider: LocalProvider, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_TOKEN", "hf_secret")
+    sandbox = await new(provider, SandboxSpec(env=(("WHO", "me"),)))
+
+    done = await sandbox.run_code("import os\nprint(dict(os.environ))", timeout_s=5)
+
+    assert done.stdout == "{'PYTHONHASHSEED': '0', 'WHO': 'me'}\n"
+
+
+async def test_a_cancelled_call_ends_the_code_and_the_sandbox_works_on(sandbox: LocalSandbox) -> None:
+    running = asyncio.create_task(sandbox.run_code("while True: pass", timeout_s=60))
+    await asyncio.sleep(0.2)  # any moment will do
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+
+    async with asyncio.timeout(10):
+        assert (await sandbox.run_code("print(1)", timeout_s=5)).stdout == "1\n"
+
+
+async def test_a_call_can_be_cancelled_at_any_moment_and_nothing_stays_open(sandbox: LocalSandbox) -> None:
+    """Before it began, while it runs, as its answer arrives, and after."""
+    for _ in range(3):  # by then all that stays open anyway is
+        await sandbox.run_code("print(1)", timeout_s=5)
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    ends: Counter[str] = Counter()
+
+    for moment in range(60):
+        running = asyncio.create_task(sandbox.run_code("print(1)", timeout_s=5))
+        await asyncio.sleep(moment * 0.0002)
+        running.cancel()
+        (outcome,) = await asyncio.gather(running, return_exceptions=True)
+        ends[type(outcome).__name__] += 1
+
+    assert ends.keys() == {"CancelledError", "ExecResult"}
+    assert (await sandbox.run_code("print(1)", timeout_s=5)).stdout == "1\n"
+    assert len(list(Path("/proc/self/fd").iterdir())) == before
+
+
+async def test_killing_a_sandbox_ends_what_runs_in_it_and_is_idempotent(provider: LocalProvider) -> None:
+    sandbox = await new(provider)
+    running = asyncio.create_task(sandbox.run_code("while True: pass", timeout_s=60))
+    await asyncio.sleep(0.2)
+
+    async with asyncio.timeout(10):
+        await sandbox.kill()
+        await sandbox.kill()
+        assert (await running).stopped_for is StopCause.KILLED
+
+    assert not await sandbox.alive()
+    with pytest.raises(SandboxGoneError, match="has ended"):
+        await sandbox.run_code("pass", timeout_s=5)
+
+
+async def test_a_slot_serves_one_sandbox_after_the_other(provider: LocalProvider) -> None:
+    pids = set()
+    for _ in range(3):
+        sandbox = await new(provider)
+        pids.add(sandbox.slot.pid)
+        await sandbox.run_code("open('left', 'w') if False else None", timeout_s=5, stateful=True)
+        await sandbox.kill()
+
+    assert len(pids) == 1
+
+
+async def test_more_sandboxes_than_slots_are_a_quota_error(provider: LocalProvider) -> None:
+    await new(provider)
+    await new(provider)
+
+    with pytest.raises(SandboxQuotaError, match="all 2 local slots"):
+        await new(provider)
+
+
+async def test_the_memory_of_the_whole_tree_is_bounded(provider: LocalProvider) -> None:
+    sandbox = await new(provider, SandboxSpec(memory_mib=64))
+    one = await sandbox.run_code("x = b'x' * (200 << 20)", timeout_s=20)
+
+    assert one.error.startswith("MemoryError")
+    if sandbox.isolation == "ll":
+        return  # processes are refused there
+    code = (
+        "import os, time\n"
+        "for _ in range(4):\n"
+        "    if os.fork() == 0:\n"
+        "        x = b'x' * (40 << 20)\n"
+        "        time.sleep(60)\n"
+        "time.sleep(60)\n"
+    )
+    together = await sandbox.run_code(code, timeout_s=20)
+    assert together.stopped_for is StopCause.MEMORY
+    assert together.duration_s < 15
+
+
+async def test_preloaded_packages_can_be_used(provider: LocalProvider) -> None:
+    sandbox = await new(provider, SandboxSpec(packages=("numpy",)))
+
+    report = await sandbox.call_function(
+        "import numpy as np\nimport numpy.polynomial\ndef f(x): return np.linalg.inv(np.array(x)).tolist()",
+        "f",
+        [[[[2.0, 0.0], [0.0, 4.0]]]],
+        timeout_s=10,
+    )
+
+    assert report.calls[0].value == [[0.5, 0.0], [0.0, 0.25]], report
+
+
+async def test_a_package_below_tmp_is_there_read_only_in_a_tmp_of_the_sandboxs_own(
+    provider: LocalProvider, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # given: an environment below /tmp, with a space in its path; the sandbox has files of its own
+    package = tmp_path / "a b" / "site-packages" / "belowtmp"
+    assert str(package).startswith("/tmp/")
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text("here = __file__")
+    (package / "later.py").write_text("value = 7")
+    monkeypatch.syspath_prepend(package.parent)
+    sandbox = await new(provider, SandboxSpec(packages=("belowtmp",)))
+    await sandbox.write_file("own", b"1")
+
+    # when: it is imported in part; something writes to /tmp; another execution imports again
+    code = (
+        "import os, belowtmp\n"
+        "def f():\n"
+        "    import belowtmp.later\n"
+        "    try:\n"
+        "        open('/tmp/left', 'w').close()\n"
+        "    except PermissionError:\n"
+        "        pass\n"
+        "    for path in (belowtmp.here, os.path.dirname(belowtmp.here) + '/new'):\n"
+        "        try:\n"
+        "            open(path, 'a')\n"
+        "        except OSError:\n"
+        "            continue\n"
+        "        return 'writable'\n"
+        "    return belowtmp.later.value\n"
+    )
+    calls = [(await sandbox.call_function(code, "f", [[]], timeout_s=5)).calls[0] for _ in range(4)]
+    script = await sandbox.run_code(f"{code}print(f())", timeout_s=5)
+
+    # then
+    assert [call.value for call in calls] == [7] * 4, calls
+    assert script.stdout == "7\n"
+
+
+async def test_a_package_that_is_not_there_is_a_config_error(provider: LocalProvider) -> None:
+    with pytest.raises(SandboxConfigError, match="nosuchpackage"):
+        await new(provider, SandboxSpec(packages=("nosuchpackage",)))
+
+
+async def test_a_zygote_that_dies_is_a_gone_sandbox_and_the_next_one_is_new(provider: LocalProvider) -> None:
+    sandbox = await new(provider)
+    running = asyncio.create_task(sandbox.run_code("while True: pass", timeout_s=60))
+    await asyncio.sleep(0.2)
+    sandbox.slot.close()
+
+    with pytest.raises(SandboxGoneError):
+        async with asyncio.timeout(10):
+            await running
+    assert not await sandbox.alive()
+    await sandbox.kill()
+    assert (await (await new(provider)).run_code("print(1)", timeout_s=5)).stdout == "1\n"

@@ -1,0 +1,174 @@
+"""A worker's client of the pool: what it was lent comes back, also when nobody waits for it any more."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+import pytest
+
+from rayapp.core.errors import DeadlineError, SandboxDeadlineError, SandboxUnavailableError
+from rayapp.core.types import SandboxSpec
+from rayapp.sandbox.leases import Fate, Lease
+from rayapp.sandbox.pool.client import PoolClient
+from rayapp.sandbox.pool.leased_sandbox import LeasedSandbox
+from rayapp.sandbox.pool.pool import LeasePool
+from rayapp.sandbox.providers.fake import FakeProvider
+
+SPEC = SandboxSpec()
+
+
+class FarPool:
+    """A pool in another process: a caller that gives up is not heard of there, and answers can be lost."""
+
+    def __init__(self, pool: LeasePool) -> None:
+        self.lost_grants = 0
+        """So many of the next answers to `acquire` never arrive."""
+        self.lost_releases = 0
+        """So many of the next calls of `release` never arrive."""
+        self._pool = pool
+        self._calls: set[asyncio.Task[Lease]] = set()
+
+    async def acquire(self, holder: str, spec: SandboxSpec, *, timeout_s: float, lease_id: int) -> Lease:
+        call = asyncio.create_task(self._pool.acquire(holder, spec, timeout_s=timeout_s, lease_id=lease_id))
+        self._calls.add(call)
+        if self.lost_grants:
+            self.lost_grants -= 1
+            await asyncio.sleep(0)
+            raise DeadlineError("sandbox-pool.acquire did not answer")
+        return await asyncio.shield(call)
+
+    async def release(self, lease_id: int, fate: Fate) -> None:
+        if self.lost_releases:
+            self.lost_releases -= 1
+            raise DeadlineError("sandbox-pool.release did not answer")
+        self._pool.release(lease_id, fate)
+
+    async def heartbeat(self, holder: str) -> None:
+        self._pool.heartbeat(holder)
+
+
+def make() -> tuple[LeasePool, FakeProvider, PoolClient]:
+    return make_far()[:3]
+
+
+def make_far(retry_every_s: float = 1.0) -> tuple[LeasePool, FakeProvider, PoolClient, FarPool]:
+    pool = LeasePool(max_leases=1, max_waiting=10, ttl_s=1000)
+    provider, far = FakeProvider(name="local"), FarPool(pool)
+    client = PoolClient(far, provider, holder="worker", ttl_s=60, retry_every_s=retry_every_s)
+    return pool, provider, client, far
+
+
+def leased(pool: LeasePool) -> float:
+    return pool.stats()["sandbox/leased"]
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(5.0):
+        while not condition():
+            await asyncio.sleep(0)
+
+
+async def test_a_caller_that_gives_up_while_it_waits_leaves_no_lease_behind() -> None:
+    pool, _, client = make()
+    first = client.lease(SPEC, timeout_s=5)
+    await first.__aenter__()
+    second = asyncio.create_task(client.lease(SPEC, timeout_s=5).__aenter__())
+    await until(lambda: pool.stats()["sandbox/waiting"] == 1)
+
+    second.cancel()
+    await asyncio.wait({second})
+    await first.__aexit__()
+
+    # Taken out of the queue, or granted to nobody and given back: the next caller finds the place free.
+    await until(lambda: pool.stats()["sandbox/waiting"] == 0 and leased(pool) == 0)
+    async with client.lease(SPEC, timeout_s=5):
+        assert leased(pool) == 1
+    await client.close()
+
+
+async def test_a_lease_granted_after_its_caller_was_told_of_a_deadline_is_given_back() -> None:
+    pool, _, client, far = make_far()
+    first = client.lease(SPEC, timeout_s=5)
+    await first.__aenter__()
+    far.lost_grants = 1
+
+    with pytest.raises(DeadlineError):
+        await client.lease(SPEC, timeout_s=60).__aenter__()
+    await first.__aexit__()
+
+    await until(lambda: pool.stats()["sandbox/waiting"] == 0 and leased(pool) == 0)
+    await client.close()
+
+
+async def test_a_lease_whose_grant_was_lost_on_the_way_is_given_back_at_once() -> None:
+    pool, _, client, far = make_far()
+    far.lost_grants = 1
+
+    with pytest.raises(DeadlineError):
+        await client.lease(SPEC, timeout_s=60).__aenter__()
+
+    assert pool.stats()["sandbox/granted"] == 1
+    await until(lambda: leased(pool) == 0)
+    await client.close()
+
+
+async def test_giving_a_lease_back_is_tried_again_until_the_pool_answers() -> None:
+    pool, _, client, far = make_far(retry_every_s=0.001)
+
+    async with client.lease(SPEC, timeout_s=5) as sandbox:
+        result = await sandbox.run_code("pass", timeout_s=5)
+        far.lost_releases = 3
+
+    assert result.ok
+    await until(lambda: leased(pool) == 0)
+    assert far.lost_releases == 0
+    await client.close()
+
+
+async def test_a_lease_given_up_before_the_pool_heard_of_it_is_never_granted() -> None:
+    pool, _, client = make()
+    pool.release(77)
+
+    with pytest.raises(SandboxUnavailableError, match="given up"):
+        await pool.acquire("worker", SPEC, timeout_s=5, lease_id=77)
+
+    assert leased(pool) == 0
+    await client.close()
+
+
+async def test_a_sandbox_that_cannot_be_ended_does_not_cost_its_result() -> None:
+    pool, provider, client = make()
+    provider.fail_next("kill", SandboxDeadlineError("no answer"))
+
+    async with client.lease(SPEC, timeout_s=5) as sandbox:
+        result = await sandbox.run_code("pass", timeout_s=5)
+
+    assert result.ok
+    assert leased(pool) == 0
+    await client.close()
+
+
+async def test_a_sandbox_that_cannot_be_made_gives_its_place_back() -> None:
+    pool, provider, client = make()
+    provider.fail_next("create", SandboxDeadlineError("no answer"))
+
+    with pytest.raises(SandboxDeadlineError):
+        await client.lease(SPEC, timeout_s=5).__aenter__()
+
+    assert leased(pool) == 0
+    await client.close()
+
+
+async def test_every_kind_of_result_of_a_fallback_says_who_should_have_served() -> None:
+    sandbox = await FakeProvider().create(SPEC, labels={}, ttl_s=60, timeout_s=5)
+    leased_one = LeasedSandbox(sandbox, ("e2b", "daytona"))
+
+    results = [
+        await leased_one.run_code("pass", timeout_s=5),
+        await leased_one.run_code("pass", timeout_s=5, stateful=True),
+        await leased_one.run_command(["true"], timeout_s=5),
+        (await leased_one.call_function("def f(x): return x", "f", [[1]], timeout_s=5)).exec,
+    ]
+
+    assert {result.isolation for result in results} == {"fake (fallback from e2b, daytona)"}

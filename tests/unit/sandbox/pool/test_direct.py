@@ -1,0 +1,92 @@
+"""Leases straight from a provider: waiting at the quota, and nothing left behind."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import pytest
+
+from rayapp.config.sandbox import SandboxConfig
+from rayapp.core.errors import SandboxConfigError, SandboxDeadlineError
+from rayapp.core.types import SandboxSpec
+from rayapp.sandbox.local.provider import LocalProvider
+from rayapp.sandbox.pool.direct import DirectSandboxSource, open_direct
+
+SPEC = SandboxSpec()
+
+
+@pytest.fixture
+async def provider() -> AsyncIterator[LocalProvider]:
+    made = LocalProvider(max_slots=1)
+    yield made
+    await made.close()
+
+
+async def living(provider: LocalProvider) -> list[str]:
+    return [sandbox_id async for sandbox_id in provider.list({})]
+
+
+async def test_a_sandbox_lives_as_long_as_its_lease(provider: LocalProvider) -> None:
+    source = DirectSandboxSource(provider)
+    async with source.lease(SPEC, timeout_s=30) as sandbox:
+        assert await sandbox.alive()
+        assert await living(provider) == [sandbox.id]
+    assert not await sandbox.alive()
+    assert await living(provider) == []
+
+
+async def test_leases_beyond_the_quota_wait_for_one_to_end(provider: LocalProvider) -> None:
+    source = DirectSandboxSource(provider)
+
+    async def call(number: int) -> object:
+        async with source.lease(SPEC, timeout_s=30) as sandbox:
+            report = await sandbox.call_function("def f(x): return x + 1", "f", [[number]], timeout_s=10)
+            return report.calls[0].value
+
+    assert await asyncio.gather(*map(call, range(20))) == list(range(1, 21))
+
+
+async def test_a_lease_that_can_not_be_had_in_time_says_so(provider: LocalProvider) -> None:
+    source = DirectSandboxSource(provider)
+    async with source.lease(SPEC, timeout_s=30):
+        with pytest.raises(SandboxDeadlineError, match="no sandbox was free within"):
+            async with source.lease(SPEC, timeout_s=0.05):
+                pass
+    async with source.lease(SPEC, timeout_s=30) as sandbox:
+        assert await sandbox.alive()
+
+
+async def test_an_error_or_a_cancellation_in_the_block_gives_the_sandbox_back(provider: LocalProvider) -> None:
+    source = DirectSandboxSource(provider)
+    with pytest.raises(ZeroDivisionError):
+        async with source.lease(SPEC, timeout_s=30):
+            raise ZeroDivisionError
+    running = asyncio.Event()
+
+    async def loop_forever() -> None:
+        async with source.lease(SPEC, timeout_s=30) as sandbox:
+            running.set()
+            await sandbox.run_code("while True: pass", timeout_s=60)
+
+    task = asyncio.create_task(loop_forever())
+    await running.wait()
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert await living(provider) == []
+    async with source.lease(SPEC, timeout_s=30) as sandbox:
+        assert (await sandbox.run_code("print(1)", timeout_s=10)).stdout == "1\n"
+
+
+async def test_a_configuration_error_is_not_waited_on(provider: LocalProvider) -> None:
+    with pytest.raises(SandboxConfigError, match="template"):
+        async with DirectSandboxSource(provider).lease(SandboxSpec(template="x"), timeout_s=30):
+            pass
+
+
+async def test_open_direct_ends_everything_on_the_way_out() -> None:
+    async with open_direct(SandboxConfig()) as source, source.lease(SPEC, timeout_s=30) as sandbox:
+        result = await sandbox.run_code("print(2)", timeout_s=10)
+    assert result.stdout == "2\n"
+    assert not await sandbox.alive()

@@ -1,0 +1,71 @@
+"""Every provider is built from its section of a configuration, and the manual has every key of every section."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import get_args
+
+import pytest
+from pydantic import BaseModel
+
+from rayapp.config.sandbox import LocalConfig, ProviderConfig, SandboxConfig
+from rayapp.core.errors import SandboxConfigError
+from rayapp.sandbox.pool.build import build_pool
+from rayapp.sandbox.providers.table import local_provider, remote_provider, remote_providers
+
+ROOT = Path(__file__).parents[4]
+SECTIONS: tuple[type[BaseModel], ...] = get_args(get_args(ProviderConfig)[0])
+ALL = {
+    "providers": [
+        {"type": "e2b", "api_key_env": "RAYAPP_TEST_KEY"},
+        {"type": "daytona", "api_key_env": "RAYAPP_TEST_KEY"},
+        {"type": "mcp", "url": "http://127.0.0.1:9/mcp", "api_key_env": "RAYAPP_TEST_KEY"},
+        {"type": "fake"},
+        {"type": "local"},
+    ]
+}
+
+
+async def test_every_kind_of_the_schema_is_built_and_the_pool_has_a_source_for_each() -> None:
+    config = SandboxConfig.model_validate(ALL)
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("RAYAPP_TEST_KEY", "key")
+        made = remote_providers(config)
+        pool = build_pool(config, "run")
+    assert {name: provider.name for name, provider in made.items()} == {
+        name: name for name in ("e2b", "daytona", "mcp", "fake")
+    }
+    assert local_provider(config) is not None
+    stats = pool.stats()
+    for kind in ("e2b", "daytona", "fake"):
+        assert f"sandbox/{kind}/limit" in stats, "the pool makes these"
+    for provider in made.values():
+        await provider.close()
+
+
+def test_the_local_section_is_no_remote_provider() -> None:
+    with pytest.raises(SandboxConfigError, match="local"):
+        remote_provider(LocalConfig())
+
+
+@pytest.mark.parametrize("section", SECTIONS, ids=lambda section: section.__name__)
+def test_the_manual_has_every_key_of_a_provider(section: type[BaseModel]) -> None:
+    text = (ROOT / "docs/sandbox-providers.md").read_text()
+    missing = [key for key in section.model_fields if key != "type" and not re.search(rf"`{key}[`:]", text)]
+    assert not missing
+
+
+@pytest.mark.parametrize("section", SECTIONS, ids=lambda section: section.__name__)
+def test_no_key_of_a_provider_is_without_a_reader(section: type[BaseModel]) -> None:
+    folders = (ROOT / "rayapp/sandbox", ROOT / "actors")
+    paths = [path for folder in folders for path in folder.rglob("*.py") if path.name != "config.py"]
+    text = "\n".join(path.read_text() for path in paths)
+    unread = [key for key in section.model_fields if f".{key}" not in text]
+    assert not unread
+
+
+def test_an_mcp_section_has_no_rate_of_creations_which_the_pool_could_not_keep() -> None:
+    """Sessions are opened by the workers that use them; the pool only counts them."""
+    with pytest.raises(ValueError, match="creations_per_s"):
+        SandboxConfig.model_validate({"providers": [{"type": "mcp", "url": "http://h/mcp", "creations_per_s": 1}]})

@@ -1,0 +1,46 @@
+"""The watcher that runs inside a remote sandbox, started here as a plain process: programs of our own only."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from rayapp.sandbox.verdict.program import new_nonce, source
+
+
+def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60.0
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def is_alive(pid: int) -> bool:
+    """False for a zombie, too: nobody may be there to read its status."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def test_code_does_not_outlive_a_watcher_that_was_killed(tmp_path: Path) -> None:
+    told = tmp_path / "pid"
+    code = f"import os\nopen({str(told)!r}, 'w').write(str(os.getpid()) + '\\n')\nwhile True: pass"
+    job = {
+        "kind": "script", "code": code, "stdin": "", "nonce": new_nonce(), "timeout_s": 100.0,
+        "max_output_bytes": 1000, "env": {},
+    }  # fmt: skip
+    watcher = subprocess.Popen([sys.executable, "-I", "-c", source(job)], stdout=subprocess.DEVNULL)
+    try:
+        until(lambda: told.exists() and told.read_text().endswith("\n"))
+        candidate = int(told.read_text())
+        assert candidate != watcher.pid
+        assert is_alive(candidate)
+    finally:
+        watcher.kill()
+        watcher.wait()
+
+    until(lambda: not is_alive(candidate))

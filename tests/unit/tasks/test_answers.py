@@ -1,0 +1,369 @@
+"""Rewards of answers: verl's rules, terms of form and tools, custom functions that fail in every way."""
+
+from __future__ import annotations
+
+import ast
+import asyncio
+import importlib.util
+import math
+import pickle
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rayapp.core.errors import ConfigError, InputError
+from rayapp.core.types import Reward
+from rayapp.tasks.answer_rules import GSM8K, NAMES, find_rule, format_term
+from rayapp.tasks.answers import Answer, AnswerRewards, score_answer
+from rayapp.tasks.custom_rewards import CustomReward, load_function
+from rayapp.tasks.text_process import MAX_TEXT_CHARS, TextProcess
+from scripts.problems import generate
+
+STRICT = AnswerRewards()
+CUSTOM = """
+import asyncio, threading
+import numpy as np
+never = threading.Event()
+def half(data_source, solution_str, ground_truth, extra_info=None):
+    return 0.5
+async def later(data_source, solution_str, ground_truth, extra_info=None):
+    await asyncio.sleep(0)
+    return {"score": 1.0, "length": len(solution_str), "pred": "text"}
+def raises(**_):
+    raise ValueError("no idea")
+def hangs(**_):
+    never.wait()
+async def hangs_async(**_):
+    await asyncio.Event().wait()
+def nan(**_):
+    return float("nan")
+def text(**_):
+    return "good"
+def no_score(**_):
+    return {"reward": 1.0}
+class Unreadable(Exception):
+    def __str__(self):
+        raise RuntimeError
+def raises_unreadable(**_):
+    raise Unreadable
+def exits(**_):
+    raise SystemExit(3)
+async def exits_async(**_):
+    raise SystemExit(3)
+def stops(**_):
+    raise StopIteration
+async def other_arguments(answer):
+    return 1.0
+async def cancels(**_):
+    raise asyncio.CancelledError
+def times_out(**_):
+    raise TimeoutError("of its own")
+def recurses(**_):
+    return recurses()
+def huge(**_):
+    return 10**400
+def beyond_float32(**_):
+    return {"score": 1.0, "size": 1e300}
+def an_array(**_):
+    return np.zeros(3)
+class Strange(dict):
+    def items(self):
+        raise RuntimeError("no items")
+def strange(**_):
+    return Strange(score=1.0)
+class Key:
+    def __str__(self):
+        raise RuntimeError("no text")
+def strange_key(**_):
+    return {"score": 1.0, Key(): 1.0}
+def scalars(**_):
+    return {"score": np.float32(0.5), "bits": np.int64(3), "flag": np.bool_(True), "array": np.array([2.0]),
+            "none": None, "nan": np.nan, "text": "1.5", "solved": float("nan")}
+class Caller:
+    async def __call__(self, **_):
+        return 1.0
+caller = Caller()
+not_callable = 3
+"""
+
+
+@pytest.fixture
+def module(tmp_path: Path) -> Path:
+    path = tmp_path / "mine.py"
+    path.write_text(CUSTOM)
+    return path
+
+
+async def verdict(text: str, rewards: AnswerRewards = STRICT, *, source: str = GSM8K, tool: float = 0.0) -> Reward:
+    answer = Answer(completion_text=text, data_source=source, ground_truth="12", extra_info={}, tool_reward=tool)
+    return await score_answer(answer, rewards)
+
+
+@pytest.mark.parametrize(
+    ("text", "strict", "flexible"),
+    [
+        ("so it is\n#### 12", 1.0, 1.0),
+        ("#### 1\n#### 12", 1.0, 1.0),
+        ("it is 12", 0.0, 1.0),
+        ("#### 13", 0.0, 0.0),
+        ("####12", 0.0, 1.0),
+        ("no number", 0.0, 0.0),
+        ("", 0.0, 0.0),
+        # Both methods look at the last 300 characters only.
+        ("#### 12" + " " * 300, 0.0, 0.0),
+    ],
+)
+async def test_gsm8k_is_scored_as_verl_does(text: str, strict: float, flexible: float) -> None:
+    assert (await verdict(text)).value == strict
+    assert (await verdict(text, AnswerRewards(method="flexible"))).value == flexible
+
+
+async def test_a_readable_wrong_answer_may_be_worth_something_but_is_not_solved() -> None:
+    reward = await verdict("#### 13", AnswerRewards(format_score=0.1))
+
+    assert reward.value == 0.1
+    assert reward.terms["solved"] == 0.0
+
+
+async def test_every_term_is_recorded_and_weighed() -> None:
+    reward = await verdict("think\n#### 12", AnswerRewards(format_weight=0.2, tool_weight=0.5), tool=-0.05)
+
+    assert reward.terms == {"pass_rate": 1.0, "score": 1.0, "solved": 1.0, "format": 1.0, "tool": -0.05}
+    # 1.0 + 0.2 * 1.0 + 0.5 * -0.05
+    assert reward.value == pytest.approx(1.175)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [("x #### 12", 1.0), ("#### 1,200.5\n", 1.0), ("#### 1 #### 2", 0.0), ("#### 12 dollars", 0.0), ("12", 0.0)],
+)
+def test_the_format_term_wants_one_mark_at_the_end(text: str, expected: float) -> None:
+    assert format_term(text) == expected
+
+
+async def test_the_worked_answers_of_the_shipped_problems_are_right() -> None:
+    for problem in generate("test"):
+        truth = problem["answer"].rpartition("#### ")[2]
+        answer = Answer(completion_text=problem["answer"], data_source=GSM8K, ground_truth=truth, extra_info={})
+        assert (await score_answer(answer, AnswerRewards())).value == 1.0
+
+
+@pytest.mark.parametrize("source", ["mine", "apps", "numina_cn_k12", "hiyouga/geometry3k"])
+async def test_a_data_source_without_a_rule_is_named_with_the_way_out(source: str) -> None:
+    with pytest.raises(InputError, match=rf"data_source '{source}' has no rule here: .* reward\.custom"):
+        await verdict("12", source=source)
+
+
+async def test_a_completion_that_is_a_program_does_not_run(tmp_path: Path) -> None:
+    code = f"import pathlib; pathlib.Path({str(tmp_path / 'ran')!r}).touch()"
+    texts = [f"```python\n{code}\n```", f"\\boxed{{__import__('os').system('touch {tmp_path}/ran')+\\pi}}", code]
+
+    for source in ("openai/gsm8k", "math", "lighteval/MATH", "aime2024"):
+        for text in texts:
+            assert (await verdict(text, source=source)).terms["solved"] == 0.0
+    assert not (tmp_path / "ran").exists()
+
+
+VERL = importlib.util.find_spec("verl")
+assert VERL is not None
+assert VERL.origin is not None
+RULES = Path(VERL.origin).parent / "utils" / "reward_score"
+PURE_IMPORTS = {"re", "random", "string", "typing.Optional"}
+IMPURE_NAMES = {
+    "eval", "exec", "compile", "open", "getattr", "globals", "vars", "__import__", "__builtins__", "__globals__",
+}  # fmt: skip
+
+
+def branches_of_verl() -> Iterator[tuple[list[str], str]]:
+    """Data sources that verl's dispatcher knows (a prefix with a star), and the modules it takes for them."""
+    tree = ast.parse((RULES / "__init__.py").read_text())
+    dispatch = next(n for n in tree.body if isinstance(n, ast.FunctionDef) and n.name == "default_compute_score")
+    for node in ast.walk(dispatch):
+        if not isinstance(node, ast.If) or "data_source" not in ast.unparse(node.test):
+            continue
+        prefixes = [
+            call.args[0].value + "*"
+            for call in ast.walk(node.test)
+            if isinstance(call, ast.Call) and isinstance(call.args[0], ast.Constant)
+        ]
+        names = [c.value for c in ast.walk(node.test) if isinstance(c, ast.Constant) and f"{c.value}*" not in prefixes]
+        body = ast.Module(body=node.body, type_ignores=[])
+        taken = [i.names[0].name for i in ast.walk(body) if isinstance(i, ast.ImportFrom) and i.level == 1]
+        yield [*names, *prefixes], "+".join(taken)
+
+
+def test_every_data_source_that_verl_knows_has_its_rule_here_or_is_refused() -> None:
+    """A verl that adds a data source, or takes another module for one, has to be judged anew: see answer_rules.py."""
+    found = {source: module for sources, module in branches_of_verl() for source in sources}
+    impure = {
+        "numina_aops_forum": "prime_math", "numina_synthetic_math": "prime_math", "numina_amc_aime": "prime_math",
+        "numina_synthetic_amc": "prime_math", "numina_cn_k12": "prime_math", "numina_olympiads": "prime_math",
+        "codecontests": "sandbox_fusion+prime_code", "apps": "sandbox_fusion+prime_code",
+        "codeforces": "sandbox_fusion+prime_code", "taco": "sandbox_fusion+prime_code",
+        "hiyouga/geometry3k": "geo3k",
+    }  # fmt: skip
+
+    rules = {source: find_rule(source.replace("*", "_2024")) for source in found}
+
+    assert {source: module for source, module in found.items() if rules[source] is None} == impure
+    ours = {source: rule.module for source, rule in rules.items() if rule is not None}
+    assert ours == {source: module for source, module in found.items() if source not in impure}
+    assert {name.replace("…", "*") for name in NAMES} == set(ours)
+
+
+@pytest.mark.parametrize("module", ["gsm8k", "math_reward", "math_dapo", "search_r1_like_qa_em"])
+def test_a_rule_that_is_used_only_works_on_strings(module: str) -> None:
+    tree = ast.parse((RULES / f"{module}.py").read_text())
+    imports, names = set(), set()
+    for node in ast.walk(tree):
+        match node:
+            case ast.Import():
+                imports |= {alias.name for alias in node.names}
+            case ast.ImportFrom():
+                imports |= {f"{node.module}.{alias.name}" for alias in node.names}
+            case ast.Name(id=name) | ast.Attribute(attr=name):
+                names.add(name)
+
+    assert imports <= PURE_IMPORTS
+    assert not names & IMPURE_NAMES
+
+
+ANSWERS = [
+    "",
+    "#### 12",
+    "\\boxed{12}",
+    "Answer: 12",
+    "<answer>The 12</answer>",
+    "\\boxed{13}",
+    "<answer>13</answer>" * 9,
+]
+
+
+@pytest.mark.parametrize("source", ["openai/gsm8k", "lighteval/MATH", "math_dapo", "aime2025", "searchR1_nq"])
+async def test_rules_score_as_verls_dispatcher_does(source: str) -> None:
+    from verl.utils.reward_score import default_compute_score
+
+    truth: Any = {"target": ["12", "twelve"]} if source == "searchR1_nq" else "12"
+    for text in ANSWERS:
+        answer = Answer(completion_text=text, data_source=source, ground_truth=truth, extra_info={})
+        found = default_compute_score(source, text, truth)
+        expected = found["score"] if isinstance(found, dict) else found
+        assert (await score_answer(answer, STRICT)).value == expected, text
+
+
+@pytest.mark.parametrize(("source", "wrong"), [("searchR1_nq", 0.0), ("math", -1.0)])
+async def test_a_text_that_takes_too_long_to_read_is_a_wrong_answer(
+    monkeypatch: pytest.MonkeyPatch, source: str, wrong: float
+) -> None:
+    monkeypatch.setattr("rayapp.tasks.text_process._shared", TextProcess(cpu_limit_s=0.1))
+    # Each opening looks for its end through all the rest. Of `math` only the last 300 characters are read.
+    text = "<answer>" * 60_000 if source == "searchR1_nq" else "x" * (MAX_TEXT_CHARS + 1)
+    answer = Answer(completion_text=text, data_source=source, ground_truth={"target": ["1"]}, extra_info={})
+
+    reward = await score_answer(answer, STRICT)
+
+    assert (reward.value, reward.valid, reward.terms["solved"]) == (wrong, True, 0.0)
+    assert reward.status == ("unreadable" if source == "searchR1_nq" else "too_long")
+
+
+async def test_a_rule_that_raises_gives_no_verdict() -> None:
+    answer = Answer(completion_text="<answer>1</answer>", data_source="searchR1_nq", ground_truth={}, extra_info={})
+
+    reward = await score_answer(answer, STRICT)
+
+    assert (reward.valid, reward.failure_kind) == (False, "reward_error")
+    assert "KeyError: 'target'" in reward.detail
+
+
+async def test_a_reward_that_is_no_number_of_32_bits_gives_no_verdict() -> None:
+    reward = await verdict("#### 12", AnswerRewards(tool_weight=1.0), tool=math.inf)
+
+    assert (reward.valid, reward.failure_kind) == (False, "reward_nonsense")
+
+
+async def test_custom_functions_sync_and_async_replace_the_rule(module: Path) -> None:
+    half = await verdict("x", AnswerRewards(custom=CustomReward(path=f"{module}:half")), source="mine")
+    later = await verdict("xyz", AnswerRewards(custom=CustomReward(path=f"{module}:later")), source="mine")
+
+    assert (half.value, half.terms["solved"]) == (0.5, 0.0)
+    assert (later.value, later.terms["length"], later.terms["solved"]) == (1.0, 3.0, 1.0)
+    assert "pred" not in later.terms
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "words"),
+    [
+        ("raises", "reward_error", "ValueError: no idea"),
+        ("hangs", "reward_timeout", "over 0.05 s"),
+        ("hangs_async", "reward_timeout", "over 0.05 s"),
+        ("nan", "reward_nonsense", "no finite number"),
+        ("text", "reward_nonsense", "'good'"),
+        ("no_score", "reward_nonsense", "without score"),
+        ("raises_unreadable", "reward_error", "Unreadable: (its message can't be read)"),
+        ("exits", "reward_error", "SystemExit: 3"),
+        ("exits_async", "reward_error", "SystemExit: 3"),
+        ("stops", "reward_error", "StopIteration"),
+        ("other_arguments", "reward_error", "unexpected keyword argument"),
+        ("cancels", "reward_error", "CancelledError"),
+        ("times_out", "reward_error", "TimeoutError: of its own"),
+        ("recurses", "reward_error", "RecursionError"),
+        ("huge", "reward_nonsense", "no finite number of 32 bits"),
+        ("beyond_float32", "reward_nonsense", "a size that is no finite number"),
+        ("an_array", "reward_nonsense", "array([0., 0., 0.]), which is no finite number"),
+        ("strange", "reward_nonsense", "no items"),
+        ("strange_key", "reward_nonsense", "no text"),
+    ],
+)
+async def test_a_custom_function_that_fails_gives_no_verdict(module: Path, name: str, kind: str, words: str) -> None:
+    custom = CustomReward(path=f"{module}:{name}", timeout_s=0.05 if "hangs" in name else 30.0)
+
+    reward = await verdict("x", AnswerRewards(custom=custom))
+
+    assert (reward.valid, reward.failure_kind) == (False, kind)
+    assert words in reward.detail
+
+
+async def test_numbers_of_numpy_are_numbers_and_what_is_none_is_no_term(module: Path) -> None:
+    reward = await verdict("x", AnswerRewards(custom=CustomReward(path=f"{module}:scalars")))
+
+    own = {"pass_rate": 0.0, "solved": 0.0, "format": 0.0, "tool": 0.0}
+    assert reward.terms == {"score": 0.5, "bits": 3.0, "flag": 1.0, "array": 2.0, **own}
+    assert all(type(value) is float for value in reward.terms.values())
+
+
+async def test_an_object_whose_call_is_a_coroutine_is_awaited(module: Path) -> None:
+    assert (await verdict("x", AnswerRewards(custom=CustomReward(path=f"{module}:caller")))).value == 1.0
+
+
+async def test_a_cancelled_score_is_no_failure_of_the_function(module: Path) -> None:
+    scoring = asyncio.create_task(verdict("x", AnswerRewards(custom=CustomReward(path=f"{module}:hangs_async"))))
+    await asyncio.sleep(0)
+    scoring.cancel()
+
+    with pytest.raises(asyncio.CancelledError):
+        await scoring
+
+
+@pytest.mark.parametrize("path", ["nothing", "no.such.module:f", "/no/file.py:f", "math:nothing", ":f"])
+def test_a_function_that_is_not_there_is_named(path: str) -> None:
+    with pytest.raises(ConfigError, match="reward function"):
+        load_function(path)
+
+
+def test_a_file_that_exits_when_it_is_imported_is_named(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text("raise SystemExit(3)")
+
+    with pytest.raises(ConfigError, match="can't be imported: SystemExit: 3"):
+        load_function(f"{tmp_path}/script.py:f")
+
+
+def test_a_custom_reward_crosses_processes_after_it_was_loaded(module: Path) -> None:
+    custom = CustomReward(path=f"{module}:half", timeout_s=3.0)
+    custom.load()
+
+    copy = pickle.loads(pickle.dumps(custom))
+
+    assert (copy.path, copy.timeout_s) == (custom.path, 3.0)
+    assert copy.load()(data_source="", solution_str="", ground_truth="") == 0.5

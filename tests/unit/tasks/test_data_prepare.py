@@ -1,0 +1,215 @@
+"""`rayapp data prepare`: raw examples to verl's row schema, locally and on S3, and what it does with bad ones."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from rayapp.cli.main import run
+from rayapp.core.errors import InputError, StorageBucketError, StorageExistsError
+from rayapp.storage.folders import get_folder
+from rayapp.storage.opening import open_storage
+from rayapp.storage.s3.client import s3_client
+from rayapp.storage.settings import settings_from_environment
+from rayapp.tasks.data.preparing import Preparation, prepare
+from rayapp.tasks.data.rows import extract_solution, geometry3k_row, gsm8k_row
+from rayapp.testing.storage.moto_server import KEY, REGION, SECRET, MotoServer
+from scripts.problems import FOLDER
+
+
+def write_jsonl(path: Path, rows: list[dict[str, Any]]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def problem(number: int) -> dict[str, Any]:
+    return {"question": f"What is {number} + 0?", "answer": f"It stays.\n#### {number}"}
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = pq.read_table(path).to_pylist()
+    return rows
+
+
+def test_a_row_has_what_the_seeds_script_writes() -> None:
+    row = gsm8k_row({"question": "1+1?", "answer": "two\n#### 2"}, 7, "train", "openai/gsm8k")
+
+    assert list(row) == ["data_source", "agent_name", "prompt", "ability", "reward_model", "extra_info"]
+    assert row["prompt"][1] == {
+        "role": "user",
+        "content": "1+1? Let's think step by step and output the final answer after `####`.",
+    }
+    assert row["reward_model"] == {"style": "rule", "ground_truth": "2"}
+    assert row["extra_info"] == {
+        "split": "train",
+        "index": 7,
+        "answer": "two\n#### 2",
+        "question": "1+1?",
+        "need_tools_kwargs": True,
+        "tools_kwargs": {"calc_gsm8k_reward": {"create_kwargs": {"ground_truth": "2"}}},
+        "interaction_kwargs": {"query": "1+1?", "ground_truth": "2"},
+    }
+
+
+@pytest.mark.parametrize(
+    ("answer", "number"), [("#### 1,234", "1234"), ("#### -5", "-5"), ("#### 1\n#### 2", "2"), ("####3.5.", "3.5")]
+)
+def test_the_solution_is_the_number_after_the_last_mark(answer: str, number: str) -> None:
+    assert extract_solution(answer) == number
+
+
+@pytest.mark.parametrize("answer", ["", "42", "#### none", "#### .", "#### 1.2.3", "####"])
+def test_an_answer_without_a_number_is_refused(answer: str) -> None:
+    with pytest.raises(InputError):
+        extract_solution(answer)
+
+
+async def test_the_shipped_problems_become_parquet_with_a_manifest(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+
+    reports = await prepare(Preparation(name="gsm8k", source=str(FOLDER), out=str(out)))
+
+    assert [(report.split, report.num_written, report.bad) for report in reports] == [
+        ("train", 240, []),
+        ("test", 60, []),
+    ]
+    assert [row["extra_info"]["index"] for row in read(out / "test.parquet")] == list(range(60))
+    assert set(json.loads((out / "manifest.json").read_text())["files"]) == {"train.parquet", "test.parquet"}
+
+
+async def test_the_same_source_gives_the_same_rows_from_every_kind_of_file(tmp_path: Path) -> None:
+    from datasets import Dataset, DatasetDict
+
+    rows = [problem(1), problem(2)]
+    write_jsonl(tmp_path / "jsonl" / "train.jsonl", rows)
+    (tmp_path / "parquet").mkdir()
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "parquet" / "train-00000-of-00001.parquet")
+    DatasetDict({"train": Dataset.from_list(rows)}).save_to_disk(str(tmp_path / "saved"))
+
+    for kind in ("jsonl", "parquet", "saved", "jsonl/train.jsonl"):
+        out = tmp_path / "out" / kind.replace("/", "-")
+        await prepare(Preparation(name="gsm8k", source=str(tmp_path / kind), out=str(out)))
+        assert [row["reward_model"]["ground_truth"] for row in read(out / "train.parquet")] == ["1", "2"]
+
+
+async def test_rows_that_cannot_be_mapped_are_named_and_counted(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    write_jsonl(tmp_path / "train.jsonl", [problem(1), {"question": "?", "answer": "no mark"}, problem(3)])
+    job = Preparation(name="gsm8k", source=str(tmp_path / "train.jsonl"), out=str(tmp_path / "out"), max_bad_ratio=0.5)
+
+    (report,) = await prepare(job)
+
+    assert report.num_written == 2
+    assert report.bad[0].startswith("row 1: the answer has no number")
+    assert "row 1 can't be mapped" in caplog.text
+    # The index is that of the source, not of what was kept.
+    assert [row["extra_info"]["index"] for row in read(tmp_path / "out" / "train.parquet")] == [0, 2]
+
+
+async def test_too_many_bad_rows_fail_and_write_nothing(tmp_path: Path) -> None:
+    write_jsonl(tmp_path / "train.jsonl", [problem(1), {"question": "?", "answer": "no mark"}])
+
+    with pytest.raises(InputError, match=r"1 of 2 rows .* row 1: the answer"):
+        await prepare(Preparation(name="gsm8k", source=str(tmp_path / "train.jsonl"), out=str(tmp_path / "out")))
+
+    assert not (tmp_path / "out" / "manifest.json").exists()
+    assert list((tmp_path / "out").iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [('{"prompt": "x"}\n', "no column 'question'"), ("{broken", "can't be read"), ("", "can't be read|no rows")],
+)
+async def test_a_source_of_another_kind_is_named(tmp_path: Path, content: str, words: str) -> None:
+    (tmp_path / "train.jsonl").write_text(content)
+
+    with pytest.raises(InputError, match=words):
+        await prepare(Preparation(name="gsm8k", source=str(tmp_path / "train.jsonl"), out=str(tmp_path / "out")))
+
+
+@pytest.mark.parametrize("source", ["/nowhere/at/all", "not a hub id"])
+async def test_a_source_that_is_nowhere_is_named(tmp_path: Path, source: str) -> None:
+    with pytest.raises(InputError, match="neither a path"):
+        await prepare(Preparation(name="gsm8k", source=source, out=str(tmp_path / "out")))
+
+
+def png() -> bytes:
+    from PIL import Image
+
+    buffer = io.BytesIO()
+    Image.new("RGB", (3, 2), "red").save(buffer, "PNG")
+    return buffer.getvalue()
+
+
+async def test_geometry_rows_keep_the_bytes_of_their_images(tmp_path: Path) -> None:
+    from datasets import Dataset, DatasetDict, Features, Image, List, Value
+
+    features = Features({"images": List(Image()), "problem": Value("string"), "answer": Value("string")})
+    rows = [{"images": [{"bytes": png(), "path": None}], "problem": "<image>Find x.", "answer": "3"}]
+    DatasetDict({"train": Dataset.from_list(rows, features=features)}).save_to_disk(str(tmp_path / "raw"))
+
+    await prepare(Preparation(name="geometry3k", source=str(tmp_path / "raw"), out=str(tmp_path / "out")))
+
+    (row,) = read(tmp_path / "out" / "train.parquet")
+    assert row["images"][0]["bytes"] == png()
+    assert row["data_source"] == "hiyouga/geometry3k"
+    assert row["reward_model"]["ground_truth"] == "3"
+
+
+def test_a_geometry_problem_whose_images_do_not_match_its_marks_is_refused() -> None:
+    with pytest.raises(InputError, match="0 images, but 1"):
+        geometry3k_row({"problem": "<image>?", "answer": "1", "images": []}, 0, "train", "x")
+
+
+def test_the_command_prints_what_it_wrote(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["data", "prepare", "gsm8k", "--source", str(FOLDER), "--out", str(tmp_path / "out"), "--limit", "5"]
+
+    assert run(arguments) == 0
+
+    assert "train.parquet: 5 rows, 0 that could not be mapped" in capsys.readouterr().out
+
+
+def test_the_command_refuses_other_data_sets(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["data", "prepare", "imagenet", "--out", str(tmp_path)]) == 2
+    assert "there are gsm8k, geometry3k" in capsys.readouterr().err
+
+
+@pytest.fixture
+def server() -> Iterator[MotoServer]:
+    pytest.importorskip("moto", reason="needs the development package moto[server]")
+    server = MotoServer()
+    server.start()
+    yield server
+    server.kill()
+
+
+async def test_data_is_written_to_and_read_from_s3(
+    server: MotoServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RAYAPP_S3_PRESET", "minio")
+    monkeypatch.setenv("AWS_ENDPOINT_URL", server.url)
+    monkeypatch.setenv("AWS_REGION", REGION)
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", KEY)
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET)
+    job = Preparation(name="gsm8k", source=str(FOLDER), out="s3://datasets/gsm8k", limit=5)
+    with pytest.raises(StorageBucketError):
+        await prepare(job)
+    async with s3_client(settings_from_environment()) as client:
+        await client.create_bucket(Bucket="datasets")
+
+    await prepare(job)
+    await prepare(job)  # the same content again is no error
+    with pytest.raises(StorageExistsError):
+        await prepare(Preparation(name="gsm8k", source=str(FOLDER), out="s3://datasets/gsm8k", limit=6))
+    async with open_storage("s3://datasets/gsm8k") as storage:
+        await get_folder(storage, tmp_path / "back")
+
+    assert len(read(tmp_path / "back" / "train.parquet")) == 5

@@ -1,0 +1,388 @@
+"""Training data: which rows come, in which order, and what is said about files and rows that can't be used."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Mapping, Sequence
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from rayapp.core.errors import InputError
+from rayapp.rollout.agent.loops import check_agent_name
+from rayapp.tasks.data.order import row_order, windows
+from rayapp.tasks.data.preparing import Preparation, prepare
+from rayapp.tasks.data.prompts import cut_prompt
+from rayapp.tasks.data.reading import ReadOptions, TrainingData, open_data
+from scripts.problems import FOLDER
+
+
+def verl_row(number: int, *, words: int = 1, tool: str = "calc") -> dict[str, Any]:
+    return {
+        "data_source": "openai/gsm8k",
+        "prompt": [{"role": "user", "content": " ".join(["word"] * words)}],
+        "reward_model": {"style": "rule", "ground_truth": str(number)},
+        "extra_info": {"index": number, "tools_kwargs": {tool: {"create_kwargs": {"ground_truth": str(number)}}}},
+    }
+
+
+def write(path: Path, rows: Sequence[Mapping[str, Any]], rows_per_group: int = 4) -> str:
+    pq.write_table(pa.Table.from_pylist(list(rows)), path, row_group_size=rows_per_group)
+    return str(path)
+
+
+def encode(messages: Sequence[Mapping[str, Any]], agent_name: str) -> list[int]:
+    """One token a word, and three for the tools of an agent that has some."""
+    tools = [0] * 3 if agent_name == "tool_agent" else []
+    return tools + [index for message in messages for index, _ in enumerate(message["content"].split())]
+
+
+def open_now(uris: Sequence[str], tmp_path: Path, options: ReadOptions = ReadOptions(), **more: Any) -> TrainingData:  # noqa: B008
+    return asyncio.run(open_data(uris, options, cache=tmp_path / "cache", **more))
+
+
+def numbers(data: TrainingData, count: int, start: int = 0) -> list[int]:
+    return [int(row.ground_truth) for row in islice(data.rows(start), count)]
+
+
+@given(
+    sizes=st.lists(st.integers(0, 9), min_size=1, max_size=12),
+    window_rows=st.integers(1, 30),
+    seed=st.integers(0, 5),
+    epoch=st.integers(0, 3),
+    shuffle=st.booleans(),
+)
+def test_an_epoch_has_every_row_once_within_bounded_windows(
+    sizes: list[int], window_rows: int, seed: int, epoch: int, shuffle: bool
+) -> None:
+    plan = windows(sizes, window_rows=window_rows, seed=seed, epoch=epoch, shuffle=shuffle)
+
+    groups = [group for window in plan for group in window.groups]
+    assert sorted(groups) == [group for group, size in enumerate(sizes) if size]
+    assert [window.start for window in plan] == [sum(w.num_rows for w in plan[:i]) for i in range(len(plan))]
+    assert all(window.num_rows <= window_rows or len(window.groups) == 1 for window in plan)
+    for window in plan:
+        assert sorted(row_order(window, seed=seed, epoch=epoch, shuffle=shuffle)) == list(range(window.num_rows))
+    assert shuffle or groups == sorted(groups)
+    assert plan == windows(sizes, window_rows=window_rows, seed=seed, epoch=epoch, shuffle=shuffle)
+
+
+@pytest.fixture(scope="module")
+def two_files(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    folder = tmp_path_factory.mktemp("two")
+    return [
+        write(folder / "a.parquet", [verl_row(number) for number in range(11)]),
+        write(folder / "b.parquet", [verl_row(number) for number in range(11, 20)]),
+    ]
+
+
+@settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=30)
+@given(start=st.integers(0, 65), seed=st.integers(0, 3), window_rows=st.sampled_from([1, 6, 100]))
+def test_a_run_resumed_at_any_row_sees_what_an_unbroken_one_sees(
+    two_files: list[str], tmp_path: Path, start: int, seed: int, window_rows: int
+) -> None:
+    options = ReadOptions(seed=seed, window_rows=window_rows)
+
+    unbroken = numbers(open_now(two_files, tmp_path, options), 70)
+    resumed = numbers(open_now(two_files, tmp_path, options), 70 - start, start)
+
+    assert resumed == unbroken[start:]
+    for epoch in range(3):
+        assert sorted(unbroken[20 * epoch : 20 * epoch + 20]) == list(range(20))
+
+
+def test_order_depends_on_seed_and_epoch(two_files: list[str], tmp_path: Path) -> None:
+    first = numbers(open_now(two_files, tmp_path, ReadOptions(seed=1)), 40)
+    other = numbers(open_now(two_files, tmp_path, ReadOptions(seed=2)), 40)
+
+    assert first[:20] != first[20:]
+    assert first[:20] != other[:20]
+
+
+def test_without_shuffling_the_order_is_that_of_the_files(two_files: list[str], tmp_path: Path) -> None:
+    assert numbers(open_now(two_files, tmp_path, ReadOptions(shuffle=False)), 20) == list(range(20))
+
+
+def test_at_most_two_windows_are_held(two_files: list[str], tmp_path: Path) -> None:
+    data = open_now(two_files, tmp_path, ReadOptions(window_rows=4))
+
+    numbers(data, 45)
+
+    held = data._loaded.cache_info()
+    assert held.currsize == 2
+    # 20 rows in groups of 4, 4, 3 and 4, 4, 1: at most six windows an epoch, each read once; 45 rows are 2.25 epochs.
+    assert held.misses <= 6 + 6 + 3
+
+
+def test_a_row_has_its_own_tools_only(tmp_path: Path) -> None:
+    # Parquet merges the structs: each row has the keys of both tools, and None in the other's.
+    path = write(tmp_path / "a.parquet", [verl_row(0, tool="calc"), verl_row(1, tool="search")])
+
+    row = open_now([path], tmp_path, ReadOptions(shuffle=False)).row(1)
+
+    assert row.tools_kwargs == {"search": {"create_kwargs": {"ground_truth": "1"}}}
+    assert row.extra_info["index"] == 1
+
+
+def test_overlong_prompts_are_dropped_and_counted(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.parquet", [verl_row(number, words=number + 1) for number in range(10)])
+    options = ReadOptions(max_prompt_tokens=6, shuffle=False)
+
+    data = open_now([path], tmp_path, options, encode=encode)
+
+    assert (len(data), data.num_overlong) == (6, 4)
+    assert numbers(data, 7) == [0, 1, 2, 3, 4, 5, 0]
+    assert data.row(3).prompt_ids == (0, 1, 2, 3)
+
+
+def test_an_overlong_prompt_is_an_error_before_training_when_asked(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.parquet", [verl_row(number, words=number + 1) for number in range(10)])
+    options = ReadOptions(max_prompt_tokens=6, filter_overlong_prompts=False)
+
+    with pytest.raises(InputError, match=r"a\.parquet, row 6: its prompt has 7 tokens, max_prompt_length is 6"):
+        open_now([path], tmp_path, options, encode=encode)
+
+
+@pytest.mark.parametrize(
+    ("truncation", "expected"), [("left", [2, 3, 4, 5, 6]), ("right", [0, 1, 2, 3, 4]), ("middle", [0, 1, 4, 5, 6])]
+)
+def test_an_overlong_prompt_is_cut_where_it_is_asked_to(tmp_path: Path, truncation: Any, expected: list[int]) -> None:
+    path = write(tmp_path / "a.parquet", [verl_row(0, words=7)])
+    options = ReadOptions(max_prompt_tokens=5, filter_overlong_prompts=False, truncation=truncation)
+
+    data = open_now([path], tmp_path, options, encode=encode)
+
+    assert list(data.row(0).prompt_ids) == expected
+
+
+@given(st.integers(0, 30), st.integers(1, 30), st.sampled_from(["left", "right", "middle"]))
+def test_a_cut_prompt_has_the_length_it_may_have(length: int, most: int, truncation: Any) -> None:
+    cut = cut_prompt(list(range(length)), most, truncation, "row")
+
+    assert len(cut) == min(length, most)
+    assert sorted(set(cut)) == list(cut)
+
+
+def test_data_with_overlong_prompts_only_is_refused(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.parquet", [verl_row(0, words=9)])
+
+    with pytest.raises(InputError, match="all 1 prompts"):
+        open_now([path], tmp_path, ReadOptions(max_prompt_tokens=3), encode=encode)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"prompt": None}, "prompt must be"),
+        ({"prompt": "text"}, "prompt must be a list"),
+        ({"prompt": [{"text": "x"}]}, "prompt must be a list of structs"),
+        ({"data_source": 3}, "data_source must be text"),
+        ({"reward_model": "4"}, "reward_model must be a struct"),
+        ({"extra_info": "x"}, "extra_info must be a struct"),
+        ({"extra_info": {"tools_kwargs": "{}"}}, r"extra_info\.tools_kwargs must be a struct"),
+        ({"reward_model": {"style": "rule"}}, "reward_model must be a struct with ground_truth"),
+        ({"agent_name": 3}, "agent_name must be text"),
+    ],
+)
+def test_a_column_of_another_type_is_named(tmp_path: Path, change: dict[str, Any], words: str) -> None:
+    path = write(tmp_path / "a.parquet", [verl_row(0) | change])
+
+    with pytest.raises(InputError, match=words):
+        open_now([path], tmp_path)
+
+
+@pytest.mark.parametrize("column", ["prompt", "data_source", "reward_model"])
+def test_a_missing_column_is_named(tmp_path: Path, column: str) -> None:
+    path = write(tmp_path / "a.parquet", [{key: value for key, value in verl_row(0).items() if key != column}])
+
+    with pytest.raises(InputError, match=f"no column {column}; it has"):
+        open_now([path], tmp_path)
+
+
+def truth_row(source: object, truth: object) -> dict[str, Any]:
+    return verl_row(0) | {"data_source": source, "reward_model": {"style": "rule", "ground_truth": truth}}
+
+
+def kind_of(source: str) -> Any:
+    if source not in ("text", "targets", "any"):
+        raise InputError(f"no rule for {source}")
+    return source
+
+
+@pytest.mark.parametrize(
+    ("source", "truth", "words"),
+    [
+        ("text", None, "reward_model has no ground_truth"),
+        (None, "1", "it has no data_source"),
+        ("", "1", "it has no data_source"),
+        ("apps", "1", "no rule for apps"),
+    ],
+)
+def test_a_row_that_cannot_be_scored_is_named_when_its_file_is_opened(
+    tmp_path: Path, source: object, truth: object, words: str
+) -> None:
+    good = [truth_row("text", "1")] * 6
+    path = write(tmp_path / "a.parquet", [*good, truth_row(source, truth), *good])
+
+    with pytest.raises(InputError, match=rf"a\.parquet, row 6: {words}"):
+        open_now([path], tmp_path, truth_kind=kind_of)
+
+
+@pytest.mark.parametrize(
+    ("source", "truth", "words"),
+    [
+        ("text", 0.5, "ground_truth of text must be a text or a whole number; it is double"),
+        ("text", {"target": ["a"]}, "must be a text or a whole number; it is struct"),
+        ("targets", "a", "must be a struct whose `target` is"),
+        ("targets", {"target": [1]}, "must be a struct whose `target` is"),
+        ("targets", {"targets": ["a"]}, "must be a struct whose `target` is"),
+        ("targets", {"target": [None, "a"]}, "its ground_truth has no target"),
+    ],
+)
+def test_a_ground_truth_that_its_rule_cannot_read_is_named(
+    tmp_path: Path, source: str, truth: object, words: str
+) -> None:
+    path = write(tmp_path / "a.parquet", [truth_row("any", truth), truth_row(source, truth)])
+
+    with pytest.raises(InputError, match=f"row 1: .*{words}"):
+        open_now([path], tmp_path, truth_kind=kind_of)
+
+
+@pytest.mark.parametrize("empty", [{"target": []}, {"target": None}])
+def test_a_row_without_targets_is_named(tmp_path: Path, empty: object) -> None:
+    path = write(tmp_path / "a.parquet", [truth_row("targets", {"target": ["a", "b"]}), truth_row("targets", empty)])
+
+    with pytest.raises(InputError, match="row 1: its ground_truth has no target"):
+        open_now([path], tmp_path, truth_kind=kind_of)
+
+
+def test_ground_truths_that_rules_can_read_pass(tmp_path: Path) -> None:
+    whole = write(tmp_path / "a.parquet", [truth_row("text", 12), truth_row("any", 3)])
+    lists = write(tmp_path / "b.parquet", [truth_row("targets", {"target": ["a", "b"]})] * 9)
+    texts = write(tmp_path / "c.parquet", [truth_row("targets", {"target": "a"}), truth_row("any", {"target": None})])
+
+    for path in (whole, lists, texts):
+        assert len(open_now([path], tmp_path, truth_kind=kind_of)) > 0
+
+
+def test_a_prompt_that_is_missing_is_named_before_training_whatever_is_cut(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.parquet", [verl_row(0), verl_row(1) | {"prompt": None}])
+    options = ReadOptions(max_prompt_tokens=5, filter_overlong_prompts=False, truncation="left")
+
+    with pytest.raises(InputError, match="row 1: prompt must be a list of messages"):
+        open_now([path], tmp_path, options, encode=encode)
+
+
+def test_a_row_without_a_value_is_named(tmp_path: Path) -> None:
+    broken = verl_row(1) | {"reward_model": {"style": "rule", "ground_truth": None}}
+    path = write(tmp_path / "a.parquet", [verl_row(0), broken])
+
+    data = open_now([path], tmp_path, ReadOptions(shuffle=False))
+
+    with pytest.raises(InputError, match="row 1: reward_model has no ground_truth"):
+        data.row(1)
+
+
+@pytest.mark.parametrize("content", [b"", b"PAR1", b"not parquet at all", b"PAR1" + bytes(100) + b"PAR1"])
+def test_a_file_that_is_no_parquet_is_named(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "a.parquet").write_bytes(content)
+
+    with pytest.raises(InputError, match=r"a\.parquet is no parquet file, or is damaged"):
+        open_now([str(tmp_path / "a.parquet")], tmp_path)
+
+
+def test_a_half_written_file_is_named(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.parquet", [verl_row(number) for number in range(50)])
+    whole = Path(path).read_bytes()
+    Path(path).write_bytes(whole[: len(whole) // 2])
+
+    with pytest.raises(InputError, match="damaged"):
+        open_now([path], tmp_path)
+
+
+def test_missing_and_empty_files_are_named(tmp_path: Path) -> None:
+    empty = pa.Table.from_pylist([verl_row(0)]).slice(0, 0)
+    pq.write_table(empty, tmp_path / "empty.parquet")
+
+    with pytest.raises(InputError, match="no such file"):
+        open_now([str(tmp_path / "none.parquet")], tmp_path)
+    with pytest.raises(InputError, match="no rows"):
+        open_now([str(tmp_path / "empty.parquet")], tmp_path)
+    with pytest.raises(InputError, match="at least one"):
+        open_now([], tmp_path)
+
+
+async def test_what_prepare_writes_can_be_read(tmp_path: Path) -> None:
+    await prepare(Preparation(name="gsm8k", source=str(FOLDER), out=str(tmp_path / "out")))
+
+    data = await open_data([str(tmp_path / "out" / "train.parquet")], ReadOptions(), cache=tmp_path / "cache")
+
+    assert len(data) == 240
+    row = data.row(0)
+    assert row.agent_name == "tool_agent"
+    assert row.tools_kwargs == {"calc_gsm8k_reward": {"create_kwargs": {"ground_truth": row.ground_truth}}}
+    assert [message["role"] for message in row.messages] == ["system", "user"]
+
+
+def test_the_tools_of_a_row_count_for_its_length(tmp_path: Path) -> None:
+    rows = [
+        verl_row(number, words=4) | {"agent_name": name} for number, name in enumerate(["tool_agent", None, "other"])
+    ]
+    path = write(tmp_path / "a.parquet", rows)
+
+    data = open_now([path], tmp_path, ReadOptions(max_prompt_tokens=6, shuffle=False), encode=encode)
+
+    assert numbers(data, 2) == [1, 2]  # 3 + 4 tokens are too many, 4 are not
+
+
+def test_an_agent_that_is_unknown_is_told_with_its_row_before_the_first_step(tmp_path: Path) -> None:
+    rows = [verl_row(number) | {"agent_name": "tool_agent" if number < 5 else "react_agent"} for number in range(9)]
+    path = write(tmp_path / "a.parquet", rows)
+
+    with pytest.raises(
+        InputError, match=r"a\.parquet, row 5: agent_name 'react_agent' is no agent loop here"
+    ) as caught:
+        open_now([path], tmp_path, check_agent=check_agent_name)
+
+    assert "tool_agent and single_turn_agent" in str(caught.value)
+
+
+def test_rows_with_images_are_refused_and_empty_columns_of_images_are_not(tmp_path: Path) -> None:
+    image = {"bytes": b"png", "path": None}
+    kind = pa.list_(pa.struct([("bytes", pa.binary()), ("path", pa.string())]))
+
+    def with_images(*images: list[dict[str, Any]] | None) -> str:
+        table = pa.Table.from_pylist([verl_row(number) for number in range(len(images))])
+        path = tmp_path / f"{len(list(tmp_path.iterdir()))}.parquet"
+        pq.write_table(table.append_column("images", pa.array(images, kind)), path)
+        return str(path)
+
+    refused = with_images([], [image])
+    with pytest.raises(InputError) as caught:
+        open_now([refused], tmp_path)
+    assert str(caught.value) == (
+        f"{refused}: its rows have images, which the policy would never see, because training reads text only; "
+        "leave those rows out, or drop the column `images` if the text says enough without them."
+    )
+
+    assert numbers(open_now([with_images([], None)], tmp_path, ReadOptions(shuffle=False)), 2) == [0, 1]
+
+
+def test_the_guides_way_out_makes_rows_with_images_readable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    guide = (Path(__file__).parents[3] / "docs" / "data.md").read_text()
+    (way_out,) = [code for code in re.findall(r"```python\n(.*?)```", guide, re.DOTALL) if "images" in code]
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "data" / "geometry3k").mkdir(parents=True)
+    rows = [verl_row(0) | {"images": [{"bytes": b"png", "path": None}]}, verl_row(1) | {"images": []}]
+    pq.write_table(pa.Table.from_pylist(rows), "data/geometry3k/train.parquet")
+
+    exec(way_out, {})
+
+    assert numbers(open_now(["data/text_only.parquet"], tmp_path, ReadOptions(shuffle=False)), 2) == [0, 1]
