@@ -89,6 +89,24 @@ async def a_flood_of_output_is_cut_and_stopped(provider: SandboxProvider) -> Non
         assert len(result.stdout.encode()) <= 1000
 
 
+async def a_flood_past_the_watcher_is_the_codes_failure(provider: SandboxProvider) -> None:
+    """Code may find the output of the process that watches it; there is no report in so much."""
+    code = (
+        "import os\n"
+        "try:\n"
+        "    out = os.open(f'/proc/{os.getppid()}/fd/1', os.O_WRONLY)\n"
+        "    for _ in range(400):\n"
+        "        os.write(out, (b'x' * 99 + b'\\n') * 1000)\n"
+        "except OSError:\n"
+        "    pass\n"
+        "raise SystemExit(3)\n"
+    )
+    async with made(provider) as sandbox:
+        result = await sandbox.run_code(code, timeout_s=20)
+        assert result.outcome is ExecOutcome.CODE_FAILED, result
+        assert (await sandbox.run_code("print('after')", timeout_s=20)).stdout == "after\n"
+
+
 async def a_function_is_called_on_each_input(provider: SandboxProvider) -> None:
     async with made(provider) as sandbox:
         code = "def f(x, y):\n    return (x, [y], {x: 1.5})"
@@ -246,6 +264,7 @@ CHECKS: tuple[Check, ...] = (
     stateful_runs_share_names,
     an_endless_loop_is_stopped_in_time,
     a_flood_of_output_is_cut_and_stopped,
+    a_flood_past_the_watcher_is_the_codes_failure,
     a_function_is_called_on_each_input,
     calls_that_fail_do_not_fail_the_others,
     a_definition_that_fails_gives_one_failed_call_per_input,
