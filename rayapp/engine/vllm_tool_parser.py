@@ -27,7 +27,7 @@ _START = ("tool_call_start_token", "tool_calls_start_token", "bot_token", "start
 _END = ("tool_call_end_token", "tool_calls_end_token", "end_token")
 _SEARCHES = ("search", "match", "fullmatch", "findall", "finditer", "split", "sub", "subn")
 _PARSE_TIMEOUT_S = 1.0
-"""Of processor time, for one turn: the event loop waits for it. Not of the clock, which a busy machine runs down."""
+"""Of processor time, for one turn. Not of the clock, which a busy machine runs down."""
 _MALFORMED = "the parser {name} can't read it: it must be complete, valid JSON in the form the system prompt shows"
 
 
@@ -137,7 +137,7 @@ def _make(name: str, tokenizer: Any, tools: Any) -> Any:
 
 
 class _Deadline:
-    """Of the parse that the process is at: its event loop waits, so there is one at a time.
+    """Of the parse that the process is at: the agent loop has one thread for them, so there is one at a time.
 
     Parsers are quadratic or cubic in what a policy can write: GLM's took 14 s for 6 kB, and holds the GIL in regular
     expressions. Those get a timeout, and every call of a function is a moment to stop.

@@ -14,6 +14,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 
 from rayapp.core.errors import InputError, SandboxConfigError, SandboxError, ToolUnavailableError, first_error
@@ -33,6 +34,10 @@ _STATUS = {
     EpisodeEnd.MAX_TURNS: RolloutStatus.MAX_TURNS,
     EpisodeEnd.MAX_TOKENS: RolloutStatus.TRUNCATED,
 }
+
+_PARSING = ThreadPoolExecutor(1, thread_name_prefix="tool calls")
+"""Parsers take up to a second for what a policy can write; their regular expressions release the interpreter's lock, so
+other trajectories go on. One thread, because parsers keep state."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,11 +130,13 @@ class _Episode:
                 version_spans=completion.version_spans,
             )
         )
-        return completion, self._calls(text)
+        return completion, await self._calls(text)
 
-    def _calls(self, text: str) -> tuple[RawCall, ...]:
+    async def _calls(self, text: str) -> tuple[RawCall, ...]:
         try:
-            calls = self.loop.parser.parse(after_thoughts(text))
+            calls = await asyncio.get_running_loop().run_in_executor(
+                _PARSING, self.loop.parser.parse, after_thoughts(text)
+            )
         except Exception as error:  # boundary: a parser is a program that reads whatever a policy writes
             log.warning("%s: the tool parser failed: %s: %s", self.request_id, type(error).__name__, error)
             return (RawCall(problem=f"the parser failed ({type(error).__name__})"),)

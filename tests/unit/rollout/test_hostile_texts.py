@@ -1,0 +1,199 @@
+"""Whatever a policy and its tools write, from the turn to the page: nothing raises, nothing holds the event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import time
+from collections.abc import AsyncIterator, Mapping
+from pathlib import Path
+from typing import Any, Self, cast
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from rayapp.core.errors import SandboxGoneError
+from rayapp.core.protocols import Sandbox, SandboxSource
+from rayapp.core.types import Group, Prompt, SamplingParams, SandboxSpec
+from rayapp.rollout.agent.chat import ChatFormat, load_template
+from rayapp.rollout.agent.episode import AgentLimits, AgentPrompt, Episode
+from rayapp.rollout.agent.loop import AgentLoop
+from rayapp.rollout.agent.outcome import to_trajectory
+from rayapp.runs.trajectories import write_trajectories
+from rayapp.runs.view.details import read_group, read_trajectory
+from rayapp.runs.view.groups import GroupFilter, Page, find_groups
+from rayapp.runs.view.index import GroupIndex
+from rayapp.runs.view.source import open_source
+from rayapp.tasks.answers import Answer, AnswerRewards, score_answer
+from rayapp.tasks.coding import CodingTask
+from rayapp.testing.engine import ScriptedEngine
+from rayapp.tools.base import ToolBase, ToolOutput, ToolSchema
+from rayapp.tools.calls import HermesParser
+from rayapp.tools.toolset import ToolSet
+
+LOOP_HOLD_S = 0.2
+"""Of processor time, for which one text may keep all other trajectories of a worker waiting."""
+PIECES = [
+    *("<tool_call>", "</tool_call>", '<tool_call>{"name": "say", "arguments": {"text": ', "}}</tool_call>", "<think>"),
+    *("</think>", "</tool_response>", "<|im_end|>", "<|im_start|>user\n", "```python\n", "```", "~~~", "`", " ", "\n"),
+    *(
+        "def double(x):",
+        "\n    return x",
+        "x",
+        ".a",
+        "(",
+        "[",
+        "{",
+        '"',
+        "'",
+        '"""',
+        "\\",
+        "import os",
+        "lambda x:",
+        ", ",
+    ),
+    *(
+        "#### ",
+        "7",
+        "9" * 400,
+        "1e999",
+        "NaN",
+        "-Infinity",
+        '"\\ud800"',
+        "\x00",
+        "\x1b[2J",
+        "\u202e",
+        "é",
+        "\U0001f600",
+    ),
+    *("<script>", "{{", "{% for %}", "=1;", "a=", "@", "not ", "if x else ", ", ", "é"),
+]
+HOSTILE = st.lists(
+    st.tuples(st.sampled_from(PIECES) | st.text(max_size=8), st.sampled_from([1, 1, 1, 2, 40, 3000])), max_size=6
+).map(lambda parts: "".join(piece * count for piece, count in parts)[:20_000])
+ANY_JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
+    lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
+    max_leaves=30,
+)
+CALLS = ANY_JSON.map(lambda text: f"<tool_call>{json.dumps({'name': 'say', 'arguments': {'text': text}})}</tool_call>")
+TASK = CodingTask(
+    name="double",
+    prompt="Write double(x).",
+    func_name="double",
+    signature="def double(x):",
+    tests=("1", "2"),
+    reference="2 * x",
+    banned_patterns=("os.system", "sum"),
+)
+
+
+class Say(ToolBase):
+    """Returns a text of somebody else's."""
+
+    schema = ToolSchema(
+        name="say",
+        parameters={
+            "type": "object",
+            "properties": {"text": {"pattern": "^(a+)+$", "multipleOf": 0.1, "uniqueItems": True}},
+        },
+    )
+
+    def __init__(self, result: str) -> None:
+        self._result = result
+
+    async def execute(self, state: Any, arguments: Mapping[str, Any]) -> ToolOutput:
+        return ToolOutput(text=self._result)
+
+
+class NoSandboxes:
+    """Every sandbox is gone: what runs is not the subject, what reads the text before it is."""
+
+    def lease(self, spec: SandboxSpec, *, timeout_s: float) -> Self:
+        return self
+
+    async def __aenter__(self) -> Sandbox:
+        raise SandboxGoneError("none here")
+
+    async def __aexit__(self, *exc: object) -> None:
+        return None
+
+
+@contextlib.asynccontextmanager
+async def nothing_holds_the_loop() -> AsyncIterator[None]:
+    """Raises AssertionError: between two looks the loop's thread computed for longer than one text may cost."""
+    longest_s = 0.0
+
+    async def look() -> None:
+        nonlocal longest_s
+        while True:
+            before = time.thread_time()
+            await asyncio.sleep(0.001)
+            longest_s = max(longest_s, time.thread_time() - before)
+
+    looking = asyncio.create_task(look())
+    try:
+        yield
+        await asyncio.sleep(0.002)
+    finally:
+        looking.cancel()
+    assert longest_s < LOOP_HOLD_S
+
+
+async def play(tokenizer: Any, turns: list[str], result: str) -> Episode:
+    tools = ToolSet([Say(result)])
+    chat = ChatFormat(tokenizer, tools.schemas, template=load_template("chatml_hermes"))
+    loop = AgentLoop(chat=chat, parser=HermesParser(), tools=tools, limits=AgentLimits(max_response_tokens=200_000))
+    messages = ({"role": "user", "content": "2 + 2?"},)
+    said = iter([*turns, "done"])
+    engine = ScriptedEngine(
+        lambda text: tokenizer.encode(text, add_special_tokens=False),
+        tokenizer.decode,
+        lambda request_id, prompt_ids: next(said),
+        end_id=tokenizer.eos_token_id,
+    )
+    prompt = AgentPrompt(messages=messages, token_ids=tuple(chat.prompt_ids(messages)))
+    return await loop.run(prompt, engine=engine, sampling=SamplingParams(max_tokens=100_000), request_id="t")
+
+
+def shown(folder: Path, tokenizer: Any) -> str:
+    """All that the page asks for, as it is sent."""
+    index = GroupIndex(open_source(str(folder)))
+    while index.refresh():
+        pass
+    source = open_source(str(folder))
+    return json.dumps(
+        [
+            find_groups(index, GroupFilter(), Page()),
+            read_group(source, 1, 0),
+            read_trajectory(source, 1, 0, 0, tokenizer),
+        ]
+    )
+
+
+@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(turns=st.lists(HOSTILE | CALLS, min_size=1, max_size=3), result=HOSTILE)
+async def test_whatever_a_policy_and_its_tools_write_is_data(
+    turns: list[str], result: str, chat_tokenizer: Any, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    async with nothing_holds_the_loop():
+        episode = await play(chat_tokenizer, turns, result)
+        answer = Answer(completion_text=episode.final_text, data_source="openai/gsm8k", ground_truth="7", extra_info={})
+        reward = await score_answer(answer, AnswerRewards(format_weight=0.1))
+        # The text as an engine could hand it on, which no tokenizer has cleaned.
+        prompt = Prompt(task="double", text="", token_ids=np.zeros(1, np.int32), prefill=TASK.answer_prefix)
+        code_reward = await TASK.score(prompt, turns[0], cast(SandboxSource, NoSandboxes()), seed=0)
+
+    folder = tmp_path_factory.mktemp("run")
+    (folder / "trajectories").mkdir()
+    trajectories = (to_trajectory(episode, reward), to_trajectory(episode, code_reward))
+    group = Group(
+        group_id=0,
+        prompt=Prompt(task="t", text=result, token_ids=episode.token_ids[: episode.num_prompt_tokens]),
+        trajectories=trajectories,
+    )
+    write_trajectories(folder / "trajectories" / "step=000001.parquet", 1, [group])
+    assert shown(folder, chat_tokenizer).isascii()
