@@ -18,7 +18,7 @@ from actors.calls import answer
 from rayapp.core.errors import EngineDeadError, ProcessDiedError
 from rayapp.core.types import Completion, FloatArray, GroupSummary, Int32Array, SamplingParams, SandboxSpec
 from rayapp.engine.weights.transfer_plan import TransferPlan
-from rayapp.rollout.order import Cohort, GroupRequest
+from rayapp.rollout.order import GroupRequest
 from rayapp.sandbox.leases import Fate, Lease
 
 ObjectRef = Any  # ray.ObjectRef[T] can't be named where `Group` is only a reference
@@ -286,10 +286,11 @@ class RolloutWorkerHandle(Handle):
         num_prompts: int = await self.call("num_train_prompts", self.actor.num_train_prompts.remote(), timeout_s)
         return num_prompts
 
-    async def evaluate(self, index: int, cohort: Cohort | None, step: int) -> GroupSummary:
+    async def evaluate(self, request: GroupRequest, step: int) -> GroupSummary:
         """Samples of one prompt after `step`, for their numbers only."""
-        method = self.actor.evaluate.options(num_returns=2, name=f"{self.name}.evaluate step={step} prompt={index}")
-        _, summary_ref = method.remote(index, cohort)
+        name = f"{self.name}.evaluate step={step} prompt={request.group_id}"
+        method = self.actor.evaluate.options(num_returns=2, name=name)
+        _, summary_ref = method.remote(request)
         summary: GroupSummary = await self.call("evaluate", summary_ref, self.group_deadline_s + GROUP_MARGIN_S)
         return summary
 

@@ -22,13 +22,10 @@ from rayapp.core.logs import about, label_logs
 from rayapp.core.stall_detection import InHand
 from rayapp.core.types import Completion, Group, GroupSummary, SamplingParams
 from rayapp.rollout.order import (
-    ANY_VERSION,
-    Cohort,
     GroupRequest,
     evaluation_seed,
     is_first_turn,
     neighbours,
-    server_in_cohort,
 )
 from rayapp.rollout.overlong_penalty import shape_group
 from rayapp.rollout.sources import Groups, open_groups
@@ -126,15 +123,11 @@ class RolloutWorker:
             )  # fmt: skip
             return shape_group(group, summary, config)
 
-    async def evaluate(self, index: int, cohort: Cohort | None) -> tuple[Group, GroupSummary]:
-        """Samples of the `index`-th prompt for evaluation: seeds apart from training's, whatever the weights are.
-
-        Args:
-            cohort: the prompts that start together; None where others are on the servers too.
-        """
+    async def evaluate(self, request: GroupRequest) -> tuple[Group, GroupSummary]:
+        """Samples of one prompt for evaluation: seeds apart from training's."""
         config = self._config
         return await self._sample(
-            GroupRequest(group_id=index, policy_version=ANY_VERSION, cohort=cohort, purpose="eval"),
+            request,
             num_samples=config.eval.samples_per_task,
             temperature=config.eval.temperature,
             seed=evaluation_seed(config.run.seed),
@@ -166,12 +159,9 @@ class RolloutWorker:
         return self._groups
 
     def _engine(self, request: GroupRequest, num_samples: int) -> ServerEngine:
-        num_servers = len(self._servers)
-        position = request.server
-        if position is None:
-            cohort = request.cohort
-            position = request.group_id % num_servers if cohort is None else server_in_cohort(cohort, num_servers)
-        return ServerEngine(self._servers[position], request, neighbours(request.cohort, num_servers) * num_samples)
+        assert request.server is not None, "the driver's Router places every group"
+        together = neighbours(request.cohort, len(self._servers)) * num_samples
+        return ServerEngine(self._servers[request.server], request, together)
 
     def _observe_exec(self, provider: str, seconds: float) -> None:
         self._reporter.observe("rl_sandbox_exec_seconds", seconds, provider=provider)
