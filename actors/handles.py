@@ -74,23 +74,6 @@ class VllmServerHandle(Handle):
         incarnation: str = await self.call("ping", self.actor.ping.remote(), timeout_s)
         return incarnation
 
-    async def generate(
-        self,
-        request_id: str,
-        prompt_ids: Sequence[int],
-        sampling: SamplingParams,
-        *,
-        min_policy_version: int,
-        cohort_size: int = 1,
-    ) -> Completion:
-        method = self.actor.generate.options(name=f"{self.name}.generate {request_id}")
-        ref = method.remote(request_id, list(prompt_ids), sampling, min_policy_version, cohort_size)
-        try:
-            completion: Completion = await self.call("generate", ref, self.request_timeout_s)
-        except ProcessDiedError as error:
-            raise EngineDeadError(str(error)) from None
-        return completion
-
     async def generate_many(
         self, requests: Sequence[GenerateRequest]
     ) -> AsyncIterator[list[tuple[int, Completion | Exception]]]:
@@ -124,10 +107,6 @@ class VllmServerHandle(Handle):
     async def sleep(self) -> bool:
         is_asleep: bool = await self.call("sleep", self.actor.sleep.remote(), self.sync_timeout_s)
         return is_asleep
-
-    async def metrics(self, timeout_s: float = 10.0) -> Facts:
-        facts: Facts = await self.call("metrics", self.actor.metrics.remote(), timeout_s)
-        return facts
 
     async def close(self, timeout_s: float = 20.0) -> None:
         await self.call("close", self.actor.close.remote(), timeout_s)
