@@ -1,7 +1,6 @@
 """The engine of one group, in a rollout worker: requests that start together are one call to their server.
 
 A call through Ray costs as much processor time as everything else that a trajectory needs here.
-
 Completions come back as they end, those of one moment together. Later turns, which start one by one, are calls of one
 request.
 """
