@@ -1,8 +1,8 @@
-"""Requests of one group that start together, as one call to their server: a call through Ray costs as much processor
-time as everything else that a trajectory needs here.
+"""The engine of one group, in a rollout worker: requests that start together are one call to their server.
 
-Used by rollout workers. Completions come back as they end, those of one moment together. Later turns, which start one
-by one, are calls of one request.
+A call through Ray costs as much processor time as everything else that a trajectory needs here.
+Completions come back as they end, those of one moment together. Later turns, which start one by one, are calls of one
+request.
 """
 
 from __future__ import annotations
@@ -13,9 +13,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from actors.handles import VllmServerHandle
+from actors.handles import GenerateRequest, VllmServerHandle
 from rayapp.core.errors import DeadlineError, EngineError, RayappError
 from rayapp.core.types import Completion, SamplingParams
+from rayapp.rollout.order import is_first_turn
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,29 +24,33 @@ class _Call:
     request_id: str
     prompt_ids: Sequence[int]
     sampling: SamplingParams
-    cohort_size: int
     answer: asyncio.Future[Completion]
 
 
 class GroupCalls:
-    """See the module.
+    """`RolloutEngine` over one server: the whole group goes there, and its prefix cache then holds the prompt.
 
     Args:
-        min_policy_version: of every request.
+        min_policy_version: the oldest weights that may sample.
+        cohort_size: requests that start together on this server, also those of other groups.
     """
 
-    def __init__(self, server: VllmServerHandle, *, min_policy_version: int) -> None:
+    def __init__(self, server: VllmServerHandle, *, min_policy_version: int, cohort_size: int) -> None:
         self._server = server
         self._version = min_policy_version
+        self._cohort_size = cohort_size
         self._waiting: list[_Call] = []
         self._sending: set[asyncio.Task[None]] = set()
 
-    async def generate(
-        self, request_id: str, prompt_ids: Sequence[int], sampling: SamplingParams, *, cohort_size: int
-    ) -> Completion:
-        """As `VllmServerHandle.generate`."""
+    async def generate(self, request_id: str, prompt_ids: Sequence[int], sampling: SamplingParams) -> Completion:
+        """Sample one completion.
+
+        Raises:
+            DeadlineError: the server did not answer in time.
+            EngineError: it is gone, or refuses the request.
+        """
         loop = asyncio.get_running_loop()
-        call = _Call(request_id, prompt_ids, sampling, cohort_size, loop.create_future())
+        call = _Call(request_id, prompt_ids, sampling, loop.create_future())
         self._waiting.append(call)
         if len(self._waiting) == 1:
             # After everything that is ready to run now: the group's other trajectories, which ask in the same moment.
@@ -65,11 +70,8 @@ class GroupCalls:
         task.add_done_callback(self._sending.discard)
 
     async def _listen(self, calls: list[_Call]) -> None:
-        requests = [
-            (c.request_id, np.asarray(c.prompt_ids, np.int32), c.sampling, self._version, c.cohort_size) for c in calls
-        ]
         try:
-            async for batch in self._server.generate_many(requests):
+            async for batch in self._server.generate_many([self._request(call) for call in calls]):
                 for position, outcome in batch:
                     _settle(calls[position], outcome)
         except RayappError as error:
@@ -77,6 +79,11 @@ class GroupCalls:
                 _settle(call, error)
         for call in calls:
             _settle(call, EngineError(f"{self._server.name} gave no answer to {call.request_id}"))
+
+    def _request(self, call: _Call) -> GenerateRequest:
+        # A cohort is what starts together: later turns come when their tools are done, and wait for nobody.
+        cohort_size = self._cohort_size if is_first_turn(call.request_id) else 1
+        return call.request_id, np.asarray(call.prompt_ids, np.int32), call.sampling, self._version, cohort_size
 
 
 def _settle(call: _Call, outcome: Completion | Exception) -> None:

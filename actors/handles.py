@@ -18,7 +18,7 @@ from actors.calls import answer
 from rayapp.core.errors import EngineDeadError, ProcessDiedError
 from rayapp.core.types import Completion, FloatArray, GroupSummary, Int32Array, SamplingParams, SandboxSpec
 from rayapp.engine.weights.transfer_plan import TransferPlan
-from rayapp.rollout.order import Cohort, GroupRequest
+from rayapp.rollout.order import GroupRequest
 from rayapp.sandbox.leases import Fate, Lease
 
 ObjectRef = Any  # ray.ObjectRef[T] can't be named where `Group` is only a reference
@@ -74,23 +74,6 @@ class VllmServerHandle(Handle):
         incarnation: str = await self.call("ping", self.actor.ping.remote(), timeout_s)
         return incarnation
 
-    async def generate(
-        self,
-        request_id: str,
-        prompt_ids: Sequence[int],
-        sampling: SamplingParams,
-        *,
-        min_policy_version: int,
-        cohort_size: int = 1,
-    ) -> Completion:
-        method = self.actor.generate.options(name=f"{self.name}.generate {request_id}")
-        ref = method.remote(request_id, list(prompt_ids), sampling, min_policy_version, cohort_size)
-        try:
-            completion: Completion = await self.call("generate", ref, self.request_timeout_s)
-        except ProcessDiedError as error:
-            raise EngineDeadError(str(error)) from None
-        return completion
-
     async def generate_many(
         self, requests: Sequence[GenerateRequest]
     ) -> AsyncIterator[list[tuple[int, Completion | Exception]]]:
@@ -124,10 +107,6 @@ class VllmServerHandle(Handle):
     async def sleep(self) -> bool:
         is_asleep: bool = await self.call("sleep", self.actor.sleep.remote(), self.sync_timeout_s)
         return is_asleep
-
-    async def metrics(self, timeout_s: float = 10.0) -> Facts:
-        facts: Facts = await self.call("metrics", self.actor.metrics.remote(), timeout_s)
-        return facts
 
     async def close(self, timeout_s: float = 20.0) -> None:
         await self.call("close", self.actor.close.remote(), timeout_s)
@@ -286,10 +265,11 @@ class RolloutWorkerHandle(Handle):
         num_prompts: int = await self.call("num_train_prompts", self.actor.num_train_prompts.remote(), timeout_s)
         return num_prompts
 
-    async def evaluate(self, index: int, cohort: Cohort | None, step: int) -> GroupSummary:
+    async def evaluate(self, request: GroupRequest, step: int) -> GroupSummary:
         """Samples of one prompt after `step`, for their numbers only."""
-        method = self.actor.evaluate.options(num_returns=2, name=f"{self.name}.evaluate step={step} prompt={index}")
-        _, summary_ref = method.remote(index, cohort)
+        name = f"{self.name}.evaluate step={step} prompt={request.group_id}"
+        method = self.actor.evaluate.options(num_returns=2, name=name)
+        _, summary_ref = method.remote(request)
         summary: GroupSummary = await self.call("evaluate", summary_ref, self.group_deadline_s + GROUP_MARGIN_S)
         return summary
 

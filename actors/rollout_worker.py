@@ -8,7 +8,6 @@ not take finished groups with it.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
 from dataclasses import replace
 
 from actors.calls import INCARNATION
@@ -20,15 +19,11 @@ from rayapp.config.config import Config
 from rayapp.core.errors import RayappError
 from rayapp.core.logs import about, label_logs
 from rayapp.core.stall_detection import InHand
-from rayapp.core.types import Completion, Group, GroupSummary, SamplingParams
+from rayapp.core.types import Group, GroupSummary, SamplingParams
 from rayapp.rollout.order import (
-    ANY_VERSION,
-    Cohort,
     GroupRequest,
     evaluation_seed,
-    is_first_turn,
     neighbours,
-    server_in_cohort,
 )
 from rayapp.rollout.overlong_penalty import shape_group
 from rayapp.rollout.sources import Groups, open_groups
@@ -38,23 +33,6 @@ from rayapp.sandbox.providers.table import local_provider, remote_providers
 log = logging.getLogger(__name__)
 LATE_S = 60.0
 """Past its own deadline, until a group that has not ended means that this process does not get on."""
-
-
-class ServerEngine:
-    """`RolloutEngine` over one server: whole groups go to one server, whose prefix cache then holds their prompt."""
-
-    def __init__(self, server: VllmServerHandle, request: GroupRequest, cohort_size: int) -> None:
-        self._calls = GroupCalls(server, min_policy_version=request.policy_version)
-        self._cohort_size = cohort_size
-
-    async def generate(self, request_id: str, prompt_ids: Sequence[int], sampling: SamplingParams) -> Completion:
-        return await self._calls.generate(
-            request_id,
-            prompt_ids,
-            sampling,
-            # A cohort is what starts together: later turns come when their tools are done, and wait for nobody.
-            cohort_size=self._cohort_size if is_first_turn(request_id) else 1,
-        )
 
 
 class RolloutWorker:
@@ -126,15 +104,11 @@ class RolloutWorker:
             )  # fmt: skip
             return shape_group(group, summary, config)
 
-    async def evaluate(self, index: int, cohort: Cohort | None) -> tuple[Group, GroupSummary]:
-        """Samples of the `index`-th prompt for evaluation: seeds apart from training's, whatever the weights are.
-
-        Args:
-            cohort: the prompts that start together; None where others are on the servers too.
-        """
+    async def evaluate(self, request: GroupRequest) -> tuple[Group, GroupSummary]:
+        """Samples of one prompt for evaluation: seeds apart from training's."""
         config = self._config
         return await self._sample(
-            GroupRequest(group_id=index, policy_version=ANY_VERSION, cohort=cohort, purpose="eval"),
+            request,
             num_samples=config.eval.samples_per_task,
             temperature=config.eval.temperature,
             seed=evaluation_seed(config.run.seed),
@@ -165,13 +139,13 @@ class RolloutWorker:
             raise RayappError(f"{self!r} is asked for a group before it is ready")
         return self._groups
 
-    def _engine(self, request: GroupRequest, num_samples: int) -> ServerEngine:
-        num_servers = len(self._servers)
-        position = request.server
-        if position is None:
-            cohort = request.cohort
-            position = request.group_id % num_servers if cohort is None else server_in_cohort(cohort, num_servers)
-        return ServerEngine(self._servers[position], request, neighbours(request.cohort, num_servers) * num_samples)
+    def _engine(self, request: GroupRequest, num_samples: int) -> GroupCalls:
+        assert request.server is not None, "the driver's Router places every group"
+        return GroupCalls(
+            self._servers[request.server],
+            min_policy_version=request.policy_version,
+            cohort_size=neighbours(request.cohort, len(self._servers)) * num_samples,
+        )
 
     def _observe_exec(self, provider: str, seconds: float) -> None:
         self._reporter.observe("rl_sandbox_exec_seconds", seconds, provider=provider)

@@ -1,8 +1,7 @@
-"""A server without an engine and a learner without a model, behind the same Ray calls as the real ones.
+"""An engine without vLLM and a learner without a model, behind the same Ray calls as the real ones.
 
-For tests and benchmarks of everything around them: the driver, the store, the workers, recovery. Chosen by
-`rayapp.driver.cluster.open_cluster(stand_ins=...)`, never by a configuration. What they promise is what the real ones
-promise: a server refuses what it has no weights for, and a learner goes on from its checkpoint.
+For tests and benchmarks of everything around them: the driver, the store, the workers, the server's shell, recovery.
+Chosen by `rayapp.driver.cluster.open_cluster(stand_ins=...)`, never by a configuration.
 """
 
 from __future__ import annotations
@@ -11,94 +10,46 @@ import asyncio
 import os
 import signal
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
-from actors.calls import INCARNATION
-from actors.handles import GenerateRequest
+from actors.vllm_server import StartEngine, VllmServer
 from rayapp.config.config import Config
-from rayapp.core.aio import as_they_end
-from rayapp.core.errors import EngineDeadError, StaleVersionError, WeightSyncError
+from rayapp.core.errors import WeightSyncError
 from rayapp.core.stall_detection import InHand
 from rayapp.core.types import Completion, FloatArray, Group, GroupSummary, SamplingParams, VersionSpan
-from rayapp.engine.weights.buckets import WeightBucket
-from rayapp.rollout.order import ANY_VERSION
+from rayapp.engine.weights.buckets import TensorEntry, WeightBucket
 
 
-class ScriptedServer:
-    """Stands for `VllmServer`: samples tokens that depend on the seed alone.
+class SeededEngine:
+    """Stands for `VllmEngine`, as far as a server on the object store's weights asks it: tokens follow from the seed.
 
     Args:
         latency_s: of each completion.
     """
 
-    def __init__(self, config: Config, index: int, must_sync: bool, latency_s: float) -> None:
-        self._index = index
+    def __init__(self, latency_s: float) -> None:
         self._latency_s = latency_s
-        self._version = 0
-        self._is_started = False
-        self._is_settled = asyncio.Event()
-        self._is_settled.set()
-        self._not_servable = f"vllm-server-{index} has no weights of the learners yet" if must_sync else ""
-        self._config = config
-        self._in_hand = InHand()
-        self._is_going_on = asyncio.Event()
-        self._is_going_on.set()
-        self._dies_in_update = False
-
-    def __repr__(self) -> str:
-        return f"vllm-server-{self._index}"
-
-    async def stall(self) -> None:
-        """Answer every ping from now on, and never sample again."""
-        self._is_going_on.clear()
-
-    async def die_in_update(self) -> None:
-        """End with SIGKILL in the middle of the next weight update."""
-        self._dies_in_update = True
-
-    async def start(self) -> dict[str, Any]:
-        self._is_started = True
-        return {}
-
-    async def incarnation(self) -> str:
-        return INCARNATION
-
-    async def ping(self) -> str:
-        self._check_started()
-        self._in_hand.check_moves(self._config.recovery.stall_replace_s, who=repr(self), work="requests")
-        return INCARNATION
-
-    def _check_started(self) -> None:
-        if not self._is_started:
-            raise EngineDeadError(f"{self!r} has no engine: it is being started")
+        self.policy_version = 0
+        self.in_hand = InHand()
+        self.goes_on = asyncio.Event()
+        """Unset: it answers every check and never samples again."""
+        self.goes_on.set()
+        self.dies_in_update = False
+        """The next weight update ends the process in its middle, with SIGKILL."""
 
     async def generate(
-        self,
-        request_id: str,
-        prompt_ids: list[int],
-        sampling: SamplingParams,
-        min_policy_version: int = ANY_VERSION,
-        cohort_size: int = 1,
+        self, request_id: str, prompt_ids: Sequence[int], sampling: SamplingParams, *, cohort_size: int = 1
     ) -> Completion:
         """Some printable tokens of the test model's alphabet, after `latency_s`."""
-        self._check_started()
-        with self._in_hand.one():
-            return await self._generate(request_id, sampling, min_policy_version)
-
-    async def _generate(self, request_id: str, sampling: SamplingParams, min_policy_version: int) -> Completion:
-        await self._is_settled.wait()
-        await self._is_going_on.wait()
-        if self._not_servable:
-            raise WeightSyncError(self._not_servable)
-        version = self._version
-        if version < min_policy_version:
-            raise StaleVersionError(f"{self!r} holds policy version {version}, {request_id} needs {min_policy_version}")
-        if self._latency_s:
-            await asyncio.sleep(self._latency_s)
+        with self.in_hand.one():
+            await self.goes_on.wait()
+            version = self.policy_version
+            if self._latency_s:
+                await asyncio.sleep(self._latency_s)
         token_ids = (34 + np.arange(sampling.max_tokens) + (sampling.seed or 0) % 40).astype(np.int32) % 90 + 2
         return Completion(
             token_ids=token_ids,
@@ -112,47 +63,57 @@ class ScriptedServer:
 
     def _spans(self, first: int, num_tokens: int) -> tuple[VersionSpan, ...]:
         """Weights that arrive while it samples get the second half of the tokens."""
-        if first == self._version or num_tokens < 2:
+        if first == self.policy_version or num_tokens < 2:
             return ()
         return (
             VersionSpan(policy_version=first, num_tokens=num_tokens // 2),
-            VersionSpan(policy_version=self._version, num_tokens=num_tokens - num_tokens // 2),
+            VersionSpan(policy_version=self.policy_version, num_tokens=num_tokens - num_tokens // 2),
         )
 
-    async def generate_many(
-        self, requests: list[GenerateRequest]
-    ) -> AsyncIterator[list[tuple[int, Completion | Exception]]]:
-        """`generate` for each, those that end together together. Errors are values: the others go on."""
-        async for ended in as_they_end([self._generate_one(request) for request in requests]):
-            yield ended
+    async def load_weights(
+        self, version: int, path: str, entries: Sequence[TensorEntry], checksums: Mapping[str, int]
+    ) -> int:
+        """Take the bytes of `InstantLearner.export_weights`, which say of which version they are."""
+        if self.dies_in_update:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if set(await asyncio.to_thread(Path(path).read_bytes)) != {version % 256}:
+            raise WeightSyncError(f"these are not the weights of version {version}")
+        self.policy_version = version
+        return 0
 
-    async def _generate_one(self, request: GenerateRequest) -> Completion:
-        request_id, prompt_ids, sampling, min_policy_version, cohort_size = request
-        return await self.generate(request_id, prompt_ids.tolist(), sampling, min_policy_version, cohort_size)
+    async def check(self) -> None:
+        """It always answers."""
 
-    async def load_weights(self, version: int, buckets: list[Any]) -> dict[str, float]:
-        self._is_settled.clear()
-        try:
-            return await self._load_weights(version, buckets)
-        finally:
-            self._is_settled.set()
+    async def facts(self) -> dict[str, Any]:
+        return {}
 
-    async def _load_weights(self, version: int, buckets: list[Any]) -> dict[str, float]:
-        self._not_servable = f"{self!r} may hold a mixture of two versions"
-        num_bytes = 0
-        for ref in buckets:
-            bucket: WeightBucket = await ref
-            num_bytes += bucket.data.nbytes
-            if self._dies_in_update:
-                os.kill(os.getpid(), signal.SIGKILL)
-        self._version, self._not_servable = version, ""
-        return {"bytes": float(num_bytes), "copy_s": 0.0, "engine_s": 0.0}
+    def load(self) -> dict[str, float]:
+        return {}
 
     async def sleep(self) -> bool:
         return False
 
-    async def close(self) -> None:
-        self._is_started = False
+    def close(self) -> None:
+        return
+
+
+class ScriptedServer(VllmServer):
+    """A server whose engine is a `SeededEngine`, and whose faults a test can call for."""
+
+    def __init__(self, config: Config, index: int, must_sync: bool, latency_s: float) -> None:
+        self._seeded = SeededEngine(latency_s)
+        super().__init__(config, index, must_sync, cast("StartEngine", self._start_seeded))
+
+    async def _start_seeded(self, config: Config) -> SeededEngine:
+        return self._seeded
+
+    async def stall(self) -> None:
+        """Answer every ping from now on, and never sample again."""
+        self._seeded.goes_on.clear()
+
+    async def die_in_update(self) -> None:
+        """End with SIGKILL in the middle of the next weight update."""
+        self._seeded.dies_in_update = True
 
 
 class InstantLearner:

@@ -9,7 +9,7 @@ import asyncio
 import logging
 import os
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 from actors.calls import INCARNATION
@@ -25,6 +25,7 @@ from rayapp.engine.weights.buckets import TensorEntry, WeightBucket
 from rayapp.rollout.order import ANY_VERSION
 
 log = logging.getLogger(__name__)
+StartEngine = Callable[[Config], Awaitable[VllmEngine]]
 REPORT_EVERY_S = 5.0
 
 
@@ -36,12 +37,16 @@ class VllmServer:
         index: N of the name.
         must_sync: refuse to generate until weights were loaded. A server that is started again holds the model's own,
             and nobody else would notice.
+        start_engine: as `VllmEngine.start`.
     """
 
-    def __init__(self, config: Config, index: int, must_sync: bool = False) -> None:
+    def __init__(
+        self, config: Config, index: int, must_sync: bool = False, start_engine: StartEngine = VllmEngine.start
+    ) -> None:
         label_logs(config.run.name)
         self._config = config
         self._index = index
+        self._start_engine = start_engine
         self._engine: VllmEngine | None = None
         self._not_servable = f"vllm-server-{index} has no weights of the learners yet" if must_sync else ""
         self._reporting: asyncio.Task[None] | None = None
@@ -55,7 +60,7 @@ class VllmServer:
     async def start(self) -> dict[str, Any]:
         """Start the engine. Returns facts for the log."""
         started = time.monotonic()
-        self._engine = await VllmEngine.start(self._config)
+        self._engine = await self._start_engine(self._config)
         self._reporting = asyncio.create_task(self._report_for_ever(self._engine), name="report load")
         return await self._engine.facts() | {"start_s": time.monotonic() - started, "pid": os.getpid()}
 

@@ -27,7 +27,7 @@ from benchmarks.trl_peer import TRL_VERSION, TrlPeer, make_environment
 from rayapp.config.config import Config
 from rayapp.config.loading import load_config
 from rayapp.core.protocols import SandboxSource, Task
-from rayapp.core.types import Prompt
+from rayapp.core.types import GroupSummary, Prompt
 from rayapp.driver.cluster import Cluster, open_cluster
 from rayapp.driver.phases import Phases
 from rayapp.rollout.order import Cohort, GroupRequest, scoring_seed
@@ -46,6 +46,11 @@ SIZES = [
 PARTS = ("generate", "score", "old_log_probs", "forward_backward", "optimizer", "weight_sync", "idle")
 
 
+async def _run_group(cluster: Cluster, request: GroupRequest) -> tuple[GroupSummary, Any]:
+    with cluster.router.placed(request) as placed:
+        return await cluster.rollout_worker(request.group_id).run_group(placed)
+
+
 async def our_step(cluster: Cluster, step: int) -> dict[str, Any]:
     """What the driver's loop does in a step, without recording."""
     groups = cluster.config.train.groups_per_step
@@ -59,7 +64,7 @@ async def our_step(cluster: Cluster, step: int) -> dict[str, Any]:
             )
             for place in range(groups)
         ]
-        results = await asyncio.gather(*(cluster.rollout_worker(r.group_id).run_group(r) for r in requests))
+        results = await asyncio.gather(*(_run_group(cluster, request) for request in requests))
     summaries = tuple(summary for summary, _ in results)
     with phases("train"):
         learner = await cluster.learners.train_step(step, summaries, [ref for _, ref in results])

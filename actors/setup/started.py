@@ -22,7 +22,7 @@ CLOSE_TIMEOUT_S = 30.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StandIns:
-    """Servers without an engine and learners without a model: see `actors.stand_ins`."""
+    """Servers without vLLM and learners without a model: see `actors.stand_ins`."""
 
     completion_s: float = 0.0
     step_s: float = 0.0

@@ -47,6 +47,7 @@ from rayapp.core.errors import (
 )
 from rayapp.core.protocols import Tracker
 from rayapp.core.types import Group
+from rayapp.driver.routing import Router
 from rayapp.driver.store import StoredGroup
 from rayapp.driver.supervision import Limits, Member, Supervisor
 from rayapp.engine.weights.direct import DirectTransport
@@ -54,7 +55,7 @@ from rayapp.engine.weights.object_store import ObjectStoreTransport
 from rayapp.engine.weights.transfer_plan import TransferPlan, choose_transport, transfer_plan
 from rayapp.runs.kept_groups import summaries
 
-__all__ = ["Cluster", "StandIns", "open_cluster", "open_learners", "ready_pool", "spawn_pool"]
+__all__ = ["Cluster", "RolloutWorkerHandle", "StandIns", "open_cluster", "open_learners", "ready_pool", "spawn_pool"]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -68,6 +69,7 @@ class Cluster:
     rollout_workers: tuple[RolloutWorkerHandle, ...]
     weights: ObjectStoreTransport | DirectTransport
     supervisor: Supervisor
+    router: Router
     dashboard_url: str
     start_learners: Callable[[LearnerGroup], Awaitable[LearnerGroup]]
     """Ends these and starts new ones, with the model's own weights."""
@@ -79,10 +81,6 @@ class Cluster:
 
     def rollout_worker(self, group_id: int) -> RolloutWorkerHandle:
         return self.rollout_workers[group_id % len(self.rollout_workers)]
-
-    def server_is_up(self, index: int) -> bool:
-        """False while it is being replaced."""
-        return self.supervisor.is_up(self.servers[index].name)
 
     def check_weights(self) -> None:
         """Return if a server that is replaced now gets weights.
@@ -239,6 +237,7 @@ async def _start(
         *(ServerMember(server, timeout_s, weights.catch_up) for server in servers),
         *(WorkerMember(worker, timeout_s, pool) for worker in workers),
     ]
+    supervisor = Supervisor(members, _limits(config, timeout_s), report=report)
     return Cluster(
         config=config,
         pool=pool,
@@ -246,7 +245,8 @@ async def _start(
         learners=learners,
         rollout_workers=workers,
         weights=weights,
-        supervisor=Supervisor(members, _limits(config, timeout_s), report=report),
+        supervisor=supervisor,
+        router=Router(len(servers), is_up=lambda index: supervisor.is_up(servers[index].name)),
         dashboard_url=session.dashboard_url,
         start_learners=partial(_start_learners_again, config, started, placement, timeout_s, report),
     )

@@ -10,15 +10,17 @@ from functools import partial
 
 from rayapp.config.config import Config
 from rayapp.core.aio import run_until_done
-from rayapp.core.errors import RestartsUsedUpError, one_error
+from rayapp.core.errors import one_error
 from rayapp.core.logs import start_logs
 from rayapp.core.types import GroupSummary
 from rayapp.driver.cluster import Cluster, open_cluster
-from rayapp.driver.feeding import LOST_GROUP, MAX_ISSUES
+from rayapp.driver.lost_groups import generate
 from rayapp.driver.phases import Phases
+from rayapp.driver.run import Run
 from rayapp.driver.saving import is_due
+from rayapp.driver.watchdog import Watchdog
 from rayapp.rollout.check import check_inputs
-from rayapp.rollout.order import Cohort, evaluation_waves
+from rayapp.rollout.order import ANY_VERSION, Cohort, GroupRequest, evaluation_waves
 from rayapp.runs.tracking.metrics import summarize_step
 from rayapp.runs.tracking.pass_at_k import summarize_passes
 
@@ -39,10 +41,13 @@ async def _evaluate_model(config: Config) -> dict[str, float]:
         return await evaluate(cluster)
 
 
-async def evaluate(cluster: Cluster, version: int = 0) -> dict[str, float]:
+async def evaluate(cluster: Cluster, version: int = 0, *, watchdog: Watchdog | None = None) -> dict[str, float]:
     """Every task, or every row of the evaluation files, on the weights that the servers hold now, which are `version`.
 
     Nothing of it is trained on.
+
+    Args:
+        watchdog: told of every prompt's end; None outside of a run.
     """
     num_prompts = await cluster.rollout_worker(0).num_eval_prompts()
     summaries: list[GroupSummary] = []
@@ -53,33 +58,35 @@ async def evaluate(cluster: Cluster, version: int = 0) -> dict[str, float]:
         # A group of tasks: when one fails, none of the others may still be on the servers once the run goes on.
         with one_error():
             async with asyncio.TaskGroup() as tasks:
-                evaluate_prompt = partial(_evaluate_prompt, cluster, version)
+                evaluate_prompt = partial(_evaluate_prompt, cluster, version, watchdog)
                 running = [tasks.create_task(work) for work in map(evaluate_prompt, wave, cohorts)]
         summaries += [task.result() for task in running]
     return summarize_step(summaries, version=version) | summarize_passes(summaries)
 
 
-async def _evaluate_prompt(cluster: Cluster, step: int, index: int, cohort: Cohort | None) -> GroupSummary:
-    """One prompt; again, once what it was lost with is replaced."""
-    for _ in range(MAX_ISSUES):
-        try:
-            return await cluster.rollout_worker(index).evaluate(index, cohort, step)
-        except LOST_GROUP:
-            await cluster.supervisor.settled()
-            cluster.check_weights()
-            cohort = None
-    raise RestartsUsedUpError(f"the evaluation of prompt {index} was lost {MAX_ISSUES} times")
+async def _evaluate_prompt(
+    cluster: Cluster, step: int, watchdog: Watchdog | None, index: int, cohort: Cohort | None
+) -> GroupSummary:
+    return await generate(
+        cluster,
+        GroupRequest(group_id=index, policy_version=ANY_VERSION, cohort=cohort, purpose="eval"),
+        lambda worker, placed: worker.evaluate(placed, step),
+        what=f"the evaluation of prompt {index}",
+        watchdog=watchdog,
+        reissue=lambda error: ANY_VERSION,
+    )
 
 
-async def validate(cluster: Cluster, step: int, phases: Phases) -> dict[str, float]:
+async def validate(run: Run, step: int, phases: Phases) -> dict[str, float]:
     """Metrics of an evaluation as `eval/*`, on every `eval.every_steps`-th step and the last; nothing on others.
 
     Called between the weight sync and the release of the step's slots: in a synchronous run nothing else is on the
     servers then, so training samples the same tokens with and without it.
     """
-    every_steps = cluster.config.eval.every_steps
-    if every_steps == 0 or not is_due(step, every_steps, last=cluster.config.train.num_steps):
+    config = run.cluster.config
+    every_steps = config.eval.every_steps
+    if every_steps == 0 or not is_due(step, every_steps, last=config.train.num_steps):
         return {}
     with phases("eval"):
-        metrics = await evaluate(cluster, step)
+        metrics = await evaluate(run.cluster, step, watchdog=run.watchdog)
     return {f"eval/{name}": value for name, value in metrics.items()}

@@ -1,4 +1,4 @@
-"""Keeping the store filled: groups are started as it admits them, and issued again when what they were on is lost.
+"""Keeps the store filled: groups are started as it admits them.
 
     feed --> TrajectoryStore.reserve --> rollout-worker-i --> (summary, group_ref) --> TrajectoryStore
 
@@ -11,31 +11,11 @@ import asyncio
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager
 
-from rayapp.core.errors import (
-    DeadlineError,
-    EngineDeadError,
-    ObjectsLostError,
-    ProcessDiedError,
-    RestartsUsedUpError,
-    StaleVersionError,
-    WeightSyncError,
-    one_error,
-)
+from rayapp.core.errors import RayappError, one_error
 from rayapp.core.logs import about
+from rayapp.driver.lost_groups import generate
 from rayapp.driver.run import Run
 from rayapp.rollout.order import Cohort, GroupRequest, max_groups_at_once
-
-MAX_ISSUES = 10
-"""Of one group. Each process may be lost a few times, but not the same group with all of them."""
-LOST_GROUP = (
-    ProcessDiedError,
-    EngineDeadError,
-    StaleVersionError,
-    WeightSyncError,
-    DeadlineError,
-    ObjectsLostError,
-)
-"""A group's worker, server, sandbox pool or node is gone, hangs, or was started again and is not ready."""
 
 
 @asynccontextmanager
@@ -74,7 +54,7 @@ def _start(run: Run, together: Sequence[int], version: int, tasks: asyncio.TaskG
     started = []
     for request in _requests(run, together, version):
         with about(step=version + 1, group=request.group_id):
-            started.append(tasks.create_task(generate(run, request), name=f"group={request.group_id}"))
+            started.append(tasks.create_task(_generate(run, request), name=f"group={request.group_id}"))
     return started
 
 
@@ -88,27 +68,23 @@ def _requests(run: Run, together: Sequence[int], version: int) -> Iterator[Group
         )
 
 
-async def generate(run: Run, request: GroupRequest) -> None:
-    """One group, start to finish. One that is lost with a process is issued again once that process is replaced.
+async def _generate(run: Run, request: GroupRequest) -> None:
+    """One group, from its start into the store."""
+    group_id = request.group_id
 
-    Raises:
-        RestartsUsedUpError: it was lost `MAX_ISSUES` times.
-    """
-    group_id, cluster = request.group_id, run.cluster
-    for _ in range(MAX_ISSUES):
-        try:
-            worker = cluster.rollout_worker(group_id)
-            with run.watchdog.waiting(f"group {group_id}", worker.name), run.router.placed(request) as placed:
-                summary, ref = await worker.run_group(placed)
-        except LOST_GROUP as error:
-            version = run.store.reissue(group_id, type(error).__name__)
-            run.tracker.note(f"group {group_id} is issued again: {error}")
-            await cluster.supervisor.settled()
-            cluster.check_weights()
-            # Alone: the others of its cohort may be done, or be on their way from another server.
-            request = GroupRequest(group_id=group_id, policy_version=version, prompt=request.prompt)
-        else:
-            if run.curriculum is not None:
-                run.curriculum.record(request.place, summary)
-            return await run.store.finish(summary, ref)
-    raise RestartsUsedUpError(f"group {group_id} was lost {MAX_ISSUES} times; see the notes above for the reasons")
+    def reissue(error: RayappError) -> int:
+        version = run.store.reissue(group_id, type(error).__name__)
+        run.tracker.note(f"group {group_id} is issued again: {error}")
+        return version
+
+    summary, ref = await generate(
+        run.cluster,
+        request,
+        lambda worker, placed: worker.run_group(placed),
+        what=f"group {group_id}",
+        watchdog=run.watchdog,
+        reissue=reissue,
+    )
+    if run.curriculum is not None:
+        run.curriculum.record(request.place, summary)
+    await run.store.finish(summary, ref)

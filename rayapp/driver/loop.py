@@ -93,7 +93,8 @@ async def train(config: Config, cluster: Cluster, folder: RunFolder, tracker: Ru
     await cluster.sync_weights(version)
     if version == 0 and config.eval.before_training:
         tracker.phase("eval")
-        tracker.log(0, {f"eval/{name}": value for name, value in (await evaluate(cluster)).items()})
+        evaluated = await evaluate(cluster, watchdog=run.watchdog)
+        tracker.log(0, {f"eval/{name}": value for name, value in evaluated.items()})
     async with (
         saving(run.saver),
         saving_when_stopped(run.saver, folder, run.store, partial(begin_checkpoint, run)),

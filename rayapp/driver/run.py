@@ -12,7 +12,6 @@ from rayapp.core.errors import CheckpointDamagedError, CheckpointError
 from rayapp.driver.cluster import Cluster
 from rayapp.driver.dynamic_sampling import DynamicSampling
 from rayapp.driver.failures import FailureBudget
-from rayapp.driver.routing import Router
 from rayapp.driver.saving import CheckpointSaver
 from rayapp.driver.store import TrajectoryStore
 from rayapp.driver.watchdog import Watchdog, stacks_of_this_process
@@ -37,7 +36,6 @@ class Run:
     sampling: DynamicSampling
     failures: FailureBudget
     watchdog: Watchdog
-    router: Router
     best: BestMetric
     curriculum: Curriculum | None
     """None where prompts come in turn."""
@@ -58,7 +56,6 @@ async def open_run(cluster: Cluster, folder: RunFolder, tracker: RunTracker) -> 
         sampling=sampling,
         failures=FailureBudget(config.rollout.max_failed_ratio),
         watchdog=_watchdog(cluster, folder, tracker),
-        router=Router(len(cluster.servers), is_up=cluster.server_is_up),
         best=BestMetric(config),
         curriculum=curriculum,
     )

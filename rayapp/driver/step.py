@@ -47,7 +47,7 @@ async def _train_step(run: Run, step: int, groups: Sequence[StoredGroup[object]]
     summaries = tuple(group.summary for group in groups)
     run.failures.record((*summaries, *run.sampling.take_dropped()))
     learned = await _learn(run, step, groups, phases)
-    evaluated = await validate(run.cluster, step, phases)
+    evaluated = await validate(run, step, phases)
     sampled_by = run.store.version
     if run.curriculum is not None:
         run.curriculum.end_step()  # before the slots of this step are free: their groups are drawn from what it taught
@@ -83,7 +83,7 @@ def _state_metrics(run: Run) -> dict[str, float]:
     return (
         run.cluster.recovery_metrics()
         | ledger_metrics(run.store)
-        | run.router.metrics()
+        | run.cluster.router.metrics()
         | (run.curriculum.metrics() if run.curriculum is not None else {})
         | run.failures.metrics()
         | run.folder.storage_metrics()

@@ -50,7 +50,7 @@ class GroupRequest:
     prompt: int | None = None
     """Place of its prompt in the first epoch's order, where a curriculum chose it. None: the group's own in turn."""
     server: int | None = None
-    """Index of the server that samples it, all turns of all its trajectories. None: whoever runs it deals it out."""
+    """Index of the server that samples all of it, every turn. None until the driver's `Router` has placed it."""
     has_greedy_baseline: bool = False
     """Its last trajectory is sampled at temperature 0: what ReMax compares the others with."""
     purpose: Literal["group", "eval"] = "group"

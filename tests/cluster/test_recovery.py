@@ -1,7 +1,8 @@
 """Every process of a run is killed, or made to hang, in the middle of a step; the run finishes whole.
 
-The driver, the store, the rollout workers, the sandbox pool and Ray are the real ones; servers and learners are
-stand-ins, so that a test takes seconds. tests/e2e/test_recovery.py does the same with vLLM and FSDP.
+The driver, the store, the servers around their engine, the rollout workers, the sandbox pool and Ray are the real ones;
+engines and learners are stand-ins, so that a test takes seconds. tests/e2e/test_recovery.py does the same with vLLM
+and FSDP.
 """
 
 from __future__ import annotations

@@ -23,11 +23,13 @@ class Server:
 
     def __init__(self, *, dies: bool = False, forgets: int | None = None) -> None:
         self.calls: list[list[str]] = []
+        self.cohort_sizes: list[int] = []
         self._dies = dies
         self._forgets = forgets
 
     async def generate_many(self, requests: Sequence[Any]) -> AsyncIterator[list[tuple[int, Completion | Exception]]]:
         self.calls.append([request[0] for request in requests])
+        self.cohort_sizes += [request[4] for request in requests]
         async for batch in as_they_end([self._one(request) for request in requests]):
             yield [pair for pair in batch if pair[0] != self._forgets]
             if self._dies:
@@ -50,9 +52,9 @@ class Server:
 
 
 async def ask(server: Server, *indices: int) -> list[Any]:
-    calls = GroupCalls(server, min_policy_version=4)  # type: ignore[arg-type]
+    calls = GroupCalls(server, min_policy_version=4, cohort_size=8)  # type: ignore[arg-type]
     sampling = SamplingParams(max_tokens=1)
-    asked = [calls.generate(f"group=7/trajectory={i}", [1, 2], sampling, cohort_size=1) for i in indices]
+    asked = [calls.generate(f"group=7/trajectory={i}", [1, 2], sampling) for i in indices]
     return list(await asyncio.gather(*asked, return_exceptions=True))
 
 
@@ -95,20 +97,21 @@ async def test_each_request_has_its_deadline() -> None:
     assert "vllm-server-0.generate did not answer group=7/trajectory=0 within 0.05 s" in str(found)
 
 
-async def test_later_turns_are_calls_of_their_own() -> None:
+async def test_later_turns_are_calls_of_their_own_and_wait_for_no_cohort() -> None:
     server = Server()
-    calls = GroupCalls(server, min_policy_version=0)  # type: ignore[arg-type]
+    calls = GroupCalls(server, min_policy_version=0, cohort_size=8)  # type: ignore[arg-type]
     for turn in (0, 1):
-        await calls.generate(f"g/turn={turn}", [1], SamplingParams(max_tokens=1), cohort_size=1)
+        await calls.generate(f"g/turn={turn}", [1], SamplingParams(max_tokens=1))
     assert server.calls == [["g/turn=0"], ["g/turn=1"]]
+    assert server.cohort_sizes == [8, 1]
 
 
 @pytest.mark.parametrize("gives_up", [0, 3])
 async def test_who_gives_up_disturbs_nobody(gives_up: int) -> None:
     server = Server()
-    calls = GroupCalls(server, min_policy_version=0)  # type: ignore[arg-type]
+    calls = GroupCalls(server, min_policy_version=0, cohort_size=8)  # type: ignore[arg-type]
     sampling = SamplingParams(max_tokens=1)
-    tasks = {i: asyncio.create_task(calls.generate(f"g={i}", [1], sampling, cohort_size=1)) for i in (0, 1, 3)}
+    tasks = {i: asyncio.create_task(calls.generate(f"g={i}", [1], sampling)) for i in (0, 1, 3)}
     await asyncio.sleep(0)
     tasks.pop(gives_up).cancel()
     found = await asyncio.gather(*tasks.values())

@@ -55,13 +55,13 @@ async def no_stacks() -> str:
 
 def run_of(worker: Worker, config: Config, *, max_staleness: int) -> Run:
     cluster: Any = SimpleNamespace(
-        config=config, is_synchronous=max_staleness == 0, rollout_worker=lambda group_id: worker
+        config=config, is_synchronous=max_staleness == 0, rollout_worker=lambda group_id: worker, router=Router(1)
     )
     store: Any = TrajectoryStore(
         groups_per_step=NUM_GROUPS, max_staleness=max_staleness, version=0, num_groups=NUM_GROUPS
     )
     watchdog = Watchdog(report_after_s=60, stop_after_s=60, report=print, dump_stacks=no_stacks)
-    parts = SimpleNamespace(cluster=cluster, store=store, router=Router(1), watchdog=watchdog, curriculum=None)
+    parts = SimpleNamespace(cluster=cluster, store=store, watchdog=watchdog, curriculum=None)
     return cast("Run", parts)
 
 

@@ -1,0 +1,118 @@
+"""Evaluations in the middle of a run: as slow as they honestly are, and whole when processes are lost."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rayapp.config.config import Config
+from rayapp.core.errors import EngineDeadError, RestartsUsedUpError
+from rayapp.core.summaries import summarize_group
+from rayapp.core.types import Group, GroupSummary, Prompt
+from rayapp.driver.evaluation import validate
+from rayapp.driver.lost_groups import MAX_ISSUES
+from rayapp.driver.phases import Phases
+from rayapp.driver.routing import Router
+from rayapp.driver.run import Run
+from rayapp.driver.watchdog import Watchdog, unstalled
+from rayapp.rollout.order import ANY_VERSION, Cohort, GroupRequest
+from rayapp.testing.learners import sampled
+
+NUM_PROMPTS = 3
+STOP_AFTER_S = 0.03
+
+
+class Worker:
+    """Takes two thirds of `STOP_AFTER_S` for each prompt, on the test's clock; the first `num_lost` calls are lost."""
+
+    name = "rollout-worker-0"
+
+    def __init__(self, num_lost: int = 0) -> None:
+        self.now_s = 0.0
+        self.requests: list[GroupRequest] = []
+        self.num_settled = 0
+        self._num_lost = num_lost
+
+    async def num_eval_prompts(self) -> int:
+        return NUM_PROMPTS
+
+    async def evaluate(self, request: GroupRequest, step: int) -> GroupSummary:
+        self.requests.append(request)
+        if len(self.requests) <= self._num_lost:
+            raise EngineDeadError("vllm-server-0: its process is gone")
+        self.now_s += STOP_AFTER_S * 2 / 3
+        await asyncio.sleep(STOP_AFTER_S / 5)  # the watchdog looks every tenth
+        tokens = np.arange(4, dtype=np.int32)
+        group = Group(
+            group_id=request.group_id,
+            prompt=Prompt(task="t", text="", token_ids=tokens[:2]),
+            trajectories=(sampled(tokens, 2, reward=1.0, policy_version=step),),
+        )
+        return summarize_group(group, time_total_s=0.0)
+
+    async def settled(self) -> None:
+        """As the supervisor: whoever was lost is back."""
+        await asyncio.sleep(0)
+        self.num_settled += 1
+
+
+async def no_stacks() -> str:
+    return ""
+
+
+def run_with(worker: Worker, *, prompts_at_once: int) -> Run:
+    config = Config.model_validate(
+        {
+            "eval": {"every_steps": 1, "samples_per_task": 2},
+            "rollout": {"group_size": 2},
+            "train": {"groups_per_step": prompts_at_once},
+        }
+    )
+    cluster = SimpleNamespace(
+        config=config,
+        is_synchronous=True,
+        rollout_worker=lambda group_id: worker,
+        router=Router(2, is_up=lambda server: server == 1 or worker.num_settled == 0),
+        supervisor=worker,
+        check_weights=lambda: None,
+    )
+    watchdog = Watchdog(
+        report_after_s=60, stop_after_s=STOP_AFTER_S, report=print, dump_stacks=no_stacks, clock=lambda: worker.now_s
+    )
+    run: Any = SimpleNamespace(cluster=cluster, watchdog=watchdog)
+    return run  # type: ignore[no-any-return]
+
+
+async def test_an_evaluation_that_takes_longer_than_the_limit_of_a_stall_is_no_stall() -> None:
+    worker = Worker()
+    run = run_with(worker, prompts_at_once=1)
+
+    async with unstalled(run.watchdog, "the end of step 1"):
+        metrics = await validate(run, 1, Phases())
+
+    assert metrics["eval/reward/mean"] == 1.0
+    assert worker.now_s > STOP_AFTER_S
+
+
+async def test_a_prompt_that_is_lost_with_its_server_is_evaluated_again_alone_and_on_one_that_is_up() -> None:
+    worker = Worker(num_lost=1)
+
+    metrics = await validate(run_with(worker, prompts_at_once=NUM_PROMPTS), 1, Phases())
+
+    assert metrics["eval/reward/mean"] == 1.0
+    assert [(r.group_id, r.server, r.cohort) for r in worker.requests] == [
+        *((place, place % 2, Cohort(place=place, size=NUM_PROMPTS)) for place in range(NUM_PROMPTS)),
+        (0, 1, None),
+    ]
+    assert {(r.purpose, r.policy_version) for r in worker.requests} == {("eval", ANY_VERSION)}
+
+
+async def test_a_prompt_that_is_lost_again_and_again_ends_the_run() -> None:
+    worker = Worker(num_lost=MAX_ISSUES)
+
+    with pytest.raises(RestartsUsedUpError, match=rf"the evaluation of prompt 0 was lost {MAX_ISSUES} times"):
+        await validate(run_with(worker, prompts_at_once=1), 1, Phases())
