@@ -4,26 +4,22 @@ from __future__ import annotations
 
 import asyncio
 from functools import partial
-from typing import Any
 
 import numpy as np
 
 from rayapp.config.config import Config
 from rayapp.core.protocols import SandboxSource
 from rayapp.core.types import Prompt, Reward
-from rayapp.rollout.agent.build import open_agent_loop
-from rayapp.rollout.agent.episode import AgentLimits, AgentPrompt, Episode
-from rayapp.rollout.agent.loop import AgentLoop
+from rayapp.rollout.agent.build import open_loop
+from rayapp.rollout.agent.episode import AgentPrompt, Episode
 from rayapp.rollout.agent.loops import AgentLoops, agent_loops, check_agent_name
 from rayapp.rollout.agent.outcome import with_terms
 from rayapp.rollout.group import Assignment
 from rayapp.rollout.order import GroupRequest
-from rayapp.storage.models.tokenizer import load_tokenizer
 from rayapp.tasks.answers import Answer, AnswerRewards, score_answer
 from rayapp.tasks.custom_rewards import CustomReward
 from rayapp.tasks.data.data_row import DataRow
 from rayapp.tasks.data.reading import Encode, ReadOptions, TrainingData, open_data
-from rayapp.tools.base import ToolContext
 
 
 class DataGroups:
@@ -52,7 +48,7 @@ class DataGroups:
         if rewards.custom is not None:
             # Its imports may take seconds, which would hold up every trajectory of this process.
             await asyncio.to_thread(rewards.custom.load)
-        loops = agent_loops(await _open_loop(config, sandboxes), config.agent.default_agent)
+        loops = agent_loops(await open_loop(config, sandboxes), config.agent.default_agent)
         try:
             train, held_out = await open_files(config, loops.prompt_ids)
         except BaseException:
@@ -148,25 +144,4 @@ def answer_rewards(config: Config) -> AnswerRewards:
         format_weight=section.format_weight,
         tool_weight=section.tool_weight,
         custom=CustomReward(path=section.custom, timeout_s=section.custom_timeout_s) if section.custom else None,
-    )
-
-
-async def _open_loop(config: Config, sandboxes: SandboxSource) -> AgentLoop:
-    agent = config.agent
-    limits = AgentLimits(
-        max_response_tokens=config.rollout.max_completion_tokens,
-        max_assistant_turns=agent.max_assistant_turns,
-        max_calls_per_turn=agent.max_calls_per_turn,
-        max_tool_output_chars=agent.max_tool_output_chars,
-        cut_side=agent.tool_output_keeps,
-    )
-    tokenizer: Any = load_tokenizer(config)
-    return await open_agent_loop(
-        tokenizer,
-        limits=limits,
-        model=config.model.path,
-        tool_file=agent.tool_file,
-        parser=agent.tool_parser,
-        chat_template=agent.chat_template,
-        context=ToolContext(sandboxes=sandboxes),
     )

@@ -85,7 +85,7 @@ async def run_group(
     async def one(index: int) -> Trajectory:
         own = sampling_of(request, sampling, index, group_size=group_size, seed=seed)
         request_id = f"{request.purpose}={request.group_id}/trajectory={index}"
-        seat = _CohortSeat(engine, request_id, assignment.prompt.token_ids.tolist(), own)
+        seat = _CohortSeat(engine, request_id, assignment.prompt, own)
         return await _trajectory(request, assignment, seat, deadline_s)
 
     trajectories = await _side_by_side([one(index) for index in range(group_size)])
@@ -146,13 +146,11 @@ class _CohortSeat:
     (its tool can't be made, say) would hold up all the others until their deadline, so `fill` asks in its stead.
     """
 
-    def __init__(
-        self, engine: RolloutEngine, request_id: str, prompt_ids: Sequence[int], sampling: SamplingParams
-    ) -> None:
+    def __init__(self, engine: RolloutEngine, request_id: str, prompt: Prompt, sampling: SamplingParams) -> None:
         self.request_id = request_id
         self.sampling = sampling
         self._engine = engine
-        self._prompt_ids = prompt_ids
+        self._prompt = prompt
         self._is_taken = False
 
     async def generate(self, request_id: str, prompt_ids: Sequence[int], sampling: SamplingParams) -> Completion:
@@ -166,7 +164,7 @@ class _CohortSeat:
         self._is_taken = True
         one_token = replace(self.sampling, max_tokens=1)
         try:
-            await self._engine.generate(f"{self.request_id}/turn=0", self._prompt_ids, one_token)
-        except EngineError as error:
+            await self._engine.generate(f"{self.request_id}/turn=0", self._prompt.token_ids.tolist(), one_token)
+        except (EngineError, DeadlineError) as error:
             # This trajectory has failed already; those that need the engine will say so themselves.
             log.info("%s: its place in the cohort was not filled: %s", self.request_id, error)

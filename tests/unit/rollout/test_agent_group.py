@@ -204,14 +204,22 @@ async def test_the_deadline_costs_a_trajectory_and_not_its_group(chat_tokenizer:
     assert engine.asked.count("group=7/trajectory=1/turn=0") == 1
 
 
-async def test_a_server_that_misses_its_own_deadline_is_named(chat_tokenizer: Any) -> None:
-    def hangs(request_id: str, prompt_ids: Sequence[int]) -> str:
-        raise DeadlineError("vllm-server-0.generate did not answer within 600 s")
+def hangs(request_id: str, prompt_ids: Sequence[int]) -> str:
+    """A script of a server that does not answer."""
+    raise DeadlineError("vllm-server-0.generate did not answer within 600 s")
 
+
+async def test_a_server_that_misses_its_own_deadline_is_named(chat_tokenizer: Any) -> None:
     group, summary = await play(loops_of(chat_tokenizer, Gsm8kTool()), engine_of(chat_tokenizer, hangs))
 
     assert summary.failure_kinds == ("engine",) * 3
     assert "vllm-server-0" in group.trajectories[0].reward.detail
+
+
+async def test_a_trajectory_without_its_tool_is_not_filed_as_its_servers_failure_as_well(chat_tokenizer: Any) -> None:
+    _, summary = await play(loops_of(chat_tokenizer, Gone()), engine_of(chat_tokenizer, hangs))
+
+    assert summary.failure_kinds == ("tool_unavailable",) * 3
 
 
 async def test_a_dead_server_fails_the_group_which_is_then_sampled_elsewhere(chat_tokenizer: Any) -> None:
