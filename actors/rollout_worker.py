@@ -20,6 +20,7 @@ from rayapp.core.errors import RayappError
 from rayapp.core.logs import about, label_logs
 from rayapp.core.stall_detection import InHand
 from rayapp.core.types import Group, GroupSummary, SamplingParams
+from rayapp.rollout.group import run_group
 from rayapp.rollout.order import (
     GroupRequest,
     evaluation_seed,
@@ -125,13 +126,16 @@ class RolloutWorker:
     async def _sample(
         self, request: GroupRequest, *, num_samples: int, temperature: float, seed: int
     ) -> tuple[Group, GroupSummary]:
+        config, groups = self._config, self._ready_groups()
         with self._in_hand.one():
-            return await self._ready_groups().run(
+            return await run_group(
                 request,
+                await groups.assignment(request, seed=seed),
                 engine=self._engine(request, num_samples),
-                sampling=SamplingParams(max_tokens=self._config.rollout.max_completion_tokens, temperature=temperature),
+                sampling=SamplingParams(max_tokens=config.rollout.max_completion_tokens, temperature=temperature),
                 group_size=num_samples,
                 seed=seed,
+                deadline_s=config.rollout.group_deadline_s,
             )
 
     def _ready_groups(self) -> Groups:

@@ -128,7 +128,7 @@ def config_of(sandbox: SandboxConfig, turns: int) -> Config:
 
 async def play(loop: AgentLoop, engine: Watched, watch: Watch, number: int) -> Episode:
     said = messages(number)
-    prompt = AgentPrompt(messages=said, token_ids=tuple(loop.chat.prompt_ids(said)))
+    prompt = AgentPrompt(token_ids=tuple(loop.chat.prompt_ids(said)))
     sampling = SamplingParams(max_tokens=TOKENS_PER_TURN, seed=number, stop=("<|im_end|>",))
     watch.num_alive += 1
     try:

@@ -92,7 +92,7 @@ class ScriptedPolicy:
         self.clock = Clock()
         self._tokenizer = tokenizer
         chat = ChatFormat(TimedTokenizer(tokenizer, self.clock), tools.schemas, template=load_template("chatml_hermes"))
-        self._prompt = AgentPrompt(messages=MESSAGES, token_ids=tuple(chat.prompt_ids(MESSAGES)))
+        self._prompt = AgentPrompt(token_ids=tuple(chat.prompt_ids(MESSAGES)))
         self._loop = AgentLoop(
             chat=chat,
             parser=load_parser("hermes", tokenizer, tools.schemas),

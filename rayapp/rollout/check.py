@@ -14,9 +14,9 @@ from rayapp.config.sandbox import LocalConfig, SandboxConfig
 from rayapp.core.errors import ConfigError, InputError
 from rayapp.rollout.agent.chat import load_template
 from rayapp.rollout.agent.loops import check_agent_name
+from rayapp.rollout.data_groups import answer_rewards
 from rayapp.rollout.order import evaluation_waves
 from rayapp.rollout.prompts import render_prompts
-from rayapp.rollout.sources import answer_rewards
 from rayapp.storage.models.check import check_model
 from rayapp.storage.models.prefetch import with_local_model
 from rayapp.tasks.data.reading import ReadOptions, open_data

@@ -1,21 +1,25 @@
-"""One group from prompt to verdicts: G completions sampled side by side, each scored the moment it ends.
+"""One group from prompt to verdicts: G episodes side by side, each scored the moment it ends.
 
-Called by the rollout worker; needs no Ray. A trajectory that fails for reasons that are not the policy's is data with
-an ERROR_* status, never an exception, so one bad sandbox can't take its group along.
+    Assignment(prompt, play, score) --G times: play -> Episode, score -> Reward--> Trajectory --> Group, GroupSummary
+
+Called by the rollout worker; needs no Ray. A coding task and a data row differ only in their `Assignment`. A trajectory
+that fails for reasons that are not the policy's is data with an ERROR_* status, never an exception, so one bad sandbox
+can't take its group along. Mistakes of the configuration are raised.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
-from collections.abc import Coroutine, Sequence
-from dataclasses import replace
-from typing import Any
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
 
 import numpy as np
 
-from rayapp.core.errors import EngineDeadError, EngineError, StaleVersionError, first_error
-from rayapp.core.protocols import RolloutEngine, SandboxSource, Task
+from rayapp.core.errors import DeadlineError, EngineDeadError, EngineError, StaleVersionError, first_error
+from rayapp.core.protocols import RolloutEngine
 from rayapp.core.summaries import summarize_group
 from rayapp.core.types import (
     Completion,
@@ -26,24 +30,44 @@ from rayapp.core.types import (
     RolloutStatus,
     SamplingParams,
     Trajectory,
-    TurnRecord,
 )
-from rayapp.rollout.order import GroupRequest, sampling_of, scoring_seed
+from rayapp.rollout.agent.episode import Episode
+from rayapp.rollout.agent.outcome import to_trajectory
+from rayapp.rollout.order import GroupRequest, sampling_of
+
+log = logging.getLogger(__name__)
+
+
+class Play(Protocol):
+    """Plays one episode of a prompt, without a deadline of its own."""
+
+    def __call__(
+        self, *, engine: RolloutEngine, sampling: SamplingParams, request_id: str
+    ) -> Coroutine[Any, Any, Episode]: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Assignment:
+    """What the trajectories of one group are to do, and what that is worth."""
+
+    prompt: Prompt
+    """Where all of them start; the group records it."""
+    play: Play
+    score: Callable[[Episode], Awaitable[Reward]]
+    """The verdict on an episode, one that failed included. Takes care of infrastructure that fails it."""
 
 
 async def run_group(
     request: GroupRequest,
+    assignment: Assignment,
     *,
-    task: Task,
-    prompt: Prompt,
     engine: RolloutEngine,
-    sandboxes: SandboxSource,
     sampling: SamplingParams,
     group_size: int,
     seed: int,
     deadline_s: float,
 ) -> tuple[Group, GroupSummary]:
-    """Sample and score `group_size` trajectories of one prompt.
+    """Play and score `group_size` episodes of one prompt.
 
     Args:
         sampling: for every trajectory; its seed and stop texts are filled in here.
@@ -53,35 +77,23 @@ async def run_group(
         StaleVersionError, EngineDeadError, WeightSyncError: the server can't serve the version asked for; nothing of
             the group is kept.
         SandboxConfigError: no sandbox can ever be had with this configuration.
+        InputError: nothing can score the prompt's episodes.
     """
     started = time.monotonic()
-    sampling = replace(sampling, stop=prompt.stop)
+    sampling = replace(sampling, stop=assignment.prompt.stop)
 
     async def one(index: int) -> Trajectory:
         own = sampling_of(request, sampling, index, group_size=group_size, seed=seed)
         request_id = f"{request.purpose}={request.group_id}/trajectory={index}"
-        started_at_s = time.time()
-        try:
-            async with asyncio.timeout(deadline_s):
-                completion = await engine.generate(request_id, prompt.token_ids.tolist(), own)
-                reward = await task.score(
-                    prompt, completion.text, sandboxes, seed=scoring_seed(request.group_id, seed=seed)
-                )
-        except TimeoutError:
-            return late_trajectory(prompt, request, deadline_s)
-        except (StaleVersionError, EngineDeadError):
-            # Not this trajectory's trouble but its server's: the whole group is sampled again on one that works.
-            raise
-        except EngineError as error:
-            return failed_trajectory(prompt, request, "engine", str(error))
-        return _trajectory(prompt, completion, reward, started_at_s)
+        seat = _CohortSeat(engine, request_id, assignment.prompt, own)
+        return await _trajectory(request, assignment, seat, deadline_s)
 
-    trajectories = await gather_trajectories([one(index) for index in range(group_size)])
-    group = Group(group_id=request.group_id, prompt=prompt, trajectories=tuple(trajectories))
+    trajectories = await _side_by_side([one(index) for index in range(group_size)])
+    group = Group(group_id=request.group_id, prompt=assignment.prompt, trajectories=tuple(trajectories))
     return group, summarize_group(group, time_total_s=time.monotonic() - started)
 
 
-async def gather_trajectories(coroutines: Sequence[Coroutine[Any, Any, Trajectory]]) -> list[Trajectory]:
+async def _side_by_side(coroutines: Sequence[Coroutine[Any, Any, Trajectory]]) -> list[Trajectory]:
     """All of them, side by side; the first error ends the others and comes out as itself."""
     try:
         async with asyncio.TaskGroup() as tasks:
@@ -91,43 +103,29 @@ async def gather_trajectories(coroutines: Sequence[Coroutine[Any, Any, Trajector
     return [task.result() for task in running]
 
 
-def _trajectory(prompt: Prompt, completion: Completion, reward: Reward, started_at_s: float) -> Trajectory:
-    num_prompt, num_response = prompt.token_ids.size, completion.token_ids.size
-    turn = TurnRecord(
-        start=num_prompt,
-        end=num_prompt + num_response,
-        text=completion.text,
-        finish_reason=completion.finish_reason,
-        policy_version=completion.policy_version,
-        started_at_s=started_at_s,
-        queued_s=completion.time_queued_s,
-        generate_s=completion.time_generate_s,
-        version_spans=completion.version_spans,
-    )
-    status = RolloutStatus.TRUNCATED if completion.finish_reason == "length" else RolloutStatus.COMPLETED
-    if not reward.valid:
-        status = RolloutStatus.ERROR_SANDBOX
-    return Trajectory(
-        token_ids=np.concatenate([prompt.token_ids, completion.token_ids]).astype(np.int32),
-        response_mask=np.concatenate([np.zeros(num_prompt, np.bool_), np.ones(num_response, np.bool_)]),
-        rollout_log_probs=np.concatenate([np.zeros(num_prompt, np.float32), completion.log_probs]).astype(np.float32),
-        completion_text=completion.text,
-        reward=reward,
-        status=status,
-        min_policy_version=turn.policy_version,
-        max_policy_version=turn.max_policy_version,
-        time_generate_s=completion.time_queued_s + completion.time_generate_s,
-        turns=(turn,),
-    )
+async def _trajectory(
+    request: GroupRequest, assignment: Assignment, seat: _CohortSeat, deadline_s: float
+) -> Trajectory:
+    prompt = assignment.prompt
+    try:
+        async with asyncio.timeout(deadline_s):
+            episode = await assignment.play(engine=seat, sampling=seat.sampling, request_id=seat.request_id)
+            reward = await assignment.score(episode)
+        await seat.fill()
+    except (StaleVersionError, EngineDeadError):
+        # Not this trajectory's trouble but its server's: the whole group is sampled again on one that works.
+        raise
+    except (EngineError, DeadlineError) as error:
+        # A DeadlineError is a TimeoutError too, but that of a server or the sandbox pool: it names who did not answer.
+        return _failed_trajectory(prompt, request, "engine", str(error))
+    except TimeoutError:
+        await seat.fill()
+        detail = f"not finished after rollout.group_deadline_s = {deadline_s:g}"
+        return _failed_trajectory(prompt, request, "deadline", detail)
+    return to_trajectory(episode, reward, asked_version=request.policy_version)
 
 
-def late_trajectory(prompt: Prompt, request: GroupRequest, deadline_s: float) -> Trajectory:
-    """A trajectory that its group's deadline ended."""
-    detail = f"not finished after rollout.group_deadline_s = {deadline_s:g}"
-    return failed_trajectory(prompt, request, "deadline", detail)
-
-
-def failed_trajectory(prompt: Prompt, request: GroupRequest, kind: str, detail: str) -> Trajectory:
+def _failed_trajectory(prompt: Prompt, request: GroupRequest, kind: str, detail: str) -> Trajectory:
     """A trajectory with no response: it keeps its place in the group and carries no signal."""
     return Trajectory(
         token_ids=prompt.token_ids,
@@ -139,3 +137,34 @@ def failed_trajectory(prompt: Prompt, request: GroupRequest, kind: str, detail: 
         min_policy_version=request.policy_version,
         max_policy_version=request.policy_version,
     )
+
+
+class _CohortSeat:
+    """One trajectory's way to the engine, which keeps its place among the requests that are admitted together.
+
+    A server holds a cohort back until every trajectory in it has asked for its first turn. One that fails before that
+    (its tool can't be made, say) would hold up all the others until their deadline, so `fill` asks in its stead.
+    """
+
+    def __init__(self, engine: RolloutEngine, request_id: str, prompt: Prompt, sampling: SamplingParams) -> None:
+        self.request_id = request_id
+        self.sampling = sampling
+        self._engine = engine
+        self._prompt = prompt
+        self._is_taken = False
+
+    async def generate(self, request_id: str, prompt_ids: Sequence[int], sampling: SamplingParams) -> Completion:
+        self._is_taken = True
+        return await self._engine.generate(request_id, prompt_ids, sampling)
+
+    async def fill(self) -> None:
+        """Ask for one token that nobody reads, unless the trajectory asked for its first turn itself."""
+        if self._is_taken:
+            return
+        self._is_taken = True
+        one_token = replace(self.sampling, max_tokens=1)
+        try:
+            await self._engine.generate(f"{self.request_id}/turn=0", self._prompt.token_ids.tolist(), one_token)
+        except (EngineError, DeadlineError) as error:
+            # This trajectory has failed already; those that need the engine will say so themselves.
+            log.info("%s: its place in the cohort was not filled: %s", self.request_id, error)

@@ -13,7 +13,7 @@ from rayapp.core.types import Reward, RolloutStatus, SamplingParams
 from rayapp.rollout.agent.chat import ChatFormat, load_template
 from rayapp.rollout.agent.episode import AgentLimits, AgentPrompt, Episode
 from rayapp.rollout.agent.loop import AgentLoop
-from rayapp.rollout.agent.outcome import to_trajectory
+from rayapp.rollout.agent.outcome import to_trajectory, with_terms
 from rayapp.sandbox.mcp_server.app import serving
 from rayapp.testing.engine import ScriptedEngine
 from rayapp.tools.calls import HermesParser
@@ -59,7 +59,7 @@ async def play(tokenizer: Any, tools: ToolSet, turns: Sequence[str], request_id:
         lambda request_id, prompt_ids: turns[int(request_id.rpartition("=")[2])],
         end_id=tokenizer.eos_token_id,
     )
-    prompt = AgentPrompt(messages=MESSAGES, token_ids=tuple(chat.prompt_ids(MESSAGES)), tools_kwargs=KWARGS)
+    prompt = AgentPrompt(token_ids=tuple(chat.prompt_ids(MESSAGES)), tools_kwargs=KWARGS)
     return await loop.run(prompt, engine=engine, sampling=SamplingParams(max_tokens=900), request_id=request_id)
 
 
@@ -69,7 +69,7 @@ async def test_episode_of_the_seeds_job_from_question_to_trajectory(chat_tokeniz
         episode = await play(chat_tokenizer, tools, TURNS)
         await tools.close()
 
-    trajectory = to_trajectory(episode, Reward(value=1.0, terms={"answer": 1.0}))
+    trajectory = to_trajectory(episode, with_terms(Reward(value=1.0, terms={"answer": 1.0}), episode))
     assert [record.output for record in episode.calls] == [
         "é漢 42",
         "Current parsed answer='41' reward=0.0",
@@ -94,7 +94,7 @@ async def test_server_that_dies_fails_the_trajectories_that_need_it_and_no_other
 
     statuses = [episode.status for episode in episodes]
     assert statuses == [RolloutStatus.ERROR_TOOL, RolloutStatus.COMPLETED, RolloutStatus.ERROR_TOOL]
-    failed = to_trajectory(episodes[0], None)
+    failed = to_trajectory(episodes[0], with_terms(None, episodes[0]))
     assert (failed.reward.failure_kind, failed.is_trainable) == ("tool_unavailable", False)
     assert "could not be reached for 0.5 s" in failed.reward.detail
 

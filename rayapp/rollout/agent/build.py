@@ -10,9 +10,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from rayapp.config.config import Config
+from rayapp.core.protocols import SandboxSource
 from rayapp.rollout.agent.chat import ChatFormat, load_template
 from rayapp.rollout.agent.episode import AgentLimits
 from rayapp.rollout.agent.loop import AgentLoop
+from rayapp.storage.models.tokenizer import load_tokenizer
 from rayapp.tools.base import ToolContext, ToolSchema
 from rayapp.tools.calls import SampleCall, ToolCallParser
 from rayapp.tools.loading import open_tools
@@ -30,6 +33,28 @@ def _vllm_parser(name: str, tokenizer: Any, tools: Sequence[ToolSchema], sample:
     from rayapp.engine.vllm_tool_parser import load_parser  # imports vLLM: seconds
 
     return load_parser(name, tokenizer, tools, sample)
+
+
+async def open_loop(config: Config, sandboxes: SandboxSource) -> AgentLoop:
+    """`open_agent_loop` with the section `agent`; its tools take their sandboxes from here."""
+    agent = config.agent
+    limits = AgentLimits(
+        max_response_tokens=config.rollout.max_completion_tokens,
+        max_assistant_turns=agent.max_assistant_turns,
+        max_calls_per_turn=agent.max_calls_per_turn,
+        max_tool_output_chars=agent.max_tool_output_chars,
+        cut_side=agent.tool_output_keeps,
+    )
+    tokenizer: Any = load_tokenizer(config)
+    return await open_agent_loop(
+        tokenizer,
+        limits=limits,
+        model=config.model.path,
+        tool_file=agent.tool_file,
+        parser=agent.tool_parser,
+        chat_template=agent.chat_template,
+        context=ToolContext(sandboxes=sandboxes),
+    )
 
 
 async def open_agent_loop(

@@ -78,7 +78,6 @@ class Episode:
 class AgentPrompt:
     """Where an episode starts."""
 
-    messages: tuple[Mapping[str, Any], ...]
     token_ids: tuple[int, ...]
     """`ChatFormat.prompt_ids(messages)`, rendered once for all trajectories of a group."""
     tools_kwargs: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)

@@ -12,14 +12,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 
 from rayapp.core.errors import InputError, SandboxConfigError, SandboxError, ToolUnavailableError, first_error
 from rayapp.core.protocols import RolloutEngine
-from rayapp.core.types import CallRecord, Completion, RolloutStatus, SamplingParams, TurnRecord
+from rayapp.core.types import CallRecord, Completion, RolloutStatus, SamplingParams
 from rayapp.rollout.agent.calls import run_call, too_many
 from rayapp.rollout.agent.chat import ChatFormat
 from rayapp.rollout.agent.episode import AgentLimits, AgentPrompt, Episode, EpisodeEnd
@@ -29,11 +28,6 @@ from rayapp.tools.calls import MAX_CALLS, RawCall, ToolCallParser, after_thought
 from rayapp.tools.toolset import ToolSet, ToolStates
 
 log = logging.getLogger(__name__)
-_STATUS = {
-    EpisodeEnd.ANSWERED: RolloutStatus.COMPLETED,
-    EpisodeEnd.MAX_TURNS: RolloutStatus.MAX_TURNS,
-    EpisodeEnd.MAX_TOKENS: RolloutStatus.TRUNCATED,
-}
 
 _PARSING = ThreadPoolExecutor(1, thread_name_prefix="tool calls")
 """Parsers take up to a second for what a policy can write; their regular expressions release the interpreter's lock, so
@@ -74,7 +68,7 @@ class AgentLoop:
             return episode.failed(RolloutStatus.ERROR_TOOL, error)
         except (InputError, ToolFailedError) as error:
             return episode.failed(RolloutStatus.ERROR_TASK, error)
-        return replace(episode.finished(end, _STATUS[end]), tool_rewards=rewards)
+        return replace(episode.transcript.finished(end), tool_rewards=rewards)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -87,7 +81,6 @@ class _Episode:
     request_id: str
     prompt: AgentPrompt
     transcript: Transcript = field(init=False)
-    turns: list[TurnRecord] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.transcript = Transcript(self.prompt.token_ids)
@@ -100,10 +93,10 @@ class _Episode:
                 return EpisodeEnd.MAX_TOKENS
             if not calls:
                 return EpisodeEnd.ANSWERED
-            if len(self.turns) >= limits.max_assistant_turns:
+            if len(self.transcript.turns) >= limits.max_assistant_turns:
                 return EpisodeEnd.MAX_TURNS
             records = await self._run_calls(calls, states)
-            self.turns[-1] = replace(self.turns[-1], calls=records)
+            self.transcript.add_calls(records)
             suffix = self._suffix(completion, records)
             if self._left() <= len(suffix):
                 # Results that leave no room to answer are not appended: nobody would learn from them.
@@ -112,25 +105,12 @@ class _Episode:
 
     async def _speak(self) -> tuple[Completion, tuple[RawCall, ...]]:
         sampling = replace(self.sampling, max_tokens=min(self.sampling.max_tokens, self._left()))
-        request_id = f"{self.request_id}/turn={len(self.turns)}"
-        started_at_s = time.time()
-        completion = await self.engine.generate(request_id, self.transcript.ids, sampling)
-        start, end = self.transcript.add_sampled(completion)
-        text = self.loop.chat.turn_text(completion.token_ids.tolist())
-        self.turns.append(
-            TurnRecord(
-                start=start,
-                end=end,
-                text=text,
-                finish_reason=completion.finish_reason,
-                policy_version=completion.policy_version,
-                started_at_s=started_at_s,
-                queued_s=completion.time_queued_s,
-                generate_s=completion.time_generate_s,
-                version_spans=completion.version_spans,
-            )
-        )
-        return completion, await self._calls(text)
+        request_id = f"{self.request_id}/turn={len(self.transcript.turns)}"
+        completion = await self.transcript.sample_turn(self.engine, request_id, sampling, self._text_of)
+        return completion, await self._calls(self.transcript.turns[-1].text)
+
+    def _text_of(self, completion: Completion) -> str:
+        return self.loop.chat.turn_text(completion.token_ids.tolist())
 
     async def _calls(self, text: str) -> tuple[RawCall, ...]:
         try:
@@ -169,17 +149,4 @@ class _Episode:
         return self.loop.limits.max_response_tokens - self.transcript.num_response_tokens
 
     def failed(self, status: RolloutStatus, error: Exception) -> Episode:
-        return self.finished(EpisodeEnd.FAILED, status, f"{type(error).__name__}: {error}"[:500])
-
-    def finished(self, end: EpisodeEnd, status: RolloutStatus, failure: str = "") -> Episode:
-        token_ids, mask, log_probs = self.transcript.arrays()
-        return Episode(
-            token_ids=token_ids,
-            response_mask=mask,
-            rollout_log_probs=log_probs,
-            num_prompt_tokens=self.transcript.num_prompt_tokens,
-            turns=tuple(self.turns),
-            end=end,
-            status=status,
-            failure=failure,
-        )
+        return self.transcript.failed(status, f"{type(error).__name__}: {error}"[:500])

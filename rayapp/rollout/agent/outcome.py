@@ -1,7 +1,7 @@
-"""An episode and its verdict as what training takes, and the numbers that metrics count. Pure; called by the group.
+"""An episode and its verdict as what training takes, and the numbers that metrics count. Pure; called by the groups.
 
-task.score(final text, tool rewards) -> Reward --'
-Episode -----------------------------------------+--> Trajectory
+Reward of the last turn --with_terms(episode)--> Reward --.
+Episode --------------------------------------------------+--> Trajectory
 """
 
 from __future__ import annotations
@@ -19,16 +19,19 @@ _FAILURE_KINDS = {
 }
 
 
-def to_trajectory(episode: Episode, reward: Reward | None, *, asked_version: int = 0) -> Trajectory:
+def with_terms(reward: Reward | None, episode: Episode) -> Reward:
+    """The reward with `episode_terms` added; for an episode that failed and has none, one that is not valid."""
+    if reward is None:
+        reward = Reward.invalid(_FAILURE_KINDS.get(episode.status, "unscored"), episode.failure)
+    return replace(reward, terms={**reward.terms, **episode_terms(episode)})
+
+
+def to_trajectory(episode: Episode, reward: Reward, *, asked_version: int = 0) -> Trajectory:
     """The trajectory of an episode.
 
     Args:
-        reward: its verdict; None for an episode that failed, which gets one that is not valid.
         asked_version: policy version of an episode that ended before the policy spoke.
     """
-    if reward is None or episode.status.is_error:
-        reward = Reward.invalid(_FAILURE_KINDS.get(episode.status, "unscored"), episode.failure)
-    reward = replace(reward, terms={**reward.terms, **episode_terms(episode)})
     oldest = [turn.policy_version for turn in episode.turns] or [asked_version]
     newest = [turn.max_policy_version for turn in episode.turns] or [asked_version]
     status = episode.status

@@ -1,12 +1,25 @@
-"""The growing token record of one episode: ids, mask and log-probs side by side. Used by the agent loop only."""
+"""The growing record of one episode: token ids, mask and log-probs side by side, and what the policy said turn by turn.
+
+Used by the agent loop, and by coding tasks, whose episodes have one turn.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import numpy as np
 
-from rayapp.core.types import BoolArray, Completion, FloatArray, Int32Array
+from rayapp.core.protocols import RolloutEngine
+from rayapp.core.types import CallRecord, Completion, RolloutStatus, SamplingParams, TurnRecord
+from rayapp.rollout.agent.episode import Episode, EpisodeEnd
+
+_STATUS = {
+    EpisodeEnd.ANSWERED: RolloutStatus.COMPLETED,
+    EpisodeEnd.MAX_TURNS: RolloutStatus.MAX_TURNS,
+    EpisodeEnd.MAX_TOKENS: RolloutStatus.TRUNCATED,
+}
 
 
 class Transcript:
@@ -19,30 +32,77 @@ class Transcript:
     def __init__(self, prompt_ids: Sequence[int]) -> None:
         self.ids = list(prompt_ids)
         self.num_prompt_tokens = len(self.ids)
-        self._sampled: list[tuple[int, Completion]] = []
+        self.turns: list[TurnRecord] = []
+        self._sampled: list[Completion] = []
 
     @property
     def num_response_tokens(self) -> int:
         """Tokens after the prompt, tool results included."""
         return len(self.ids) - self.num_prompt_tokens
 
-    def add_sampled(self, completion: Completion) -> tuple[int, int]:
-        """Append what the engine sampled; returns where it begins and ends."""
+    async def sample_turn(
+        self,
+        engine: RolloutEngine,
+        request_id: str,
+        sampling: SamplingParams,
+        text_of: Callable[[Completion], str],
+    ) -> Completion:
+        """Let the policy speak once, and record the turn.
+
+        Args:
+            text_of: what the turn's record, tools and rewards read of it.
+        Raises:
+            EngineError: the engine can't generate.
+        """
+        started_at_s = time.time()
+        completion = await engine.generate(request_id, self.ids, sampling)
         start = len(self.ids)
-        self._sampled.append((start, completion))
+        self._sampled.append(completion)
         self.ids.extend(completion.token_ids.tolist())
-        return start, len(self.ids)
+        self.turns.append(
+            TurnRecord(
+                start=start,
+                end=len(self.ids),
+                text=text_of(completion),
+                finish_reason=completion.finish_reason,
+                policy_version=completion.policy_version,
+                started_at_s=started_at_s,
+                queued_s=completion.time_queued_s,
+                generate_s=completion.time_generate_s,
+                version_spans=completion.version_spans,
+            )
+        )
+        return completion
+
+    def add_calls(self, calls: tuple[CallRecord, ...]) -> None:
+        """Record the tool calls of the last turn."""
+        self.turns[-1] = replace(self.turns[-1], calls=calls)
 
     def add_read(self, token_ids: Sequence[int]) -> None:
         """Append what the policy reads without having sampled it."""
         self.ids.extend(token_ids)
 
-    def arrays(self) -> tuple[Int32Array, BoolArray, FloatArray]:
-        """(T,) token ids, (T,) mask, (T,) log-probs."""
+    def finished(self, end: EpisodeEnd) -> Episode:
+        """The episode, ended by the policy or by a limit."""
+        return self._episode(end, _STATUS[end], "")
+
+    def failed(self, status: RolloutStatus, failure: str) -> Episode:
+        """The episode, ended by something that is not the policy's doing; `failure` says what, to a person."""
+        return self._episode(EpisodeEnd.FAILED, status, failure)
+
+    def _episode(self, end: EpisodeEnd, status: RolloutStatus, failure: str) -> Episode:
         mask = np.zeros(len(self.ids), np.bool_)
         log_probs = np.zeros(len(self.ids), np.float32)
-        for start, completion in self._sampled:
-            end = start + completion.token_ids.size
-            mask[start:end] = True
-            log_probs[start:end] = completion.log_probs
-        return np.array(self.ids, np.int32), mask, log_probs
+        for turn, completion in zip(self.turns, self._sampled, strict=True):
+            mask[turn.start : turn.end] = True
+            log_probs[turn.start : turn.end] = completion.log_probs
+        return Episode(
+            token_ids=np.array(self.ids, np.int32),
+            response_mask=mask,
+            rollout_log_probs=log_probs,
+            num_prompt_tokens=self.num_prompt_tokens,
+            turns=tuple(self.turns),
+            end=end,
+            status=status,
+            failure=failure,
+        )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +20,10 @@ from rayapp.core.types import Completion, Group, GroupSummary, SamplingParams
 from rayapp.rollout.agent.chat import ChatFormat, load_template
 from rayapp.rollout.agent.episode import AgentLimits
 from rayapp.rollout.agent.loop import AgentLoop
-from rayapp.rollout.agent.loops import agent_loops
-from rayapp.rollout.agent_group import AgentWork, run_agent_group
+from rayapp.rollout.agent.loops import AgentLoops, agent_loops
 from rayapp.rollout.check import check_inputs, num_sandboxes, trajectories_at_once
+from rayapp.rollout.data_groups import assignment_of
+from rayapp.rollout.group import run_group
 from rayapp.rollout.order import GroupRequest, evaluation_waves, is_first_turn
 from rayapp.runs.tracking.metrics import summarize_step
 from rayapp.runs.trajectories import read_groups, write_trajectories
@@ -61,12 +62,11 @@ def policy(request_id: str, prompt_ids: Sequence[int]) -> str:
     return said[trajectory][turn]
 
 
-def work_of(tokenizer: Any, *tools: ToolBase, deadline_s: float = 60.0) -> AgentWork:
+def loops_of(tokenizer: Any, *tools: ToolBase) -> AgentLoops:
     tool_set = ToolSet(tools)
     chat = ChatFormat(tokenizer, tool_set.schemas, template=load_template("chatml_hermes"))
     limits = AgentLimits(max_response_tokens=2000)
-    loop = AgentLoop(chat=chat, parser=HermesParser(), tools=tool_set, limits=limits)
-    return AgentWork(loops=agent_loops(loop), rewards=AnswerRewards(tool_weight=1.0), deadline_s=deadline_s, seed=0)
+    return agent_loops(AgentLoop(chat=chat, parser=HermesParser(), tools=tool_set, limits=limits))
 
 
 def engine_of(tokenizer: Any, script: Callable[[str, Sequence[int]], str] = policy) -> ScriptedEngine:
@@ -78,10 +78,10 @@ def engine_of(tokenizer: Any, script: Callable[[str, Sequence[int]], str] = poli
 
 
 async def play(
-    work: AgentWork,
+    loops: AgentLoops,
     engine: RolloutEngine,
     *,
-    group_size: int = 3,
+    deadline_s: float = 60.0,
     source: str = "openai/gsm8k",
     agent_name: str = "",
 ) -> tuple[Group, GroupSummary]:
@@ -91,15 +91,21 @@ async def play(
         agent_name=agent_name,
         ground_truth="4",
         tools_kwargs={"calc_gsm8k_reward": {"create_kwargs": {"ground_truth": "4"}}},
-        prompt_ids=tuple(work.loops.prompt_ids(MESSAGES, agent_name)),
+        prompt_ids=tuple(loops.prompt_ids(MESSAGES, agent_name)),
     )
-    request = GroupRequest(group_id=7, policy_version=0)
-    sampling = SamplingParams(max_tokens=2000)
-    return await run_agent_group(request, row, work, engine=engine, sampling=sampling, group_size=group_size)
+    return await run_group(
+        GroupRequest(group_id=7, policy_version=0),
+        assignment_of(row, loops, AnswerRewards(tool_weight=1.0)),
+        engine=engine,
+        sampling=SamplingParams(max_tokens=2000),
+        group_size=3,
+        seed=0,
+        deadline_s=deadline_s,
+    )
 
 
 async def test_each_episode_is_scored_by_its_last_turn_and_the_tools_rewards(chat_tokenizer: Any) -> None:
-    group, summary = await play(work_of(chat_tokenizer, Gsm8kTool()), engine_of(chat_tokenizer))
+    group, summary = await play(loops_of(chat_tokenizer, Gsm8kTool()), engine_of(chat_tokenizer))
 
     # Trajectory 0: right, and its first call, no better than nothing, costs 0.05; the second, right, costs nothing.
     assert summary.rewards.tolist() == pytest.approx([0.95, 0.0, 1.0])
@@ -110,10 +116,10 @@ async def test_each_episode_is_scored_by_its_last_turn_and_the_tools_rewards(cha
 
 
 async def test_a_single_turn_row_reads_no_tools_and_its_calls_are_its_answer(chat_tokenizer: Any) -> None:
-    work, engine = work_of(chat_tokenizer, Gsm8kTool()), engine_of(chat_tokenizer)
+    loops, engine = loops_of(chat_tokenizer, Gsm8kTool()), engine_of(chat_tokenizer)
 
-    group, _ = await play(work, engine, agent_name="single_turn_agent")
-    told, _ = await play(work, engine, agent_name="tool_agent")
+    group, _ = await play(loops, engine, agent_name="single_turn_agent")
+    told, _ = await play(loops, engine, agent_name="tool_agent")
 
     assert [trajectory.num_turns for trajectory in group.trajectories] == [1, 1, 1]
     assert group.trajectories[0].completion_text == CALL % 5
@@ -123,18 +129,18 @@ async def test_a_single_turn_row_reads_no_tools_and_its_calls_are_its_answer(cha
 
 
 async def test_rows_without_a_name_are_played_as_configured(chat_tokenizer: Any) -> None:
-    work = work_of(chat_tokenizer, Gsm8kTool())
-    single = replace(work, loops=agent_loops(work.loops.tool_agent, default="single_turn_agent"))
+    loops = loops_of(chat_tokenizer, Gsm8kTool())
+    single = agent_loops(loops.tool_agent, default="single_turn_agent")
 
     group, _ = await play(single, engine_of(chat_tokenizer))
 
     assert {trajectory.num_turns for trajectory in group.trajectories} == {1}
     with pytest.raises(InputError, match="agent_name 'react' is no agent loop here"):
-        await play(work, engine_of(chat_tokenizer), agent_name="react")
+        await play(loops, engine_of(chat_tokenizer), agent_name="react")
 
 
 async def test_calls_and_failures_are_in_the_metrics_and_not_among_the_rewards(chat_tokenizer: Any) -> None:
-    _, summary = await play(work_of(chat_tokenizer, Gsm8kTool()), engine_of(chat_tokenizer))
+    _, summary = await play(loops_of(chat_tokenizer, Gsm8kTool()), engine_of(chat_tokenizer))
 
     metrics = summarize_step([summary], version=0)
     assert metrics["tool/calls"] == 3  # two by trajectory 0, one by 2
@@ -146,7 +152,7 @@ async def test_calls_and_failures_are_in_the_metrics_and_not_among_the_rewards(c
 
 
 async def test_every_turn_and_call_comes_back_from_the_trajectory_file(chat_tokenizer: Any, tmp_path: Path) -> None:
-    group, _ = await play(work_of(chat_tokenizer, Gsm8kTool()), engine_of(chat_tokenizer))
+    group, _ = await play(loops_of(chat_tokenizer, Gsm8kTool()), engine_of(chat_tokenizer))
     path = tmp_path / "step=000001.parquet"
 
     write_trajectories(path, 1, [group])
@@ -160,7 +166,7 @@ async def test_a_trajectory_without_its_tool_fails_and_still_takes_its_place_in_
     engine = engine_of(chat_tokenizer, lambda request_id, prompt_ids: "#### 4")
     engine.record = True
 
-    group, summary = await play(work_of(chat_tokenizer, Gone()), engine)
+    group, summary = await play(loops_of(chat_tokenizer, Gone()), engine)
 
     assert summary.failure_kinds == ("tool_unavailable",) * 3
     assert [request_id for request_id, _, _ in engine.requests] == [
@@ -191,31 +197,39 @@ class Hanging:
 async def test_the_deadline_costs_a_trajectory_and_not_its_group(chat_tokenizer: Any) -> None:
     engine = Hanging(engine_of(chat_tokenizer), hang=frozenset({1}))
 
-    _, summary = await play(work_of(chat_tokenizer, Gsm8kTool(), deadline_s=2.0), engine)
+    _, summary = await play(loops_of(chat_tokenizer, Gsm8kTool()), engine, deadline_s=2.0)
 
     assert summary.failure_kinds == ("", "deadline", "")
     # The one that hangs asked for its first turn: nobody asks in its stead.
     assert engine.asked.count("group=7/trajectory=1/turn=0") == 1
 
 
-async def test_a_server_that_misses_its_own_deadline_is_named(chat_tokenizer: Any) -> None:
-    def hangs(request_id: str, prompt_ids: Sequence[int]) -> str:
-        raise DeadlineError("vllm-server-0.generate did not answer within 600 s")
+def hangs(request_id: str, prompt_ids: Sequence[int]) -> str:
+    """A script of a server that does not answer."""
+    raise DeadlineError("vllm-server-0.generate did not answer within 600 s")
 
-    group, summary = await play(work_of(chat_tokenizer, Gsm8kTool()), engine_of(chat_tokenizer, hangs))
+
+async def test_a_server_that_misses_its_own_deadline_is_named(chat_tokenizer: Any) -> None:
+    group, summary = await play(loops_of(chat_tokenizer, Gsm8kTool()), engine_of(chat_tokenizer, hangs))
 
     assert summary.failure_kinds == ("engine",) * 3
     assert "vllm-server-0" in group.trajectories[0].reward.detail
 
 
+async def test_a_trajectory_without_its_tool_is_not_filed_as_its_servers_failure_as_well(chat_tokenizer: Any) -> None:
+    _, summary = await play(loops_of(chat_tokenizer, Gone()), engine_of(chat_tokenizer, hangs))
+
+    assert summary.failure_kinds == ("tool_unavailable",) * 3
+
+
 async def test_a_dead_server_fails_the_group_which_is_then_sampled_elsewhere(chat_tokenizer: Any) -> None:
     with pytest.raises(EngineDeadError):
-        await play(work_of(chat_tokenizer, Gsm8kTool()), Hanging(engine_of(chat_tokenizer), is_dead=True))
+        await play(loops_of(chat_tokenizer, Gsm8kTool()), Hanging(engine_of(chat_tokenizer), is_dead=True))
 
 
 async def test_a_data_source_without_a_rule_stops_the_run(chat_tokenizer: Any) -> None:
     with pytest.raises(InputError, match="no rule"):
-        await play(work_of(chat_tokenizer, Gsm8kTool()), engine_of(chat_tokenizer), source="my/own")
+        await play(loops_of(chat_tokenizer, Gsm8kTool()), engine_of(chat_tokenizer), source="my/own")
 
 
 @pytest.mark.parametrize("which", ["train", "eval"])

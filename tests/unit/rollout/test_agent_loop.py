@@ -118,9 +118,7 @@ class Bench:
         tools = ToolSet(self.tools)
         self.chat = ChatFormat(self.tokenizer, tools.schemas, template=load_template("chatml_hermes"))
         self.loop = AgentLoop(chat=self.chat, parser=HermesParser(), tools=tools, limits=self.limits)
-        self.prompt = AgentPrompt(
-            messages=MESSAGES, token_ids=tuple(self.chat.prompt_ids(MESSAGES)), tools_kwargs=self.kwargs
-        )
+        self.prompt = AgentPrompt(token_ids=tuple(self.chat.prompt_ids(MESSAGES)), tools_kwargs=self.kwargs)
 
     def engine(self, script: Callable[[str, Sequence[int]], str | Sequence[int]]) -> ScriptedEngine:
         engine = ScriptedEngine(

@@ -10,12 +10,13 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from rayapp.core.errors import EngineDeadError, EngineError, StaleVersionError
+from rayapp.core.errors import DeadlineError, EngineDeadError, EngineError, StaleVersionError
 from rayapp.core.protocols import SandboxSource, Tokenizer
 from rayapp.core.types import Completion, Group, GroupSummary, Prompt, Reward, RolloutStatus, SamplingParams
 from rayapp.engine.vllm import whole_completion
 from rayapp.rollout.group import run_group
 from rayapp.rollout.order import GroupRequest, prompt_index, sampling_seed, scoring_seed
+from rayapp.rollout.task_groups import TaskGroups
 
 PROMPT = Prompt(task="echo", text="say", token_ids=np.array([5, 9], np.int32), stop=("\n",))
 
@@ -60,14 +61,19 @@ class Task:
 
 
 async def run(
-    engine: Engine, *, group_size: int = 4, deadline_s: float = 30.0, has_greedy_baseline: bool = False
+    engine: Engine,
+    task: Task | None = None,
+    *,
+    group_size: int = 4,
+    deadline_s: float = 30.0,
+    has_greedy_baseline: bool = False,
 ) -> tuple[Group, GroupSummary]:
+    request = GroupRequest(group_id=11, policy_version=3, has_greedy_baseline=has_greedy_baseline)
+    groups = TaskGroups([task or Task()], [PROMPT], sandboxes=None)  # type: ignore[arg-type]  # no task here needs any
     return await run_group(
-        GroupRequest(group_id=11, policy_version=3, has_greedy_baseline=has_greedy_baseline),
-        task=Task(),
-        prompt=PROMPT,
+        request,
+        await groups.assignment(request, seed=0),
         engine=engine,
-        sandboxes=None,  # type: ignore[arg-type]  # the task above needs none
         sampling=SamplingParams(max_tokens=8),
         group_size=group_size,
         seed=0,
@@ -82,6 +88,13 @@ async def test_a_trajectory_is_prompt_then_completion_and_the_mask_covers_the_co
     assert trajectory.response_mask.tolist() == [False, False, True, True]
     assert trajectory.rollout_log_probs.tolist() == [0.0, 0.0, -0.5, -0.5]
     assert trajectory.status is RolloutStatus.TRUNCATED
+
+
+async def test_a_coding_tasks_completion_is_the_engines_text_and_records_no_numbers_of_tools() -> None:
+    group, summary = await run(Engine())
+    (turn,) = group.trajectories[0].turns
+    assert (turn.text, group.trajectories[0].completion_text, turn.start, turn.end) == ("x", "x", 2, 3)
+    assert set(summary.reward_terms) == {"pass_rate", "seed"}
 
 
 async def test_an_engine_that_fails_one_request_costs_one_trajectory() -> None:
@@ -127,6 +140,25 @@ async def test_a_trajectory_that_hangs_is_recorded_at_the_deadline() -> None:
     group, summary = await run(Engine(hang=frozenset({3})), deadline_s=0.05)
     assert group.trajectories[3].reward.failure_kind == "deadline"
     assert summary.valid.tolist() == [True, True, False, False]
+
+
+async def test_a_server_that_misses_its_own_deadline_is_named_and_not_the_groups_deadline() -> None:
+    late = DeadlineError("vllm-server-0.generate did not answer within 600 s")
+    group, summary = await run(Engine(fail={0: late}))
+    assert summary.failure_kinds == ("engine", "", "sandbox_gone", "")
+    assert group.trajectories[0].reward.detail == str(late)
+
+
+@dataclass(frozen=True)
+class PoolHangs(Task):
+    async def score(self, prompt: Prompt, completion_text: str, sandboxes: SandboxSource, *, seed: int) -> Reward:
+        raise DeadlineError("sandbox-pool.acquire did not answer within 90 s")
+
+
+async def test_a_sandbox_pool_that_does_not_answer_is_named_and_not_the_groups_deadline() -> None:
+    group, _ = await run(Engine(), PoolHangs(), group_size=1)
+    assert group.trajectories[0].reward.failure_kind != "deadline"
+    assert "sandbox-pool.acquire" in group.trajectories[0].reward.detail
 
 
 async def test_a_stale_server_ends_the_whole_group() -> None:

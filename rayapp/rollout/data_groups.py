@@ -1,0 +1,147 @@
+"""Groups of data rows: episodes of the agent loop, scored by the rule of the row's source. See `sources.py`."""
+
+from __future__ import annotations
+
+import asyncio
+from functools import partial
+
+import numpy as np
+
+from rayapp.config.config import Config
+from rayapp.core.protocols import SandboxSource
+from rayapp.core.types import Prompt, Reward
+from rayapp.rollout.agent.build import open_loop
+from rayapp.rollout.agent.episode import AgentPrompt, Episode
+from rayapp.rollout.agent.loops import AgentLoops, agent_loops, check_agent_name
+from rayapp.rollout.agent.outcome import with_terms
+from rayapp.rollout.group import Assignment
+from rayapp.rollout.order import GroupRequest
+from rayapp.tasks.answers import Answer, AnswerRewards, score_answer
+from rayapp.tasks.custom_rewards import CustomReward
+from rayapp.tasks.data.data_row import DataRow
+from rayapp.tasks.data.reading import Encode, ReadOptions, TrainingData, open_data
+
+
+class DataGroups:
+    """Groups of data rows; group N of the training is row N of the run, whatever worker it is on."""
+
+    def __init__(
+        self,
+        config: Config,
+        loops: AgentLoops,
+        rewards: AnswerRewards,
+        *,
+        train: TrainingData | None,
+        held_out: TrainingData | None,
+    ) -> None:
+        self._config = config
+        self._loops = loops
+        self._rewards = rewards
+        self._train = train
+        self._held_out = held_out
+        self._reading = asyncio.Lock()
+
+    @classmethod
+    async def open(cls, config: Config, sandboxes: SandboxSource) -> DataGroups:
+        """See `open_groups`."""
+        rewards = answer_rewards(config)
+        if rewards.custom is not None:
+            # Its imports may take seconds, which would hold up every trajectory of this process.
+            await asyncio.to_thread(rewards.custom.load)
+        loops = agent_loops(await open_loop(config, sandboxes), config.agent.default_agent)
+        try:
+            train, held_out = await open_files(config, loops.prompt_ids)
+        except BaseException:
+            await loops.close()
+            raise
+        return cls(config, loops, rewards, train=train, held_out=held_out)
+
+    @property
+    def num_eval_prompts(self) -> int:
+        if self._held_out is None:
+            return 0
+        return min(len(self._held_out), self._config.data.max_eval_rows or len(self._held_out))
+
+    @property
+    def num_train_prompts(self) -> int:
+        return len(self._train) if self._train is not None else 0
+
+    async def assignment(self, request: GroupRequest, *, seed: int) -> Assignment:
+        return assignment_of(await self._row(request), self._loops, self._rewards)
+
+    async def _row(self, request: GroupRequest) -> DataRow:
+        rows = self._train if request.purpose == "group" else self._held_out
+        assert rows is not None, "the driver checks which files a command needs"
+        # One at a time: two groups that reach a new window of rows together would both load it.
+        async with self._reading:
+            return await asyncio.to_thread(rows.row, request.place)
+
+    async def close(self) -> None:
+        """End what the tools hold."""
+        await self._loops.close()
+
+
+def assignment_of(row: DataRow, loops: AgentLoops, rewards: AnswerRewards) -> Assignment:
+    """What the trajectories of a row's group are to do.
+
+    Raises:
+        InputError: there is no loop of the row's agent_name.
+    """
+    loop = loops.of(row.agent_name)
+    text = loop.chat.tokenizer.decode(list(row.prompt_ids), skip_special_tokens=False)
+    return Assignment(
+        # The row's source stands where a task's name would.
+        prompt=Prompt(task=row.data_source, text=text, token_ids=np.array(row.prompt_ids, np.int32)),
+        play=partial(loop.run, AgentPrompt(token_ids=row.prompt_ids, tools_kwargs=row.tools_kwargs)),
+        score=partial(_score, row, rewards),
+    )
+
+
+async def _score(row: DataRow, rewards: AnswerRewards, episode: Episode) -> Reward:
+    if episode.status.is_error:
+        return with_terms(None, episode)
+    answer = Answer(
+        completion_text=episode.final_text,
+        data_source=row.data_source,
+        ground_truth=row.ground_truth,
+        extra_info=row.extra_info,
+        tool_reward=sum(call.reward for call in episode.calls if call.reward is not None),
+    )
+    return with_terms(await score_answer(answer, rewards), episode)
+
+
+async def open_files(config: Config, encode: Encode) -> tuple[TrainingData | None, TrainingData | None]:
+    """Training's rows and evaluation's; None where the configuration names no files.
+
+    Raises:
+        InputError: a file or a prompt can't be used.
+        StorageError: a remote file can't be fetched.
+    """
+
+    async def opened(files: tuple[str, ...], *, shuffle: bool) -> TrainingData | None:
+        if not files:
+            return None
+        options = ReadOptions(
+            seed=config.run.seed,
+            shuffle=shuffle,
+            max_prompt_tokens=config.rollout.max_prompt_tokens,
+            filter_overlong_prompts=config.data.filter_overlong_prompts,
+            truncation=config.data.truncation,
+        )
+        return await open_data(files, options, cache=config.data.cache_dir, encode=encode, check_agent=check_agent_name)
+
+    train = await opened(config.data.train_files, shuffle=config.data.shuffle)
+    return train, await opened(config.data.eval_files, shuffle=False)
+
+
+def answer_rewards(config: Config) -> AnswerRewards:
+    """The section `reward` as the rules take it."""
+    section = config.reward
+    return AnswerRewards(
+        method=section.method,
+        format_score=section.format_score,
+        correct_score=section.correct_score,
+        format_weight=section.format_weight,
+        tool_weight=section.tool_weight,
+        custom=CustomReward(path=section.custom, timeout_s=section.custom_timeout_s) if section.custom else None,
+    )
