@@ -21,9 +21,8 @@ from rayapp.core.errors import RunFolderError
 from rayapp.core.files import (
     explain_full_disk,
     explain_unwritable,
-    fsync,
-    fsync_tree,
     locked,
+    put_in_place,
     remove_pending,
     remove_tree,
     write_text,
@@ -188,10 +187,7 @@ class RunFolder:
                 yield pending
                 marker = {"run": self.path.name, "step": self._config.train.num_steps}
                 write_text(pending / EXPORTED, json.dumps(marker))
-                fsync_tree(pending)
-                remove_tree(final)
-                pending.rename(final)
-                fsync(self.path)
+                put_in_place(pending, final)
             finally:
                 remove_tree(pending)
 

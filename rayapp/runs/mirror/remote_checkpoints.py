@@ -15,7 +15,7 @@ from typing import Any
 
 from rayapp.core.aio import together
 from rayapp.core.errors import StorageCorruptError, StorageNotFoundError
-from rayapp.core.files import fsync, remove_tree, write_text
+from rayapp.core.files import put_in_place, remove_tree, write_text
 from rayapp.runs.checkpoints import MANIFEST, Checkpoint, parse_manifest, to_keep
 from rayapp.runs.mirror.layout import CHECKPOINTS, checkpoint_step
 from rayapp.storage.base import Storage
@@ -97,9 +97,7 @@ async def fetch(storage: Storage, checkpoint: RemoteCheckpoint, run: Path) -> Pa
     await asyncio.to_thread(remove_tree, pending)
     await together(get, checkpoint.manifest["files"], at_once=_AT_ONCE)
     await asyncio.to_thread(write_text, pending / MANIFEST, json.dumps(checkpoint.manifest, indent=1))
-    await asyncio.to_thread(remove_tree, target)  # a torn one
-    pending.rename(target)
-    fsync(target.parent)
+    await asyncio.to_thread(put_in_place, pending, target)
     return target
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from rayapp.core.aio import to_the_end
 from rayapp.core.errors import StorageCorruptError, StorageExistsError, StorageUnreachableError, one_error
-from rayapp.core.files import aside, storage_errors
+from rayapp.core.files import storage_errors, stored
 from rayapp.core.location import Location
 from rayapp.storage.base import ObjectInfo
 from rayapp.storage.hashing import FollowingHash
@@ -31,7 +31,7 @@ async def download(storage: S3Requests, key: str, path: Path, *, sha256: str = "
     """Read one object into `path`. Raises what `Storage.get_file` says."""
     location, head = storage.location(key), await storage.head(key)
     num_bytes, expected = head["ContentLength"], sha256 or head["Metadata"].get("sha256", "")
-    with aside(path) as temporary:
+    with stored(path) as temporary:
         found = await _fetch(storage, location, temporary, num_bytes, head["ETag"])
         if expected and found != expected:
             raise StorageCorruptError(

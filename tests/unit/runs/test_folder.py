@@ -255,6 +255,7 @@ def test_what_killed_writers_left_is_gone_when_the_run_starts_again(tmp_path: Pa
     left = [
         "checkpoints/.pending-000002/learner/weights", ".pending-final/model.safetensors", ".metrics.jsonl.pending",
         "trajectories/.pending-12ab-step=000003.parquet", "trajectories/.step=000002.parquet.pending",
+        ".tmp-12ab-config.yaml", "trajectories/.tmp-12ab-step=000004.parquet",
     ]  # fmt: skip
     for name in left:
         (tmp_path / "r" / name).parent.mkdir(parents=True, exist_ok=True)
