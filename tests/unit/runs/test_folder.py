@@ -224,6 +224,13 @@ def test_a_resumed_run_forgets_the_steps_it_takes_again_and_a_line_that_was_cut_
         assert len(list((folder.path / "trajectories").iterdir())) == 2
 
 
+def test_a_last_line_that_lost_only_its_end_of_line_is_kept_and_the_next_one_is_not_glued_to_it(tmp_path: Path) -> None:
+    with RunFolder.open(config(tmp_path)) as folder:
+        (folder.path / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2}')
+        folder.truncate_after(2)
+        assert (folder.path / "metrics.jsonl").read_text() == '{"step": 1}\n{"step": 2}\n'
+
+
 def test_a_full_disk_gives_one_message_and_leaves_the_last_checkpoint_whole(tmp_path: Path) -> None:
     with RunFolder.open(config(tmp_path)) as folder:
         save(folder, 1)

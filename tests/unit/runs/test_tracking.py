@@ -121,11 +121,15 @@ def test_metrics_are_one_json_line_a_step_without_what_is_not_a_number(tmp_path:
     assert second["b/two"] == 3.0
 
 
-def test_a_line_that_a_crash_cut_short_ends_the_records_before_it(tmp_path: Path) -> None:
+def test_lines_of_metrics_that_are_no_records_are_left_out(tmp_path: Path) -> None:
     file = tmp_path / "metrics.jsonl"
-    file.write_text('{"step": 1}\n{"step": 2}\n{"step": 3, "rew')
+    file.write_bytes(b'{"step": 1}\n{"step": 2, "re\xff\n7\n{"reward/mean": 1}\n{"step": 2}\n{"step": 3, "rew')
 
     assert [record["step"] for record in read_metrics(file)] == [1, 2]
+
+
+def test_a_run_without_metrics_has_no_records(tmp_path: Path) -> None:
+    assert read_metrics(tmp_path / "metrics.jsonl") == []
 
 
 def test_a_step_line_has_the_numbers_a_person_reads() -> None:
