@@ -17,10 +17,10 @@ from jinja2 import Environment, PackageLoader, select_autoescape
 
 from rayapp.core.errors import InputError
 from rayapp.core.files import write_text
+from rayapp.runs.plots import Curves, draw_panels
 from rayapp.runs.view.curves import keys_of
 from rayapp.runs.view.groups import GroupFilter, Page
 from rayapp.runs.view.panels import PANELS, keys_of_panel
-from rayapp.runs.view.report_plots import Curves, draw_panels
 from rayapp.runs.view.run import ViewedRun, curves_of
 from rayapp.runs.view.source import open_source
 

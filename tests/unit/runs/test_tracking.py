@@ -20,10 +20,10 @@ import pytest
 from rich.console import Console
 
 from rayapp.core.types import FloatArray, GroupSummary
+from rayapp.runs.plots import write_reward_plot
 from rayapp.runs.tracking.console import LineConsole, LiveConsole, duration, sparkline, step_line
 from rayapp.runs.tracking.jsonl import JsonlTracker, read_metrics
 from rayapp.runs.tracking.metrics import summarize_step
-from rayapp.runs.tracking.plots import write_reward_plot
 from rayapp.runs.tracking.trackers import RunTracker
 from rayapp.testing.summaries import summary_of
 
@@ -304,6 +304,16 @@ def test_the_plot_is_a_picture_of_what_was_logged(tmp_path: Path) -> None:
     data = (tmp_path / "rewards.png").read_bytes()
     assert data.startswith(b"\x89PNG")
     assert len(data) > 10_000
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["metrics.jsonl", "rewards.png"]
+
+
+def test_a_plot_that_can_not_be_written_leaves_nothing_behind(tmp_path: Path) -> None:
+    JsonlTracker(tmp_path / "metrics.jsonl").log(1, METRICS)
+    (tmp_path / "rewards.png").mkdir()
+
+    with pytest.raises(IsADirectoryError):
+        write_reward_plot(tmp_path)
+
     assert sorted(path.name for path in tmp_path.iterdir()) == ["metrics.jsonl", "rewards.png"]
 
 
