@@ -21,10 +21,10 @@ from typing import Any
 from rayapp.config.sections import CheckpointSection
 from rayapp.core.errors import CheckpointError, RunFolderError
 from rayapp.core.files import explain_full_disk, put_in_place, remove_pending, write_text
+from rayapp.storage.folders import MANIFEST
 from rayapp.storage.hashing import SHA256, XXH3, hash_files
 
 log = logging.getLogger(__name__)
-MANIFEST = "manifest.json"
 REFUSED = "manifest.refused.json"
 """A manifest's name, with why, after its checkpoint was refused: the folder stays until the next save, for people."""
 RESUMABLE = frozenset({"model", "optimizer"})

@@ -12,11 +12,11 @@ from pathlib import Path
 
 from rayapp.core.aio import together
 from rayapp.core.errors import RunFolderError, StorageCorruptError
-from rayapp.runs.checkpoints import MANIFEST
 from rayapp.runs.mirror.layout import CHECKPOINTS, EXPORTED, FINAL, LOCKS, METRICS, TRAJECTORIES, folder_stamp
 from rayapp.runs.mirror.ledger import Ledger, stamp_of
 from rayapp.runs.mirror.remote_checkpoints import RemoteCheckpoint, fetch, whole_checkpoints
 from rayapp.storage.base import Storage
+from rayapp.storage.folders import MANIFEST
 
 log = logging.getLogger(__name__)
 RESTORING = ".restoring"

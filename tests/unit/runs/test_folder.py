@@ -16,8 +16,8 @@ import pytest
 from rayapp.config.config import Config
 from rayapp.core.errors import RunFolderError, StorageFullError
 from rayapp.core.files import explain_full_disk, explain_unwritable, write_text
-from rayapp.runs.checkpoints import MANIFEST
 from rayapp.runs.folder import RunFolder
+from rayapp.storage.folders import MANIFEST
 
 
 def config(path: Path, **overrides: object) -> Config:
