@@ -110,7 +110,8 @@ class LocalStorage:
     async def _copy(
         self, source: Path, target: Path, key: str, *, sha256: str = "", if_absent: bool = False
     ) -> ObjectInfo:
-        before = await asyncio.to_thread(_hash, source)
+        with storage_errors(source):
+            before = await hash_file(source)
         with stored(target, if_absent=if_absent) as temporary:
             await asyncio.to_thread(_copy_to_disk, source, temporary)
             found = await hash_file(temporary)
@@ -121,13 +122,6 @@ class LocalStorage:
                 )
             num_bytes = temporary.stat().st_size
         return ObjectInfo(key=key, num_bytes=num_bytes, sha256=found)
-
-
-def _hash(path: Path) -> str:
-    import hashlib
-
-    with storage_errors(path), path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _copy_to_disk(source: Path, target: Path) -> None:

@@ -64,6 +64,7 @@ async def _fetch(storage: S3Requests, location: Location, path: Path, num_bytes:
             file.truncate(num_bytes)
             target = _Target(path=path, descriptor=file.fileno())
             found = await _fetch_ranges(storage, location, target, ranges, etag)
+            # In a thread, since the one when `stored` ends is on the event loop: it finds nothing left to write.
             await to_the_end(asyncio.to_thread(os.fsync, file.fileno()))
     except StorageExistsError as changed:
         raise StorageCorruptError(f"{location} was replaced while it was read; read it again") from changed
