@@ -80,7 +80,7 @@ async def _restore(storage: Storage, ledger: Ledger) -> None:
 
 
 async def _marker_of_final(storage: Storage, folder: Path, ledger: Ledger) -> None:
-    """Of the final model only the file that says which step it is of: a run that has ended is told by it."""
+    """Fetch the one file of the final model that says which step it is of: it tells whether the run has ended."""
     key = f"{FINAL}/{EXPORTED}"
     if await storage.exists(f"{FINAL}/{MANIFEST}") and await storage.exists(key):
         await storage.get_file(key, folder / key)
