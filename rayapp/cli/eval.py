@@ -17,7 +17,8 @@ import typer
 from rayapp.cli.arguments import ConfigFile, Overrides
 from rayapp.config.config import Config
 from rayapp.core.errors import InputError
-from rayapp.runs.checkpoints import MANIFEST, Checkpoint, CheckpointFolder, damage
+from rayapp.runs.checkpoints import Checkpoint, CheckpointFolder, damage
+from rayapp.storage.folders import MANIFEST
 
 app = typer.Typer()
 

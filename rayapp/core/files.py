@@ -1,8 +1,9 @@
 """Files that appear whole or not at all, locks, and what the operating system says about them as our errors.
 
-write_text, explain_full_disk   in a run folder: a full disk is told with what is safe
-aside, storage_errors           in local storage: errors are StorageErrors
-locked                          one process at a time
+aside, write_text, put_in_place          whole or not at all; errors are OSErrors
+explain_full_disk, explain_unwritable    an OSError in a run folder, as one message with the way out
+storage_errors, stored                   the same for storage: an OSError as a StorageError
+locked                                   one process at a time
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from rayapp.core.errors import (
 
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 _UNWRITABLE = frozenset({errno.EACCES, errno.EPERM, errno.EROFS})
-_PENDING = ".pending-"
+_ASIDE = ".tmp-"
 
 
 @contextmanager
@@ -70,30 +71,48 @@ def explain_unwritable(path: Path) -> Iterator[None]:
 
 def write_text(path: Path, text: str) -> None:
     """Replace a file's contents, all or nothing."""
-    with replacing(path) as pending:
-        pending.write_text(text)
+    with aside(path) as temporary:
+        temporary.write_text(text)
 
 
 @contextmanager
-def replacing(path: Path) -> Iterator[Path]:
-    """A name beside `path` to write to: it becomes `path`, on disk, if the block succeeds, and goes if it fails."""
-    # A name of its own: two threads may replace the same file. The ending stays, since some writers choose by it.
-    pending = path.with_name(f"{_PENDING}{secrets.token_hex(4)}-{path.name}")
+def aside(path: Path, *, if_absent: bool = False) -> Iterator[Path]:
+    """A name beside `path` to write to: it becomes `path`, on disk, if the block succeeds, and goes if it fails.
+
+    Raises:
+        FileExistsError: `if_absent`, and `path` is there at the end of the block.
+    """
+    # Unique, since two threads may replace the same file; ends as `path` does, since some writers choose by the ending.
+    temporary = path.with_name(f"{_ASIDE}{secrets.token_hex(6)}-{path.name[-100:]}")
     try:
-        yield pending
-        fsync(pending)
-        pending.replace(path)
+        yield temporary
+        fsync(temporary)
+        # A link fails where the name is taken, atomically; a rename would replace it.
+        (os.link if if_absent else os.replace)(temporary, path)
         fsync(path.parent)  # without it a crash of the machine can take the rename back
     finally:
-        pending.unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
+
+
+def is_aside(name: str) -> bool:
+    """True for the names under which files are written before they are whole."""
+    return name.startswith(_ASIDE)
+
+
+def put_in_place(pending: Path, target: Path) -> None:
+    """Make a folder that was written aside `target`, on disk. What is at `target` now is deleted."""
+    fsync_tree(pending)
+    remove_tree(target)
+    pending.rename(target)
+    fsync(target.parent)
 
 
 def remove_pending(folder: Path) -> None:
     """Delete what writers that were killed have left in a folder; nobody else may be writing there.
 
-    Names of before `replacing` are among it: `.metrics.jsonl.pending`.
+    Checkpoints are `.pending-*`. Files of older versions are too, or `.metrics.jsonl.pending`.
     """
-    for path in (*folder.glob(f"{_PENDING}*"), *folder.glob(".*.pending*")):
+    for path in (*folder.glob(f"{_ASIDE}*"), *folder.glob(".pending-*"), *folder.glob(".*.pending*")):
         if path.is_dir():
             remove_tree(path)
         else:
@@ -120,32 +139,18 @@ def fsync(path: Path) -> None:
         os.close(descriptor)
 
 
-_ASIDE = ".tmp-"
-
-
-def is_aside(name: str) -> bool:
-    """True for the names under which files are written before they are whole."""
-    return name.startswith(_ASIDE)
-
-
 @contextmanager
-def aside(path: Path, *, if_absent: bool = False) -> Iterator[Path]:
-    """A path beside `path` to write to; it becomes `path` if the block succeeds and is removed if not.
+def stored(path: Path, *, if_absent: bool = False) -> Iterator[Path]:
+    """As `aside`; makes the folders above `path`.
 
     Raises:
         StorageExistsError: `if_absent`, and `path` is there at the end of the block.
         StorageError: the operating system refused something.
     """
-    temporary = path.with_name(f"{_ASIDE}{secrets.token_hex(6)}-{path.name[-100:]}")
     with storage_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
-        try:
+        with aside(path, if_absent=if_absent) as temporary:
             yield temporary
-            # A link fails where the name is taken, atomically; a rename would replace it.
-            (os.link if if_absent else os.replace)(temporary, path)
-            _sync_folder(path.parent)
-        finally:
-            temporary.unlink(missing_ok=True)
 
 
 @contextmanager
@@ -168,15 +173,6 @@ def _translate(error: OSError, path: Path) -> StorageError:
     if error.errno in {errno.ENOSPC, errno.EDQUOT}:
         return StorageFullError(f"{text}. Make room there, or choose another disk.")
     return StorageError(text)
-
-
-def _sync_folder(folder: Path) -> None:
-    # Without this a crash of the machine can take back the rename though the data is on disk.
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 @contextmanager

@@ -28,7 +28,7 @@ from rayapp.driver.step import begin_checkpoint, step_phases, train_step
 from rayapp.driver.watchdog import unstalled
 from rayapp.rollout.check import check_inputs
 from rayapp.runs.folder import RunFolder
-from rayapp.runs.tracking.plots import write_reward_plot
+from rayapp.runs.plots import write_reward_plot
 from rayapp.runs.tracking.trackers import RunTracker, make_trackers
 
 

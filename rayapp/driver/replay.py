@@ -8,7 +8,6 @@ repeated to the last bit when the config is its own. Writes metrics, but neither
 from __future__ import annotations
 
 import asyncio
-import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ from rayapp.core.summaries import summarize_group
 from rayapp.driver.cluster import open_learners
 from rayapp.driver.phases import Phases
 from rayapp.runs.folder import RunFolder
+from rayapp.runs.tracking.jsonl import read_metrics
 from rayapp.runs.tracking.metrics import summarize_step
 from rayapp.runs.tracking.trackers import RunTracker, make_trackers
 from rayapp.runs.trajectories import read_groups
@@ -79,11 +79,7 @@ def trajectory_files(recorded: Path, num_steps: int) -> list[Path]:
 
 def recorded_metrics(recorded: Path) -> dict[int, dict[str, float]]:
     """Metrics by step; empty when the run kept none."""
-    file = recorded / "metrics.jsonl"
-    if not file.exists():
-        return {}
-    records = [json.loads(line) for line in file.read_text().splitlines()]
-    return {int(record["step"]): record for record in records}
+    return {int(record["step"]): record for record in read_metrics(recorded / "metrics.jsonl")}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -20,11 +20,11 @@ from typing import Any
 
 from rayapp.config.sections import CheckpointSection
 from rayapp.core.errors import CheckpointError, RunFolderError
-from rayapp.core.files import explain_full_disk, fsync, fsync_tree, remove_pending, write_text
+from rayapp.core.files import explain_full_disk, put_in_place, remove_pending, write_text
+from rayapp.storage.folders import MANIFEST
 from rayapp.storage.hashing import SHA256, XXH3, hash_files
 
 log = logging.getLogger(__name__)
-MANIFEST = "manifest.json"
 REFUSED = "manifest.refused.json"
 """A manifest's name, with why, after its checkpoint was refused: the folder stays until the next save, for people."""
 RESUMABLE = frozenset({"model", "optimizer"})
@@ -143,7 +143,6 @@ class CheckpointFolder:
                     "folder (run.output_dir; with s3:// run.staging_dir) on a disk that the driver and the learners "
                     "share."
                 )
-            fsync_tree(pending)
             names = [path.relative_to(pending).as_posix() for path in files]
             manifest = {
                 "version": version,
@@ -154,9 +153,7 @@ class CheckpointFolder:
                 XXH3: hash_files(pending, names),
             }
             write_text(pending / MANIFEST, json.dumps(manifest, indent=1))
-            _remove(target)  # a torn one; a whole one is never written twice
-            pending.rename(target)
-            fsync(self.path)
+            put_in_place(pending, target)  # what is there is torn: a whole one is never written twice
         self._prune()
         checkpoint = _read(target)
         assert checkpoint is not None, f"{target} is not whole right after it was committed"

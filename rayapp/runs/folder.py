@@ -19,11 +19,11 @@ from rayapp.config.config import Config
 from rayapp.config.loading import to_yaml
 from rayapp.core.errors import RunFolderError
 from rayapp.core.files import (
+    aside,
     explain_full_disk,
     explain_unwritable,
-    fsync,
-    fsync_tree,
     locked,
+    put_in_place,
     remove_pending,
     remove_tree,
     write_text,
@@ -34,6 +34,7 @@ from rayapp.runs.compatibility import check_same_training
 from rayapp.runs.format import check_format, write_format
 from rayapp.runs.mirror.layout import EXPORTED, FINAL
 from rayapp.runs.mirror.mirror import RunMirror, mirroring
+from rayapp.runs.tracking.jsonl import read_records
 from rayapp.runs.trajectories import write_trajectories
 
 RAY_COPIES = "working_dir_files"
@@ -155,8 +156,10 @@ class RunFolder:
         """Forget metrics and trajectories of steps that the resumed run takes again."""
         metrics = self.path / "metrics.jsonl"
         if metrics.exists():
-            kept = [line for line in metrics.read_text().splitlines() if _step_of(line) <= version]
-            write_text(metrics, "".join(f"{line}\n" for line in kept))
+            lines = metrics.read_bytes().splitlines()
+            kept = [line + b"\n" for line in lines for record in read_records([line]) if record["step"] <= version]
+            with aside(metrics) as temporary:
+                temporary.write_bytes(b"".join(kept))
         for file in (self.path / "trajectories").glob("step=*.parquet"):
             if int(file.stem.removeprefix("step=")) > version:
                 file.unlink(missing_ok=True)
@@ -188,10 +191,7 @@ class RunFolder:
                 yield pending
                 marker = {"run": self.path.name, "step": self._config.train.num_steps}
                 write_text(pending / EXPORTED, json.dumps(marker))
-                fsync_tree(pending)
-                remove_tree(final)
-                pending.rename(final)
-                fsync(self.path)
+                put_in_place(pending, final)
             finally:
                 remove_tree(pending)
 
@@ -212,11 +212,3 @@ def _exported_step(marker: Path) -> int | None:
         return int(json.loads(marker.read_text())["step"])
     except (OSError, ValueError, KeyError, TypeError):
         return None
-
-
-def _step_of(line: str) -> float:
-    """Step of a line of metrics.jsonl; infinite for one that a crash cut short."""
-    try:
-        return float(json.loads(line)["step"])
-    except (ValueError, KeyError, TypeError):
-        return float("inf")

@@ -17,7 +17,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from rayapp.core.errors import InputError
-from rayapp.core.files import replacing
+from rayapp.core.files import aside
 from rayapp.core.types import (
     CallRecord,
     ExecRecord,
@@ -124,7 +124,7 @@ def write_trajectories(
         _row(step, group, index, learner_log_probs.get(position)) for position, (group, index) in enumerate(members)
     ]
     table = pa.Table.from_pylist([_storable(row, _ROW) for row in rows], schema=SCHEMA)
-    with replacing(path) as pending:
+    with aside(path) as pending:
         pq.write_table(table, pending, compression="zstd", row_group_size=ROWS_PER_ROW_GROUP, write_page_checksum=True)
 
 

@@ -115,6 +115,19 @@ async def read_manifest(storage: Storage) -> Manifest | None:
     return Manifest.load(data, f"{storage.uri}/{MANIFEST}")
 
 
+async def put_missing(storage: Storage, path: Path, info: ObjectInfo) -> ObjectInfo:
+    """Write the file at `path` unless what `info` says is stored already. Returns what is stored now."""
+    there = await storage.info(info.key)
+    return there if there == info else await storage.put_file(path, info.key)
+
+
+async def delete_manifests_first(storage: Storage, keys: Sequence[str]) -> None:
+    """Delete objects, manifests first: a kill in between leaves no folder that looks whole and isn't."""
+    manifests = [key for key in keys if key.rpartition("/")[2] == MANIFEST]
+    for batch in (manifests, keys):
+        await together(storage.delete, batch, at_once=_AT_ONCE)
+
+
 async def _scan(folder: Path, keys: Sequence[str] | None) -> Manifest:
     def names() -> list[str]:
         found = (path for path in sorted(folder.rglob("*")) if path.is_file() and not is_aside(path.name))
@@ -159,11 +172,7 @@ async def _still_ours(storage: Storage, manifest: Manifest) -> None:
 
 
 async def _put_one(storage: Storage, folder: Path, info: ObjectInfo) -> None:
-    there = await storage.info(info.key)
-    if there is not None and there.sha256 == info.sha256 and there.num_bytes == info.num_bytes:
-        return
-    written = await storage.put_file(folder / info.key, info.key)
-    if written.sha256 != info.sha256:
+    if await put_missing(storage, folder / info.key, info) != info:
         raise StorageCorruptError(f"{folder / info.key} changed while the folder was stored; store it again")
 
 

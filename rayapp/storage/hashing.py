@@ -31,11 +31,7 @@ async def hash_file(path: Path) -> str:
     Raises:
         OSError: it can't be read.
     """
-    return await asyncio.to_thread(_hash_file, path)
-
-
-def _hash_file(path: Path) -> str:
-    return _digest(path, SHA256)
+    return await asyncio.to_thread(_digest, path, SHA256)
 
 
 def hash_files(folder: Path, names: Iterable[str], algorithm: str = XXH3) -> dict[str, str]:

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 from rayapp.core.errors import StorageCorruptError, StorageError, StorageNotFoundError
-from rayapp.core.files import aside, is_aside, storage_errors
+from rayapp.core.files import fsync, is_aside, storage_errors, stored
 from rayapp.core.location import check_key
 from rayapp.storage.base import MAX_SMALL_BYTES, Fence, ObjectInfo
 from rayapp.storage.hashing import hash_bytes, hash_file
@@ -38,10 +38,8 @@ class LocalStorage:
 
     async def put_bytes(self, data: bytes, key: str, *, if_absent: bool = False) -> ObjectInfo:
         def write() -> None:
-            with aside(self._path(key), if_absent=if_absent) as temporary, temporary.open("xb") as file:
-                file.write(data)
-                file.flush()
-                os.fsync(file.fileno())
+            with stored(self._path(key), if_absent=if_absent) as temporary:
+                temporary.write_bytes(data)
 
         await self._pass_fence()
         await asyncio.to_thread(write)
@@ -92,7 +90,7 @@ class LocalStorage:
         """Make the folder, and a file in it."""
 
         def probe() -> None:
-            with aside(self._root / "probe") as temporary:
+            with stored(self._root / "probe") as temporary:
                 temporary.touch()
             (self._root / "probe").unlink(missing_ok=True)
 
@@ -112,8 +110,9 @@ class LocalStorage:
     async def _copy(
         self, source: Path, target: Path, key: str, *, sha256: str = "", if_absent: bool = False
     ) -> ObjectInfo:
-        before = await asyncio.to_thread(_hash, source)
-        with aside(target, if_absent=if_absent) as temporary:
+        with storage_errors(source):
+            before = await hash_file(source)
+        with stored(target, if_absent=if_absent) as temporary:
             await asyncio.to_thread(_copy_to_disk, source, temporary)
             found = await hash_file(temporary)
             if found != before or (sha256 and found != sha256):
@@ -125,15 +124,7 @@ class LocalStorage:
         return ObjectInfo(key=key, num_bytes=num_bytes, sha256=found)
 
 
-def _hash(path: Path) -> str:
-    import hashlib
-
-    with storage_errors(path), path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
 def _copy_to_disk(source: Path, target: Path) -> None:
     with storage_errors(source):
         shutil.copyfile(source, target)
-    with target.open("rb") as file:
-        os.fsync(file.fileno())
+    fsync(target)  # here, in a thread: `stored` would do it on the event loop

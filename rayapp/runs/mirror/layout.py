@@ -10,13 +10,13 @@ Looks at local folders only.
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections.abc import Container, Iterator
 from pathlib import Path
 
 from rayapp.runs.mirror.ledger import Stamp, stamp_of
+from rayapp.runs.tracking.jsonl import read_records
 
 METRICS, CHECKPOINTS, TRAJECTORIES, FINAL, LOCKS = "metrics.jsonl", "checkpoints", "trajectories", "final", "locks"
 EXPORTED = "rayapp.json"
@@ -83,9 +83,5 @@ def last_step(metrics: Path) -> float:
     """Step of the last whole line; infinite where the run keeps no such file."""
     if not metrics.exists():
         return float("inf")
-    for line in reversed(metrics.read_text().splitlines()):
-        try:
-            return float(json.loads(line)["step"])
-        except (ValueError, KeyError, TypeError):
-            continue
-    return -1.0
+    lines = reversed(metrics.read_bytes().splitlines())
+    return next((float(record["step"]) for record in read_records(lines)), -1.0)

@@ -15,10 +15,11 @@ from typing import Any
 
 from rayapp.core.aio import together
 from rayapp.core.errors import StorageCorruptError, StorageNotFoundError
-from rayapp.core.files import fsync, remove_tree, write_text
-from rayapp.runs.checkpoints import MANIFEST, Checkpoint, parse_manifest, to_keep
+from rayapp.core.files import put_in_place, remove_tree, write_text
+from rayapp.runs.checkpoints import Checkpoint, parse_manifest, to_keep
 from rayapp.runs.mirror.layout import CHECKPOINTS, checkpoint_step
-from rayapp.storage.base import Storage
+from rayapp.storage.base import ObjectInfo, Storage
+from rayapp.storage.folders import MANIFEST, delete_manifests_first, put_missing
 from rayapp.storage.hashing import hash_file
 
 _AT_ONCE = 4
@@ -70,11 +71,9 @@ async def send_files(storage: Storage, folder: Path, key: str) -> dict[str, Any]
     sha256: dict[str, str] = {}
 
     async def send(name: str) -> None:
-        local = await hash_file(folder / name)
-        there = await storage.info(f"{key}/{name}")
-        if there is None or (there.sha256, there.num_bytes) != (local, manifest["files"][name]):
-            there = await storage.put_file(folder / name, f"{key}/{name}")
-        sha256[name] = there.sha256
+        found = await hash_file(folder / name)
+        info = ObjectInfo(key=f"{key}/{name}", num_bytes=manifest["files"][name], sha256=found)
+        sha256[name] = (await put_missing(storage, folder / name, info)).sha256
 
     await together(send, manifest["files"], at_once=_AT_ONCE)
     return manifest | {"sha256": sha256}
@@ -97,9 +96,7 @@ async def fetch(storage: Storage, checkpoint: RemoteCheckpoint, run: Path) -> Pa
     await asyncio.to_thread(remove_tree, pending)
     await together(get, checkpoint.manifest["files"], at_once=_AT_ONCE)
     await asyncio.to_thread(write_text, pending / MANIFEST, json.dumps(checkpoint.manifest, indent=1))
-    await asyncio.to_thread(remove_tree, target)  # a torn one
-    pending.rename(target)
-    fsync(target.parent)
+    await asyncio.to_thread(put_in_place, pending, target)
     return target
 
 
@@ -112,15 +109,8 @@ async def prune(storage: Storage, keep_last: int, keep_best: int) -> Sequence[st
     whole = [checkpoint.described for checkpoint in await whole_checkpoints(storage)]
     if not whole:
         return ()
-    kept = {checkpoint.path.as_posix() for checkpoint in to_keep(whole, keep_last, keep_best)}
-    gone: dict[str, list[str]] = {}
-    async for info in storage.list(f"{CHECKPOINTS}/"):
-        step = checkpoint_step(info.key)
-        folder = "/".join(info.key.split("/")[:2])
-        if step is not None and folder not in kept and step < whole[-1].version:
-            gone.setdefault(folder, []).append(info.key)
-    for folder, keys in gone.items():
-        # Its manifest first: a kill in between leaves nothing that looks whole.
-        await storage.delete(f"{folder}/{MANIFEST}")
-        await together(storage.delete, keys, at_once=_AT_ONCE)
-    return tuple(gone)
+    kept = tuple(f"{checkpoint.path.as_posix()}/" for checkpoint in to_keep(whole, keep_last, keep_best))
+    keys = [info.key async for info in storage.list(f"{CHECKPOINTS}/") if not info.key.startswith(kept)]
+    gone = [key for key in keys if (step := checkpoint_step(key)) is not None and step < whole[-1].version]
+    await delete_manifests_first(storage, gone)
+    return sorted({"/".join(key.split("/")[:2]) for key in gone})

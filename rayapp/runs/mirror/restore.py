@@ -12,11 +12,11 @@ from pathlib import Path
 
 from rayapp.core.aio import together
 from rayapp.core.errors import RunFolderError, StorageCorruptError
-from rayapp.runs.checkpoints import MANIFEST
 from rayapp.runs.mirror.layout import CHECKPOINTS, EXPORTED, FINAL, LOCKS, METRICS, TRAJECTORIES, folder_stamp
 from rayapp.runs.mirror.ledger import Ledger, stamp_of
 from rayapp.runs.mirror.remote_checkpoints import RemoteCheckpoint, fetch, whole_checkpoints
 from rayapp.storage.base import Storage
+from rayapp.storage.folders import MANIFEST
 
 log = logging.getLogger(__name__)
 RESTORING = ".restoring"
@@ -80,7 +80,7 @@ async def _restore(storage: Storage, ledger: Ledger) -> None:
 
 
 async def _marker_of_final(storage: Storage, folder: Path, ledger: Ledger) -> None:
-    """Of the final model only the file that says which step it is of: a run that has ended is told by it."""
+    """Fetch the one file of the final model that says which step it is of: it tells whether the run has ended."""
     key = f"{FINAL}/{EXPORTED}"
     if await storage.exists(f"{FINAL}/{MANIFEST}") and await storage.exists(key):
         await storage.get_file(key, folder / key)

@@ -15,7 +15,7 @@ from pathlib import Path
 from rayapp.config.sections import CheckpointSection
 from rayapp.core.aio import together
 from rayapp.core.errors import StorageConfigError, StorageError, StorageTakenError, StorageUnreachableError
-from rayapp.runs.checkpoints import MANIFEST, CheckpointFolder
+from rayapp.runs.checkpoints import CheckpointFolder
 from rayapp.runs.mirror.layout import (
     CHECKPOINTS,
     FINAL,
@@ -30,7 +30,7 @@ from rayapp.runs.mirror.layout import (
 from rayapp.runs.mirror.ledger import Ledger, Stamp, stamp_of
 from rayapp.runs.mirror.remote_checkpoints import prune, send_files
 from rayapp.storage.base import Storage
-from rayapp.storage.folders import put_folder
+from rayapp.storage.folders import MANIFEST, delete_manifests_first, put_folder
 
 log = logging.getLogger(__name__)
 _AT_ONCE = 4
@@ -174,9 +174,7 @@ class Uploader:
         infos = [info async for info in self._storage.list(f"{CHECKPOINTS}/")]
         infos += [info async for info in self._storage.list(f"{TRAJECTORIES}/")]
         keys = [info.key for info in infos if is_of_step_after(info.key, after)]
-        manifests = [key for key in keys if key.endswith(f"/{MANIFEST}")]
-        for batch in (manifests, keys):  # a kill in between leaves nothing that looks whole
-            await together(self._storage.delete, batch, at_once=_AT_ONCE)
+        await delete_manifests_first(self._storage, keys)
         for key in [key for key in self._ledger.files if is_of_step_after(key, after)]:
             del self._ledger.files[key]
         self._num_cuts += 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -33,10 +33,17 @@ class JsonlTracker:
         """Nothing is held."""
 
 
-def read_metrics(path: Path) -> Iterator[dict[str, Any]]:
-    """The records of a metrics.jsonl; a line that a crash cut short ends it."""
-    for line in path.read_text().splitlines():
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """The records of a metrics.jsonl; none where there is no such file."""
+    return list(read_records(path.read_bytes().splitlines())) if path.exists() else []
+
+
+def read_records(lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:
+    """Records with a step. A line that is none, cut short by a crash or written by another hand, is left out."""
+    for line in lines:
         try:
-            yield json.loads(line)
+            record = json.loads(line)
         except ValueError:
-            return
+            continue
+        if isinstance(record, dict) and isinstance(record.get("step"), int | float):
+            yield record

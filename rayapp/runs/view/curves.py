@@ -5,12 +5,12 @@ Called by the server for each look at the curves. A run that resumes cuts the fi
 
 from __future__ import annotations
 
-import json
 import math
 import threading
 from collections.abc import Sequence
 from typing import Any
 
+from rayapp.runs.tracking.jsonl import read_records
 from rayapp.runs.view.source import RunSource
 
 MAX_POINTS = 600
@@ -52,20 +52,7 @@ class Metrics:
         whole = new[: new.rfind(b"\n") + 1]  # a line that is being written has no end yet
         self._num_bytes = start + len(whole)
         self._last_line = next(reversed(whole.splitlines(keepends=True)), self._last_line if start else b"")
-        self._records = [*self._records, *_parsed(whole)]
-
-
-def _parsed(lines: bytes) -> list[dict[str, Any]]:
-    """Records with a step; a line that is none, after a crash or by another hand, is left out."""
-    records = []
-    for line in lines.splitlines():
-        try:
-            record = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(record, dict) and isinstance(record.get("step"), int | float):
-            records.append(record)
-    return records
+        self._records = [*self._records, *read_records(whole.splitlines())]
 
 
 def keys_of(records: Sequence[dict[str, Any]]) -> list[str]:

@@ -16,10 +16,11 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, select_autoescape
 
 from rayapp.core.errors import InputError
+from rayapp.core.files import write_text
+from rayapp.runs.plots import Curves, draw_panels
 from rayapp.runs.view.curves import keys_of
 from rayapp.runs.view.groups import GroupFilter, Page
 from rayapp.runs.view.panels import PANELS, keys_of_panel
-from rayapp.runs.view.report_plots import Curves, draw_panels
 from rayapp.runs.view.run import ViewedRun, curves_of
 from rayapp.runs.view.source import open_source
 
@@ -67,9 +68,7 @@ def write_report(uri: str, out: Path | None) -> Report:
     out.mkdir(parents=True, exist_ok=True)
     plots = draw_panels(panel_curves(records), out)
     page = out / "report.html"
-    pending = page.with_name(f".{page.name}.pending")
-    pending.write_text(_render(run, records, plots))
-    pending.replace(page)
+    write_text(page, _render(run, records, plots))
     return Report(page=page, plots=tuple(plots.values()))
 
 

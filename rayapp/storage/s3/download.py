@@ -14,7 +14,7 @@ from typing import Any
 
 from rayapp.core.aio import to_the_end
 from rayapp.core.errors import StorageCorruptError, StorageExistsError, StorageUnreachableError, one_error
-from rayapp.core.files import aside, storage_errors
+from rayapp.core.files import storage_errors, stored
 from rayapp.core.location import Location
 from rayapp.storage.base import ObjectInfo
 from rayapp.storage.hashing import FollowingHash
@@ -31,7 +31,7 @@ async def download(storage: S3Requests, key: str, path: Path, *, sha256: str = "
     """Read one object into `path`. Raises what `Storage.get_file` says."""
     location, head = storage.location(key), await storage.head(key)
     num_bytes, expected = head["ContentLength"], sha256 or head["Metadata"].get("sha256", "")
-    with aside(path) as temporary:
+    with stored(path) as temporary:
         found = await _fetch(storage, location, temporary, num_bytes, head["ETag"])
         if expected and found != expected:
             raise StorageCorruptError(
@@ -64,6 +64,7 @@ async def _fetch(storage: S3Requests, location: Location, path: Path, num_bytes:
             file.truncate(num_bytes)
             target = _Target(path=path, descriptor=file.fileno())
             found = await _fetch_ranges(storage, location, target, ranges, etag)
+            # In a thread, since the one when `stored` ends is on the event loop: it finds nothing left to write.
             await to_the_end(asyncio.to_thread(os.fsync, file.fileno()))
     except StorageExistsError as changed:
         raise StorageCorruptError(f"{location} was replaced while it was read; read it again") from changed

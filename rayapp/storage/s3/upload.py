@@ -60,7 +60,7 @@ def journal_key(key: str) -> str:
 def part_bytes_for(num_bytes: int, part_bytes: int) -> int:
     """The configured part size, or the next MiB that keeps the file within S3's 10,000 parts."""
     least = math.ceil(num_bytes / MAX_PARTS)
-    return max(part_bytes, -(-least // (1 << 20)) * (1 << 20) if least > part_bytes else part_bytes)
+    return part_bytes if least <= part_bytes else math.ceil(least / (1 << 20)) * (1 << 20)
 
 
 async def upload(storage: S3Requests, path: Path, key: str, *, if_absent: bool) -> ObjectInfo:

@@ -8,7 +8,14 @@ import pytest
 
 from rayapp.config.config import Config
 from rayapp.core.errors import InputError
-from rayapp.driver.replay import Difference, apart_from, differences, report_lines, trajectory_files
+from rayapp.driver.replay import (
+    Difference,
+    apart_from,
+    differences,
+    recorded_metrics,
+    report_lines,
+    trajectory_files,
+)
 
 
 def recorded(folder: Path, *steps: int) -> Path:
@@ -31,6 +38,11 @@ def test_a_folder_without_trajectories_is_refused_with_the_way_out(tmp_path: Pat
 def test_a_missing_step_is_named(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"lacks the steps \[2, 4\]"):
         trajectory_files(recorded(tmp_path, 1, 3, 5), num_steps=5)
+
+
+def test_a_run_that_was_killed_while_it_wrote_a_line_is_compared_with_the_lines_before(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "reward/mean": 0.5}\n{"step": 2, "rew')
+    assert recorded_metrics(tmp_path) == {1: {"step": 1, "reward/mean": 0.5}}
 
 
 def test_a_replay_never_writes_over_the_run_that_it_replays(tmp_path: Path) -> None:

@@ -16,8 +16,9 @@ from hypothesis import strategies as st
 from rayapp.config.config import Config
 from rayapp.config.sections import CheckpointSection
 from rayapp.core.errors import RunFolderError
-from rayapp.runs.checkpoints import MANIFEST, Checkpoint, CheckpointFolder, to_keep
+from rayapp.runs.checkpoints import Checkpoint, CheckpointFolder, to_keep
 from rayapp.runs.folder import RunFolder
+from rayapp.storage.folders import MANIFEST
 
 FILE_EVENTS = ("open", "os.", "shutil.", "pathlib.")
 KILLED, FINISHED = 9, 0

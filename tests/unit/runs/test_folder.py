@@ -16,8 +16,8 @@ import pytest
 from rayapp.config.config import Config
 from rayapp.core.errors import RunFolderError, StorageFullError
 from rayapp.core.files import explain_full_disk, explain_unwritable, write_text
-from rayapp.runs.checkpoints import MANIFEST
 from rayapp.runs.folder import RunFolder
+from rayapp.storage.folders import MANIFEST
 
 
 def config(path: Path, **overrides: object) -> Config:
@@ -224,6 +224,13 @@ def test_a_resumed_run_forgets_the_steps_it_takes_again_and_a_line_that_was_cut_
         assert len(list((folder.path / "trajectories").iterdir())) == 2
 
 
+def test_a_last_line_that_lost_only_its_end_of_line_is_kept_and_the_next_one_is_not_glued_to_it(tmp_path: Path) -> None:
+    with RunFolder.open(config(tmp_path)) as folder:
+        (folder.path / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2}')
+        folder.truncate_after(2)
+        assert (folder.path / "metrics.jsonl").read_text() == '{"step": 1}\n{"step": 2}\n'
+
+
 def test_a_full_disk_gives_one_message_and_leaves_the_last_checkpoint_whole(tmp_path: Path) -> None:
     with RunFolder.open(config(tmp_path)) as folder:
         save(folder, 1)
@@ -255,6 +262,7 @@ def test_what_killed_writers_left_is_gone_when_the_run_starts_again(tmp_path: Pa
     left = [
         "checkpoints/.pending-000002/learner/weights", ".pending-final/model.safetensors", ".metrics.jsonl.pending",
         "trajectories/.pending-12ab-step=000003.parquet", "trajectories/.step=000002.parquet.pending",
+        ".tmp-12ab-config.yaml", "trajectories/.tmp-12ab-step=000004.parquet",
     ]  # fmt: skip
     for name in left:
         (tmp_path / "r" / name).parent.mkdir(parents=True, exist_ok=True)

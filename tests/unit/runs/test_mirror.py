@@ -22,10 +22,10 @@ from rayapp.core.errors import (
     StorageNotFoundError,
     StorageUnreachableError,
 )
-from rayapp.runs.checkpoints import MANIFEST
 from rayapp.runs.folder import RunFolder
 from rayapp.runs.mirror import lock as locks
 from rayapp.runs.mirror.mirror import Patience, RunMirror, mirroring
+from rayapp.storage.folders import MANIFEST
 from rayapp.storage.opening import open_storage
 from rayapp.storage.settings import S3Settings, Transfer
 from rayapp.testing.storage.faulty_proxy import Fault

@@ -20,10 +20,10 @@ import pytest
 from rich.console import Console
 
 from rayapp.core.types import FloatArray, GroupSummary
+from rayapp.runs.plots import write_reward_plot
 from rayapp.runs.tracking.console import LineConsole, LiveConsole, duration, sparkline, step_line
 from rayapp.runs.tracking.jsonl import JsonlTracker, read_metrics
 from rayapp.runs.tracking.metrics import summarize_step
-from rayapp.runs.tracking.plots import write_reward_plot
 from rayapp.runs.tracking.trackers import RunTracker
 from rayapp.testing.summaries import summary_of
 
@@ -121,11 +121,15 @@ def test_metrics_are_one_json_line_a_step_without_what_is_not_a_number(tmp_path:
     assert second["b/two"] == 3.0
 
 
-def test_a_line_that_a_crash_cut_short_ends_the_records_before_it(tmp_path: Path) -> None:
+def test_lines_of_metrics_that_are_no_records_are_left_out(tmp_path: Path) -> None:
     file = tmp_path / "metrics.jsonl"
-    file.write_text('{"step": 1}\n{"step": 2}\n{"step": 3, "rew')
+    file.write_bytes(b'{"step": 1}\n{"step": 2, "re\xff\n7\n{"reward/mean": 1}\n{"step": 2}\n{"step": 3, "rew')
 
     assert [record["step"] for record in read_metrics(file)] == [1, 2]
+
+
+def test_a_run_without_metrics_has_no_records(tmp_path: Path) -> None:
+    assert read_metrics(tmp_path / "metrics.jsonl") == []
 
 
 def test_a_step_line_has_the_numbers_a_person_reads() -> None:
@@ -300,6 +304,16 @@ def test_the_plot_is_a_picture_of_what_was_logged(tmp_path: Path) -> None:
     data = (tmp_path / "rewards.png").read_bytes()
     assert data.startswith(b"\x89PNG")
     assert len(data) > 10_000
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["metrics.jsonl", "rewards.png"]
+
+
+def test_a_plot_that_can_not_be_written_leaves_nothing_behind(tmp_path: Path) -> None:
+    JsonlTracker(tmp_path / "metrics.jsonl").log(1, METRICS)
+    (tmp_path / "rewards.png").mkdir()
+
+    with pytest.raises(IsADirectoryError):
+        write_reward_plot(tmp_path)
+
     assert sorted(path.name for path in tmp_path.iterdir()) == ["metrics.jsonl", "rewards.png"]
 
 
