@@ -187,10 +187,13 @@ def available_memory() -> int:
 
 def _sandbox(config: SandboxConfig, *, level_if_none: Level) -> Finding:
     """What really keeps code in, found by running some."""
-    from rayapp.sandbox.pool.direct import open_direct
+    from rayapp.sandbox.pool.in_process import open_pool
 
     async def isolation() -> str:
-        async with open_direct(config) as source, source.lease(SandboxSpec(), timeout_s=_SANDBOX_TIMEOUT_S) as sandbox:
+        async with (
+            open_pool(config, f"doctor-{os.getpid()}") as (sandboxes, _),
+            sandboxes.lease(SandboxSpec(), timeout_s=_SANDBOX_TIMEOUT_S) as sandbox,
+        ):
             return (await sandbox.run_code("pass", timeout_s=_SANDBOX_TIMEOUT_S)).isolation
 
     try:
