@@ -29,10 +29,11 @@ from typing import Any
 import numpy as np
 import yaml
 
+from rayapp.config.sandbox import SandboxConfig
 from rayapp.core.types import Prompt
 from rayapp.sandbox.local.inside.privileges import leave_root
-from rayapp.sandbox.local.provider import LocalProvider
-from rayapp.sandbox.pool.direct import DirectSandboxSource
+from rayapp.sandbox.pool.client import PoolClient
+from rayapp.sandbox.pool.in_process import open_pool
 from rayapp.tasks.coding import CodingTask
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -191,7 +192,7 @@ def paid_by(rule: Rule, code: str) -> bool:
     return rule.is_paid(run_plain(rule.template.format(code=code, inputs=INPUTS, expected=EXPECTED)))
 
 
-async def paid_by_us(source: DirectSandboxSource, code: str) -> bool:
+async def paid_by_us(source: PoolClient, code: str) -> bool:
     task = CodingTask(
         name="order",
         prompt="Write f(items).",
@@ -208,13 +209,11 @@ async def paid_by_us(source: DirectSandboxSource, code: str) -> bool:
 
 async def compare() -> dict[str, dict[str, list[str]]]:
     """For each rule: which hacks it pays, and which honest programs it does not."""
-    provider = LocalProvider()
-    source = DirectSandboxSource(provider)
-    graders: dict[str, Callable[[str], Awaitable[bool]]] = {"ours": lambda code: paid_by_us(source, code)}
-    for rule in RULES:
-        graders[rule.name] = lambda code, rule=rule: asyncio.to_thread(paid_by, rule, code)  # type: ignore[misc]
-    found = {name: {"fooled by": [], "unjust to": []} for name in graders}
-    try:
+    async with open_pool(SandboxConfig(), "benchmark") as (source, _):
+        graders: dict[str, Callable[[str], Awaitable[bool]]] = {"ours": lambda code: paid_by_us(source, code)}
+        for rule in RULES:
+            graders[rule.name] = lambda code, rule=rule: asyncio.to_thread(paid_by, rule, code)  # type: ignore[misc]
+        found = {name: {"fooled by": [], "unjust to": []} for name in graders}
         for program in PROGRAMS:
             for name, is_paid in graders.items():
                 paid = await is_paid(program["code"])
@@ -222,8 +221,6 @@ async def compare() -> dict[str, dict[str, list[str]]]:
                     found[name]["fooled by"].append(program["name"])
                 elif not paid and program["reward"] == 1:
                     found[name]["unjust to"].append(program["name"])
-    finally:
-        await provider.close()
     return found
 
 

@@ -25,13 +25,15 @@ from pathlib import Path
 
 import machine
 
+from rayapp.config.sandbox import SandboxConfig
 from rayapp.core.errors import IsolationUnavailableError
 from rayapp.core.types import SandboxSpec
 from rayapp.sandbox.local.inside import boot
 from rayapp.sandbox.local.inside.boot import WARM_MODULES
 from rayapp.sandbox.local.provider import LEVELS, LocalProvider
 from rayapp.sandbox.local.sandbox import LocalSandbox
-from rayapp.sandbox.pool.direct import DirectSandboxSource
+from rayapp.sandbox.pool.client import PoolClient
+from rayapp.sandbox.pool.in_process import open_pool
 from rayapp.sandbox.verdict.compare import equal
 
 ROUNDS = 8
@@ -170,9 +172,8 @@ def rate_on_cores(level: str, cores: int, executions: int) -> float:
     return float(subprocess.run(argv, capture_output=True, text=True, check=True).stdout)
 
 
-async def score_batch(provider: LocalProvider, completions: int = 500, tests: int = 5) -> float:
+async def score_batch(source: PoolClient, completions: int = 500, tests: int = 5) -> float:
     """Seconds to score completions on several tests each: values fetched from sandboxes, compared here."""
-    source = DirectSandboxSource(provider)
     inputs = [[[(number * 7919 + at * 104729) % 1000 for at in range(20)]] for number in range(tests)]
     expected = [sorted(args[0]) for args in inputs]
     waiting = asyncio.Semaphore(len(os.sched_getaffinity(0)))
@@ -219,9 +220,9 @@ async def measure(executions: int) -> dict[str, object]:
     rates, batches, memory = {}, {}, {}
     for level, provider in providers.items():
         rates[level] = {count: round(rate_on_cores(level, count, executions // 2)) for count in (1, cores)}
-        batches[level] = min([await score_batch(provider) for _ in range(3)])
-        memory[level] = await slot_memory(provider)
-        await provider.close()
+        async with open_pool(SandboxConfig(), "benchmark", local=provider) as (source, _):
+            batches[level] = min([await score_batch(source) for _ in range(3)])
+            memory[level] = await slot_memory(provider)
     return {
         "median_ms": {kind: statistics.median(times) * 1000 for kind, times in samples.items()},
         "p99_ms": {kind: statistics.quantiles(times, n=100)[98] * 1000 for kind, times in samples.items()},

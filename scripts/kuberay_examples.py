@@ -1,4 +1,4 @@
-"""Writes configs/kuberay/rendered/: each example's manifests as plain YAML, for people without Helm.
+"""Writes configs/kuberay/rendered/: one example's manifests as plain YAML, to read. `rayapp render-k8s` makes others.
 
 After a change of the chart, its examples or the config's schema: `python -m scripts.kuberay_examples`. A test compares.
 """
@@ -20,6 +20,8 @@ CONFIGS: dict[str, Path] = {
     "volcano": FOLDER.parent / "coding_8gpu.yaml",
 }
 """Example (a file in examples/) -> the run's config."""
+STORED = FOLDER / "rendered" / "single-node-ack"
+"""The example with every kind of document."""
 
 
 def render_example(name: str) -> dict[str, str]:
@@ -29,12 +31,10 @@ def render_example(name: str) -> dict[str, str]:
 
 
 def main() -> None:
-    shutil.rmtree(FOLDER / "rendered", ignore_errors=True)
-    for name in CONFIGS:
-        folder = FOLDER / "rendered" / name
-        folder.mkdir(parents=True)
-        for file, text in render_example(name).items():
-            (folder / file).write_text(text)
+    shutil.rmtree(STORED, ignore_errors=True)
+    STORED.mkdir(parents=True)
+    for file, text in render_example(STORED.name).items():
+        (STORED / file).write_text(text)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from dataclasses import dataclass
 from typing import Any
 
 import ray
@@ -21,40 +20,17 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from actors.calls import answer
 from actors.spawn import ROLES, Seat, free_address
-from rayapp.config.config import Config
+from rayapp.config.config import Bundle, Config, bundles_of
 from rayapp.core.errors import ConfigError
 
 PROBE_TIMEOUT_S = 60.0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Bundle:
-    """What one bundle reserves, and for whom."""
-
-    resources: dict[str, float]
-    server: int | None = None
-    """Index of the server in it."""
-    learners: tuple[int, ...] = ()
-    """Ranks in it."""
-
-
-def bundles_of(config: Config, *, on_gpu: bool, with_learners: bool = True) -> list[Bundle]:
-    """The bundles of a run, servers first. An evaluation has no learners."""
-    tp, num_servers = config.server.tensor_parallel_size, config.server.num_servers
-    num_learners = config.learner.num_learners if with_learners else 0
-    is_shared = with_learners and config.cluster.placement == "colocated" and on_gpu
-    bundles = []
-    for server in range(num_servers):
-        ranks = tuple(range(server * tp, (server + 1) * tp)) if is_shared else ()
-        bundles.append(Bundle(resources=_resources(tp if on_gpu else 0, 1, len(ranks)), server=server, learners=ranks))
-    if not is_shared:
-        bundles += [Bundle(resources=_resources(int(on_gpu), 0, 1), learners=(rank,)) for rank in range(num_learners)]
-    return bundles
-
-
-def _resources(num_gpus: int, num_servers: int, num_learners: int) -> dict[str, float]:
-    cpus = ROLES["vllm-server"].num_cpus * num_servers + ROLES["learner"].num_cpus * num_learners
-    return {"CPU": round(cpus, 4)} | ({"GPU": float(num_gpus)} if num_gpus else {})
+def resources_of(bundle: Bundle) -> dict[str, float]:
+    """What Ray reserves for a bundle."""
+    num_servers = int(bundle.server is not None)
+    cpus = ROLES["vllm-server"].num_cpus * num_servers + ROLES["learner"].num_cpus * len(bundle.learners)
+    return {"CPU": round(cpus, 4)} | ({"GPU": float(bundle.num_gpus)} if bundle.num_gpus else {})
 
 
 def group_name(run_name: str) -> str:
@@ -79,7 +55,7 @@ class Placement:
         """
         bundles = bundles_of(config, on_gpu=on_gpu, with_learners=with_learners)
         group = placement_group(
-            [bundle.resources for bundle in bundles], strategy="PACK", name=group_name(config.run.name)
+            [resources_of(bundle) for bundle in bundles], strategy="PACK", name=group_name(config.run.name)
         )
         try:
             await answer(group.ready(), timeout_s=timeout_s, what="placement group")
@@ -100,13 +76,12 @@ class Placement:
         strategy = self._strategy(position)
         if bundle.learners:
             return Seat(strategy=strategy, visible_devices=self._gpu_ids[position])
-        return Seat(strategy=strategy, num_gpus=bundle.resources.get("GPU", 0.0))
+        return Seat(strategy=strategy, num_gpus=bundle.num_gpus)
 
     def learner(self, rank: int) -> Seat:
         """Where learner `rank` runs."""
         position = next(p for p, bundle in enumerate(self._bundles) if rank in bundle.learners)
-        has_gpu = "GPU" in self._bundles[position].resources
-        return Seat(strategy=self._strategy(position), num_gpus=1.0 if has_gpu else 0.0)
+        return Seat(strategy=self._strategy(position), num_gpus=min(1, self._bundles[position].num_gpus))
 
     async def address_of_learner(self, rank: int) -> tuple[str, int]:
         """Its node's address, and a port that is free there now."""
@@ -131,7 +106,7 @@ async def _gpu_ids(group: PlacementGroup, position: int, bundle: Bundle) -> str:
     """The devices behind a bundle, asked from within it: its server has to see those of its learners."""
     strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=position)
     probe = ray.remote(_visible).options(
-        num_gpus=bundle.resources["GPU"], num_cpus=0, scheduling_strategy=strategy, name="which GPUs"
+        num_gpus=bundle.num_gpus, num_cpus=0, scheduling_strategy=strategy, name="which GPUs"
     )
     ids: str = await answer(probe.remote(), timeout_s=PROBE_TIMEOUT_S, what="which GPUs")
     return ids
@@ -142,7 +117,7 @@ def _visible() -> str:
 
 
 def _refusal(bundles: list[Bundle], timeout_s: float) -> str:
-    asked = Counter(_shown(bundle.resources) for bundle in bundles)
+    asked = Counter(_shown(resources_of(bundle)) for bundle in bundles)
     nodes = [_shown(node["Resources"]) for node in ray.nodes() if node["Alive"]]
     free: dict[str, Any] = ray.available_resources()
     return (

@@ -16,9 +16,9 @@ from actors.setup.placement import Placement
 from actors.setup.session import RaySession
 from actors.setup.started import Started
 from actors.spawn import kill_named, name_is_free, spawn
-from rayapp.config.config import FEWER_GPUS, Config
+from rayapp.config.config import Config
 from rayapp.config.sandbox import DaytonaConfig, E2BConfig
-from rayapp.core.errors import ConfigError, DeadlineError, first_error
+from rayapp.core.errors import DeadlineError, first_error
 
 Report = Callable[[str], None]
 REAPER_NAME_ATTEMPTS = 100
@@ -122,32 +122,3 @@ def spawn_rollout_workers(
         )
         for index, name in enumerate(names)
     )
-
-
-def uses_gpus(config: Config) -> bool:
-    """Whether servers and learners ask Ray for GPUs.
-
-    Raises:
-        ConfigError: the cluster has fewer than the config needs.
-    """
-    import ray
-
-    have = int(ray.cluster_resources().get("GPU", 0))
-    if config.cluster.device == "cpu" or (config.cluster.device == "auto" and have == 0):
-        return False
-    need = config.num_gpus_needed
-    if need > have:
-        raise ConfigError(f"{config.gpu_arithmetic}, but the Ray cluster has {have}. {FEWER_GPUS}, or add GPUs.")
-    return True
-
-
-def learners_use_gpus(config: Config) -> bool:
-    """As `uses_gpus`, for a run without servers."""
-    import ray
-
-    have, need = int(ray.cluster_resources().get("GPU", 0)), config.learner.num_learners
-    if config.cluster.device == "cpu" or (config.cluster.device == "auto" and have == 0):
-        return False
-    if need > have:
-        raise ConfigError(f"GPUs: {need} learners, but the Ray cluster has {have}. Lower learner.num_learners.")
-    return True

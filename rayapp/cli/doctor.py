@@ -22,7 +22,7 @@ from typing import Literal
 import typer
 
 from rayapp.cli.arguments import EXIT_FAILED, OptionalConfigFile, Overrides
-from rayapp.config.config import Config
+from rayapp.config.config import Config, bundles_of, gpu_arithmetic, num_gpus_of
 from rayapp.config.sandbox import SandboxConfig
 from rayapp.core.errors import SandboxError, StorageError, UserError
 from rayapp.core.location import Location
@@ -187,10 +187,13 @@ def available_memory() -> int:
 
 def _sandbox(config: SandboxConfig, *, level_if_none: Level) -> Finding:
     """What really keeps code in, found by running some."""
-    from rayapp.sandbox.pool.direct import open_direct
+    from rayapp.sandbox.pool.in_process import open_pool
 
     async def isolation() -> str:
-        async with open_direct(config) as source, source.lease(SandboxSpec(), timeout_s=_SANDBOX_TIMEOUT_S) as sandbox:
+        async with (
+            open_pool(config, f"doctor-{os.getpid()}") as (sandboxes, _),
+            sandboxes.lease(SandboxSpec(), timeout_s=_SANDBOX_TIMEOUT_S) as sandbox,
+        ):
             return (await sandbox.run_code("pass", timeout_s=_SANDBOX_TIMEOUT_S)).isolation
 
     try:
@@ -200,14 +203,13 @@ def _sandbox(config: SandboxConfig, *, level_if_none: Level) -> Finding:
 
 
 def _device_fits(config: Config) -> Iterator[Finding]:
-    servers, tp, learners = config.server.num_servers, config.server.tensor_parallel_size, config.learner.num_learners
-    need, have = servers * tp + learners, len(gpu_names())
+    bundles, have = bundles_of(config), len(gpu_names())
     attaches = bool(config.cluster.address or os.environ.get("RAY_ADDRESS"))
-    if config.cluster.device == "gpu" and have < need and not attaches:
+    if config.cluster.device == "gpu" and have < num_gpus_of(bundles) and not attaches:
         yield Finding(
             level="problem",
             what="GPUs",
-            detail=f"{servers} servers x TP {tp} + {learners} learners = {need}, but this machine has {have}",
+            detail=f"{gpu_arithmetic(bundles)}, but this machine has {have}",
             cure="cluster.device=cpu, or a Ray cluster with GPUs (RAY_ADDRESS or cluster.address)",
         )
     if config.cluster.device != "cpu" and have and _version("vllm") is None:

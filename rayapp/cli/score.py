@@ -1,12 +1,13 @@
 """`rayapp score`: what completions in files are worth, by the very code that training scores with.
 
-Prints one JSON line per completion, in order. It needs no model and no Ray: a sandbox is taken from the local provider.
+Prints one JSON line per completion, in order. It needs no model and no Ray: the pool of sandboxes is in this process.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
+import os
 import sys
 from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -47,7 +48,7 @@ def score_command(task_source: str, files: Sequence[str], *, seed: int, config_p
         UserError: the task, a file or the sandbox can't be used.
     """
     from rayapp.config.loading import load_config
-    from rayapp.sandbox.pool.direct import open_direct
+    from rayapp.sandbox.pool.in_process import open_pool
 
     task = load_task(task_source)
     answers = [answer for file in files for answer in read_answers(file)]
@@ -55,7 +56,7 @@ def score_command(task_source: str, files: Sequence[str], *, seed: int, config_p
 
     async def run() -> bool:
         all_valid = True
-        async with open_direct(sandbox) as sandboxes:
+        async with open_pool(sandbox, f"score-{os.getpid()}") as (sandboxes, _):
             async for answer, reward in score_answers(task, answers, sandboxes, seed=seed):
                 print(json.dumps(as_record(task, answer, reward)), flush=True)
                 all_valid &= reward.valid

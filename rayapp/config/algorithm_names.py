@@ -47,13 +47,3 @@ POLICY_LOSSES = (
 )
 BATCH_COUPLED_LOSSES = ("clip_cov", "kl_cov")
 """Which tokens they touch depends on all tokens of the mini-batch, so they are computed on all of them at once."""
-
-
-def adv_estimator_names() -> tuple[str, ...]:
-    """Every estimator that can be configured."""
-    return ADV_ESTIMATORS
-
-
-def policy_loss_names() -> tuple[str, ...]:
-    """Every policy loss that can be configured."""
-    return POLICY_LOSSES

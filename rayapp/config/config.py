@@ -8,6 +8,8 @@ heavy, so that `rayapp --help` is instant.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
@@ -68,20 +70,6 @@ class Config(FrozenModel):
         return self.rollout.max_prompt_tokens + self.rollout.max_completion_tokens
 
     @property
-    def num_gpus_needed(self) -> int:
-        """GPUs of servers and learners together, where there are GPUs."""
-        servers, learners = self.server.num_servers * self.server.tensor_parallel_size, self.learner.num_learners
-        return max(servers, learners) if self.cluster.placement == "colocated" else servers + learners
-
-    @property
-    def gpu_arithmetic(self) -> str:
-        """`GPUs: 4 servers x TP 2 + 8 learners = 16`, for messages."""
-        servers, tp, learners = self.server.num_servers, self.server.tensor_parallel_size, self.learner.num_learners
-        if self.cluster.placement == "colocated":
-            return f"GPUs: {servers} servers x TP {tp} on those of {learners} learners = {self.num_gpus_needed}"
-        return f"GPUs: {servers} servers x TP {tp} + {learners} learners = {self.num_gpus_needed}"
-
-    @property
     def run_uri(self) -> str:
         """Where the run is kept: `<output_dir>/<name>`."""
         return str(Location.parse(self.run.output_dir).join(self.run.name))
@@ -107,6 +95,53 @@ class Config(FrozenModel):
     def _values_agree(self) -> Self:
         _check_agreement(self)
         return self
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bundle:
+    """Processes that share GPUs of one node."""
+
+    num_gpus: int
+    server: int | None = None
+    """Index of the server in it."""
+    learners: tuple[int, ...] = ()
+    """Ranks in it."""
+
+
+def bundles_of(
+    config: Config, *, on_gpu: bool = True, with_servers: bool = True, with_learners: bool = True
+) -> list[Bundle]:
+    """Who needs how many GPUs, servers first. An evaluation has no learners, a replay no servers.
+
+    A colocated server is in one bundle with the learners whose GPUs it uses; without GPUs nobody shares any.
+    """
+    tp = config.server.tensor_parallel_size
+    servers = range(config.server.num_servers if with_servers else 0)
+    learners = tuple(range(config.learner.num_learners if with_learners else 0))
+    is_shared = on_gpu and with_servers and config.cluster.placement == "colocated"
+    bundles = [
+        Bundle(
+            num_gpus=tp * on_gpu, server=server, learners=learners[server * tp : (server + 1) * tp] if is_shared else ()
+        )
+        for server in servers
+    ]
+    own = () if is_shared else learners
+    return bundles + [Bundle(num_gpus=int(on_gpu), learners=(rank,)) for rank in own]
+
+
+def num_gpus_of(bundles: Sequence[Bundle]) -> int:
+    """GPUs of all bundles together."""
+    return sum(bundle.num_gpus for bundle in bundles)
+
+
+def gpu_arithmetic(bundles: Sequence[Bundle]) -> str:
+    """`4 servers x TP 2 + 8 learners = 16`, for messages."""
+    servers = [bundle for bundle in bundles if bundle.server is not None]
+    num_learners = sum(len(bundle.learners) for bundle in bundles)
+    parts = [f"{len(servers)} servers x TP {servers[0].num_gpus}"] if servers else []
+    parts += [f"{num_learners} learners"] if num_learners else []
+    joint = " on those of " if any(server.learners for server in servers) else " + "
+    return f"{joint.join(parts)} = {num_gpus_of(bundles)}"
 
 
 FEWER_GPUS = "Lower server.num_servers, server.tensor_parallel_size or learner.num_learners"
@@ -164,8 +199,9 @@ def _gpus_suffice(config: Config) -> None:
     have = config.cluster.num_gpus
     if have is None or config.cluster.device == "cpu":
         return
-    if config.num_gpus_needed > have:
-        raise ValueError(f"{config.gpu_arithmetic}, but cluster.num_gpus is {have}. {FEWER_GPUS}.")
+    bundles = bundles_of(config)
+    if num_gpus_of(bundles) > have:
+        raise ValueError(f"GPUs: {gpu_arithmetic(bundles)}, but cluster.num_gpus is {have}. {FEWER_GPUS}.")
 
 
 def _placement_fits(config: Config) -> None:

@@ -17,7 +17,7 @@ from actors.calls import answer
 from actors.handles import LearnerHandle, RolloutWorkerHandle, SandboxPoolHandle, VllmServerHandle
 from actors.learner_group import LearnerGroup
 from actors.metrics import MetricsTracker
-from actors.setup.gpus import wait_for_gpus
+from actors.setup.gpus import uses_gpus, wait_for_gpus
 from actors.setup.members import PoolMember, ServerMember, WorkerMember
 from actors.setup.placement import Placement
 from actors.setup.session import RaySession, ray_session
@@ -26,16 +26,14 @@ from actors.setup.started import StandIns, Started
 from actors.setup.starting import (
     Report,
     all_ready,
-    learners_use_gpus,
     ready_pool,
     spawn_learners,
     spawn_pool,
     spawn_rollout_workers,
     spawn_servers,
-    uses_gpus,
 )
 from actors.spawn import Seat, free_address, spawn
-from rayapp.config.config import Config
+from rayapp.config.config import Config, bundles_of
 from rayapp.core.aio import to_the_end
 from rayapp.core.errors import (
     LearnersLostError,
@@ -215,8 +213,9 @@ async def open_cluster(
 async def _start(
     config: Config, started: Started, session: RaySession, *, with_learners: bool, report: Report
 ) -> Cluster:
-    await wait_for_gpus(config)
-    on_gpu = uses_gpus(config)
+    bundles = bundles_of(config, with_learners=with_learners)
+    await wait_for_gpus(config, bundles)
+    on_gpu = uses_gpus(config, bundles)
     timeout_s = config.cluster.start_timeout_s + config.server.start_timeout_s
     pool = started.add(spawn_pool(config))  # first: its name tells whether another run of this name goes on
     started.placement = placement = await Placement.reserve(
@@ -288,7 +287,7 @@ async def open_learners(config: Config, *, report: Report = lambda text: None) -
     with ray_session(config):
         started = Started()
         try:
-            on_gpu = learners_use_gpus(config)
+            on_gpu = uses_gpus(config, bundles_of(config, with_servers=False))
             address, port = free_address()
             world_size = config.learner.num_learners
             handles = []

@@ -155,7 +155,7 @@ class TrajectoryStore(Generic[RefT]):
                 raise AssertionError(f"group {summary.group_id} finished, but it is not being generated")
             self._leave(summary.group_id)
             if self._refuses(summary, self._place(summary.group_id)):
-                self._count_dropped(summary.group_id, EQUAL_REWARDS)
+                self._count_dropped(summary.group_id)
             else:
                 self._ready[summary.group_id] = StoredGroup(summary=summary, ref=ref)
             self._changed.notify_all()
@@ -179,18 +179,8 @@ class TrajectoryStore(Generic[RefT]):
         """Among the groups admitted for the next step; below 0 for as many as may be ahead of it."""
         return group_id - self._step_first_id - self._max_staleness * self._groups_per_step
 
-    async def drop(self, group_id: int, reason: str) -> None:
-        """Give a group up, admitted or ready: it is counted, and its slot goes to the next prompt."""
-        async with self._changed:
-            if group_id in self._admitted:
-                self._leave(group_id)
-            elif self._ready.pop(group_id, None) is None:
-                raise AssertionError(f"group {group_id} dropped for {reason}, but it is not in the store")
-            self._count_dropped(group_id, reason)
-            self._changed.notify_all()
-
-    def _count_dropped(self, group_id: int, reason: str) -> None:
-        self.dropped_for[reason] += 1
+    def _count_dropped(self, group_id: int) -> None:
+        self.dropped_for[EQUAL_REWARDS] += 1
         del self._admitted_for[group_id]
         if self._max_staleness == 0:
             self._dropped_since_release.add(group_id)

@@ -12,11 +12,15 @@ from dataclasses import dataclass
 import numpy as np
 
 from rayapp.config.algorithm import AlgorithmSection
+from rayapp.core.stopwatch import Stopwatch
 from rayapp.core.types import FloatArray
 from rayapp.learner.algo.advantages import response_mask
 from rayapp.learner.algo.mismatch import mismatch_metrics
 from rayapp.learner.batch import stack_rows
 from rayapp.learner.step_plan import StepTable
+
+STRETCHES = ("prepare", "old_log_probs", "ref", "forward_backward", "optimizer", "metrics")
+"""Of a step's time on a rank."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,3 +126,9 @@ def _mismatch(rows: Sequence[RowFacts]) -> dict[str, float]:
         for name in ("old_log_probs", "rollout_log_probs")
     )
     return mismatch_metrics(learner, rollout, mask)
+
+
+def timing_metrics(watch: Stopwatch) -> dict[str, float]:
+    """`timing_s/learner/*`; all but `total` add up to `total`."""
+    seconds, total_s = watch.seconds(STRETCHES)
+    return {f"timing_s/learner/{name}": value for name, value in {**seconds, "total": total_s}.items()}

@@ -12,6 +12,7 @@ import logging
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,7 @@ from torch import Tensor
 
 from rayapp.config.algorithm_names import BATCH_COUPLED_LOSSES, NEEDS_LOG_PROBS
 from rayapp.config.config import Config
+from rayapp.core.stopwatch import Stopwatch
 from rayapp.core.types import FloatArray, Group, GroupSummary
 from rayapp.learner.algo.advantages import AdvantageInputs
 from rayapp.learner.algo.losses import LossRows, LossScale, entropy_loss, kl_loss, make_actor_config, policy_loss
@@ -35,7 +37,7 @@ from rayapp.learner.batch import (
 from rayapp.learner.batch_coupled_losses import coupled_gradients
 from rayapp.learner.distributed import Ranks
 from rayapp.learner.log_probs import HeadOptions
-from rayapp.learner.metrics import MicroBatchFacts, RowFacts, step_metrics
+from rayapp.learner.metrics import MicroBatchFacts, RowFacts, step_metrics, timing_metrics
 from rayapp.learner.optimizer import clip_gradients, learning_rate, set_learning_rate
 from rayapp.learner.policy import PolicyModel, TokenScores, reduce_gradients, to_device
 from rayapp.learner.step_plan import (
@@ -48,7 +50,6 @@ from rayapp.learner.step_plan import (
     needs_computing,
     row_advantages,
 )
-from rayapp.learner.stopwatch import Stopwatch
 
 log = logging.getLogger(__name__)
 
@@ -113,6 +114,11 @@ class RowScores:
     sum_pi_squared: FloatArray
 
 
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
 class _Step:
     """The state of one step: lives as long as `train_step`."""
 
@@ -127,7 +133,7 @@ class _Step:
         self.learner, self.config, self.number = learner, learner.config, step
         self.algorithm = learner.config.algorithm
         self.summaries, self.positions, self.groups = summaries, positions, groups
-        self.watch = Stopwatch(learner.ranks.device)
+        self.watch = Stopwatch(synchronize=partial(_synchronize, learner.ranks.device))
         self.micro_facts: list[MicroBatchFacts] = []
         self.row_facts: dict[int, RowFacts] = {}
         self.old: dict[int, RowScores] = {}
@@ -147,7 +153,7 @@ class _Step:
             self._optimizer_step(mine, loss_scale(table, chosen, self.config, self.learner.ranks.world_size))
         with self.watch("metrics"):
             metrics = self._metrics(table)
-        return metrics | self.watch.metrics()
+        return metrics | timing_metrics(self.watch)
 
     def _items(self, table: StepTable) -> list[TrainItem]:
         """This rank's trajectories that pull on the policy."""

@@ -1,6 +1,5 @@
 """Tool calls in what the policy wrote. The loop asks a `ToolCallParser`: vLLM's, behind
-`rayapp.engine.vllm_tool_parser`, or `HermesParser`, which reads the hermes form where vLLM is not at hand (tests,
-benchmarks).
+`rayapp.engine.vllm_tool_parser`. Tests without vLLM read the hermes form with `rayapp.testing.hermes`.
 
 A parser never raises for what the policy wrote: a call that can't be read is a `RawCall` with its `problem`.
 """
@@ -8,9 +7,7 @@ A parser never raises for what the policy wrote: a call that can't be read is a 
 from __future__ import annotations
 
 import json
-import re
 from dataclasses import dataclass
-from itertools import islice
 from typing import Protocol
 
 
@@ -62,23 +59,3 @@ def after_thoughts(text: str) -> str:
     """The part of a turn where calls count: after the last `</think>`. One quoted while thinking is not meant."""
     _, end, rest = text.rpartition("</think>")
     return "" if not end and text.lstrip().startswith("<think>") else rest
-
-
-_BLOCK = re.compile(r"<tool_call>(.*?)(?:</tool_call>|(?=<tool_call>)|\Z)", re.DOTALL)
-
-
-class HermesParser:
-    """`<tool_call>{"name": …, "arguments": {…}}</tool_call>`, as Hermes and Qwen models write calls."""
-
-    def parse(self, text: str) -> tuple[RawCall, ...]:
-        return tuple(_read_block(match.group(1)) for match in islice(_BLOCK.finditer(text), MAX_CALLS + 1))
-
-
-def _read_block(block: str) -> RawCall:
-    try:
-        call = json.loads(block)
-        if not isinstance(call, dict) or not isinstance(call.get("name"), str) or "arguments" not in call:
-            return RawCall(problem='a call must be a JSON object with "name" and "arguments"')
-        return RawCall(name=call["name"], arguments=json.dumps(call["arguments"], ensure_ascii=False))
-    except (ValueError, RecursionError) as error:
-        return RawCall(problem=f"not valid JSON: {error}")

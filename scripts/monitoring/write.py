@@ -1,7 +1,7 @@
 """Writes what Prometheus and Grafana read: `python -m scripts.monitoring.write`. A test says when it must run again.
 
-configs/monitoring/ is for a workstation; the Helm chart can only read files below itself, so it gets copies. The table
-of alerts in docs/operate.md comes from here too.
+They are in the Helm chart, which can only read files below itself; configs/monitoring/prometheus.yml names them there.
+The table of alerts in docs/operate.md comes from here too.
 """
 
 from __future__ import annotations
@@ -27,8 +27,6 @@ def files() -> dict[Path, str]:
     chart = CONFIGS / "kuberay" / "chart" / "files"
     return {
         GUIDE: _with_table(GUIDE.read_text()),
-        CONFIGS / "monitoring" / "alerts.yaml": alerts,
-        CONFIGS / "monitoring" / "grafana-dashboard.json": board,
         chart / "alerts.yaml": alerts,
         chart / "grafana-dashboard.json": board,
     }

@@ -15,9 +15,11 @@ import pytest
 import pytest_asyncio
 import yaml
 
+from rayapp.config.sandbox import SandboxConfig
 from rayapp.core.types import Prompt, SandboxSpec
 from rayapp.sandbox.local.provider import LEVELS, LocalProvider
-from rayapp.sandbox.pool.direct import DirectSandboxSource
+from rayapp.sandbox.pool.client import PoolClient
+from rayapp.sandbox.pool.in_process import open_pool
 from rayapp.tasks.coding import CodingTask
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -28,16 +30,13 @@ BANNED = ("sorted", ".sort", "exec")
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module", params=LEVELS)
-async def source(request: pytest.FixtureRequest) -> AsyncIterator[DirectSandboxSource]:
+async def source(request: pytest.FixtureRequest) -> AsyncIterator[PoolClient]:
     """Sandboxes of one level; every program of the module gets its lease from the same few zygotes."""
     provider = LocalProvider(levels=(request.param,), max_slots=1)
-    source = DirectSandboxSource(provider)
-    try:
+    async with open_pool(SandboxConfig(max_leases=1), "test", local=provider) as (source, _):
         async with source.lease(SandboxSpec(), timeout_s=60) as sandbox:
             assert (await sandbox.run_code("pass", timeout_s=10)).isolation == request.param
         yield source
-    finally:
-        await provider.close()
 
 
 def task(*, banned: bool) -> CodingTask:
@@ -64,7 +63,7 @@ def test_there_are_enough_programs_and_each_has_a_name() -> None:
 
 
 @pytest.mark.parametrize("program", PROGRAMS, ids=[program["name"] for program in PROGRAMS])
-async def test_a_completion_gets_the_verdict_it_deserves(program: dict[str, Any], source: DirectSandboxSource) -> None:
+async def test_a_completion_gets_the_verdict_it_deserves(program: dict[str, Any], source: PoolClient) -> None:
     is_banned = program.get("banned", program.get("status") == "banned")
 
     async def score(code: str) -> tuple[str, float, bool]:

@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
+import ray
 
 from actors.setup.gpus import wait_for_gpus
-from rayapp.config.config import Config
+from rayapp.config.config import Config, bundles_of
 from rayapp.core.errors import ConfigError
+from rayapp.driver.cluster import StandIns, open_cluster
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(600)]
 
 
 @pytest.fixture
 def cluster() -> Iterator[Any]:
-    import ray
     from ray.cluster_utils import Cluster
 
     cluster = Cluster(
@@ -38,7 +40,7 @@ def config(wait_s: float) -> Config:
 
 async def test_run_waits_until_the_workers_are_there(cluster: Any) -> None:
     # One server and one learner: two GPUs, of which the head has one.
-    waiting = asyncio.create_task(wait_for_gpus(config(300.0)))
+    waiting = asyncio.create_task(wait_for_gpus(config(300.0), bundles_of(config(300.0))))
     await asyncio.sleep(0)
     assert not waiting.done()
 
@@ -50,9 +52,29 @@ async def test_run_waits_until_the_workers_are_there(cluster: Any) -> None:
 
 async def test_cluster_that_stays_too_small_is_named_with_what_it_lacks(cluster: Any) -> None:
     with pytest.raises(ConfigError, match=r"after 0.5 s .* the Ray cluster has 1 of the 2 GPUs"):
-        await wait_for_gpus(config(0.5))
+        await wait_for_gpus(config(0.5), bundles_of(config(0.5)))
 
 
 async def test_no_wait_is_asked_for_on_cpu_or_by_default(cluster: Any) -> None:
-    await wait_for_gpus(config(0.0))
-    await wait_for_gpus(Config.model_validate({"cluster": {"wait_for_gpus_s": 300.0, "device": "cpu"}}))
+    await wait_for_gpus(config(0.0), bundles_of(config(0.0)))
+    on_cpu = Config.model_validate({"cluster": {"wait_for_gpus_s": 300.0, "device": "cpu"}})
+    await wait_for_gpus(on_cpu, bundles_of(on_cpu))
+
+
+async def test_an_evaluation_does_not_wait_for_the_learners_gpus(
+    cluster: Any, tiny_model: Path, letter_tasks: list[str], tmp_path: Path
+) -> None:
+    # The head has the one GPU of the server, and none for the eight learners that the config would train with.
+    config = Config.model_validate(
+        {
+            "run": {"name": "evaluated", "output_dir": str(tmp_path)},
+            "model": {"path": str(tiny_model)},
+            "tasks": letter_tasks,
+            "cluster": {"address": cluster.address, "wait_for_gpus_s": 5.0},
+            "learner": {"num_learners": 8},
+        }
+    )
+    ray.shutdown()
+
+    async with open_cluster(config, with_learners=False, stand_ins=StandIns()) as opened:
+        assert len(opened.servers) == 1

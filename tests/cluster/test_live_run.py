@@ -258,7 +258,7 @@ OF_FAILURES = re.compile(r"rl_sandbox_(failures|strays)|rl_failed_share{|rl_fail
 def test_every_panel_draws_what_prometheus_scrapes(training: Training, start_prometheus: Any) -> None:
     exprs = [expr for _, panels in ROWS for panel in panels for expr, _, _ in queries(panel)]
     filled = [expr.replace("$run", "jobs").replace("$cluster", ".*") for expr in exprs]
-    rules = yaml.safe_load((ROOT / "configs" / "monitoring" / "alerts.yaml").read_text())
+    rules = yaml.safe_load((ROOT / "configs" / "kuberay" / "chart" / "files" / "alerts.yaml").read_text())
     prometheus = start_prometheus(training.head.metrics_port, rules)
 
     def empty() -> list[str]:
@@ -345,7 +345,7 @@ def test_dashboards_pages_show_the_run_in_a_browser(training: Training, page: An
 def test_prometheus_pages_show_the_runs_graphs_and_alerts_in_a_browser(
     training: Training, page: Any, shoot: Callable[..., None], start_prometheus: Any
 ) -> None:
-    rules = yaml.safe_load((ROOT / "configs" / "monitoring" / "alerts.yaml").read_text())
+    rules = yaml.safe_load((ROOT / "configs" / "kuberay" / "chart" / "files" / "alerts.yaml").read_text())
     prometheus = start_prometheus(training.head.metrics_port, rules)
     several = 'changes(ray_rl_last_step_timestamp_seconds{run="jobs"}[5m]) >= 4'
     prometheus.wait_until(lambda: bool(prometheus.query(several)), lambda: "no steps to draw")

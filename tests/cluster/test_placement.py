@@ -11,7 +11,7 @@ import ray
 from ray.cluster_utils import Cluster as FakeCluster
 
 from actors.calls import answer
-from actors.setup.placement import Placement, bundles_of, group_name
+from actors.setup.placement import Placement, group_name
 from actors.spawn import Seat, role_env
 from rayapp.config.config import Config
 from rayapp.core.errors import ConfigError
@@ -127,16 +127,3 @@ async def test_what_cannot_be_placed_is_refused_with_what_was_asked_and_what_the
     assert "2 node(s): CPU 2, GPU 4; CPU 2, GPU 4" in message
     groups = ray.util.placement_group_table().values()
     assert group_name("wide") not in {group["name"] for group in groups if group["state"] != "REMOVED"}
-
-
-def test_without_gpus_the_same_bundles_hold_cpu_shares_only() -> None:
-    bundles = bundles_of(config("colocated", num_servers=4, tp=2, num_learners=8), on_gpu=False)
-
-    assert [bundle.server for bundle in bundles] == [0, 1, 2, 3, *[None] * 8]
-    assert {tuple(bundle.resources) for bundle in bundles} == {("CPU",)}
-
-
-def test_an_evaluation_places_no_learners() -> None:
-    bundles = bundles_of(config("split", num_servers=2, tp=2, num_learners=4), on_gpu=True, with_learners=False)
-
-    assert [bundle.resources["GPU"] for bundle in bundles] == [2.0, 2.0]

@@ -16,7 +16,7 @@ from rayapp.rollout.agent.loop import AgentLoop
 from rayapp.rollout.agent.outcome import to_trajectory, with_terms
 from rayapp.sandbox.mcp_server.app import serving
 from rayapp.testing.engine import ScriptedEngine
-from rayapp.tools.calls import HermesParser
+from rayapp.testing.hermes import HermesParser
 from rayapp.tools.loading import open_tools
 from rayapp.tools.toolset import ToolSet
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
 import json
 from pathlib import Path
 
 import pytest
+import yaml
 
 from rayapp.cli.main import run
+from rayapp.testing.stubs import e2b_stub
 
 INSERTION_SORT = """
 def sort_numbers(xs):
@@ -85,6 +88,23 @@ def test_standard_input_is_a_file_too(monkeypatch: pytest.MonkeyPatch, capsys: p
     [line] = score(capsys, "sort_numbers", "-")
 
     assert (line["file"], line["reward"]) == ("-", 1.0)
+
+
+async def test_the_configs_provider_runs_what_is_scored(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stub = e2b_stub.E2BStub()
+    (tmp_path / "answer.py").write_text(INSERTION_SORT)
+    monkeypatch.setenv("RAYAPP_TEST_KEY", e2b_stub.API_KEY)
+    async with stub.running() as url:
+        section = {"type": "e2b", "api_url": url, "sandbox_url": url, "api_key_env": "RAYAPP_TEST_KEY"}
+        (tmp_path / "config.yaml").write_text(yaml.safe_dump({"sandbox": {"providers": [section]}}))
+        config = ("--config", str(tmp_path / "config.yaml"))
+        [line] = await asyncio.to_thread(score, capsys, "sort_numbers", str(tmp_path / "answer.py"), *config)
+
+    assert (line["reward"], line["status"]) == (1.0, "scored")
+    assert stub.boxes.num_created >= 1
+    assert not stub.boxes.living
 
 
 @pytest.mark.parametrize(

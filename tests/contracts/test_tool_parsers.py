@@ -17,8 +17,9 @@ from rayapp.cli.doctor import fitness
 from rayapp.config.config import Config
 from rayapp.core.errors import ConfigError
 from rayapp.rollout.agent.chat import ChatFormat
+from rayapp.testing.hermes import HermesParser
 from rayapp.tools.base import ToolSchema
-from rayapp.tools.calls import MAX_CALLS, HermesParser, ToolCallParser
+from rayapp.tools.calls import MAX_CALLS, ToolCallParser
 
 TOOLS = [ToolSchema(name="add", parameters={"type": "object", "properties": {"a": {"type": "number"}}})]
 

@@ -1,4 +1,4 @@
-"""A sandbox pool inside the calling process, for programs without Ray: `rayapp mcp serve` and benchmarks.
+"""A sandbox pool inside the calling process, for programs without Ray: `rayapp score`, `rayapp mcp serve`, benchmarks.
 
 The same `LeasePool` and the same client as in a run; only the actor between them is left out.
 """
@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from rayapp.config.sandbox import SandboxConfig
+from rayapp.core.protocols import SandboxProvider
 from rayapp.core.types import SandboxSpec
 from rayapp.sandbox.leases import Fate, Lease
 from rayapp.sandbox.pool.build import build_pool
@@ -21,18 +22,21 @@ _TEND_EVERY_S = 5.0
 
 
 @asynccontextmanager
-async def open_pool(config: SandboxConfig, name: str) -> AsyncIterator[tuple[PoolClient, LeasePool]]:
+async def open_pool(
+    config: SandboxConfig, name: str, *, local: SandboxProvider | None = None
+) -> AsyncIterator[tuple[PoolClient, LeasePool]]:
     """A pool of this configuration and a way to its sandboxes; everything is ended on the way out.
 
     Args:
-        name: labels remote sandboxes, as a run's name does.
+        name: labels remote sandboxes, as a run's name does. Unique: a pool ends what others of its name left behind.
+        local: makes local sandboxes in place of the configuration's provider, closed with the pool; for tests.
     Raises:
         SandboxConfigError: a provider's package or key is not there.
     """
     pool = build_pool(config, name)
     client = PoolClient(
         PoolHere(pool),
-        local_provider(config),
+        local or local_provider(config),
         remote=remote_providers(config),
         holder=name,
         ttl_s=config.lease_ttl_s,

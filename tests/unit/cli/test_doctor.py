@@ -74,6 +74,24 @@ def test_gpu_config_on_a_machine_with_too_few_shows_the_arithmetic(
     assert "cluster.device=cpu" in found["GPUs"].cure
 
 
+def test_colocated_servers_need_no_gpus_beside_those_of_the_learners(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr("rayapp.cli.doctor.gpu_names", list)
+
+    found = problems(
+        {
+            "cluster": {"device": "gpu", "placement": "colocated"},
+            "server": {"num_servers": 4, "tensor_parallel_size": 2},
+            "learner": {"num_learners": 8},
+            "model": {"path": str(model)},
+        }
+    )
+
+    assert found["GPUs"].detail == "4 servers x TP 2 on those of 8 learners = 8, but this machine has 0"
+
+
 def test_config_that_needs_more_memory_than_there_is_shows_its_parts(model: Path) -> None:
     found = problems({"cluster": {"device": "cpu"}, "server": {"kv_cache_gib": 100_000}, "model": {"path": str(model)}})
 

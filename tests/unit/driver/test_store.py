@@ -17,9 +17,18 @@ def summary(group_id: int, version: int) -> GroupSummary:
     return summary_of([0.0, 0.0], group_id=group_id, min_policy_version=version, max_policy_version=version)
 
 
+def refused(group_id: int) -> GroupSummary:
+    """A group that `store` drops when it is finished."""
+    return summary_of([1.0, 1.0], group_id=group_id, min_policy_version=0, max_policy_version=0)
+
+
 def store(*, groups_per_step: int = 2, max_staleness: int = 0, num_groups: int = 100) -> TrajectoryStore[int]:
     return TrajectoryStore(
-        groups_per_step=groups_per_step, max_staleness=max_staleness, version=0, num_groups=num_groups
+        groups_per_step=groups_per_step,
+        max_staleness=max_staleness,
+        version=0,
+        num_groups=num_groups,
+        refuses=lambda summary, place: bool(summary.rewards.all()),
     )
 
 
@@ -64,17 +73,17 @@ async def test_a_step_waits_for_a_straggler_with_a_lower_id() -> None:
 async def test_a_dropped_group_is_replaced_by_the_next_prompt() -> None:
     s = store(max_staleness=1)
     await s.reserve()
-    await s.drop(0, "test")
+    await s.finish(refused(0), 0)
     assert await s.reserve() == ([4], 0)
-    assert s.dropped_for["test"] == 1
+    assert s.dropped_for["equal_rewards"] == 1
 
 
 async def test_a_synchronous_run_replaces_dropped_groups_together_once_all_of_their_cohort_are_done() -> None:
     s = store(groups_per_step=3)
     await s.reserve()
-    await s.drop(0, "test")
+    await s.finish(refused(0), 0)
     assert await is_blocked(s.reserve())
-    await s.drop(2, "test")
+    await s.finish(refused(2), 2)
     assert await is_blocked(s.reserve())
     await s.finish(summary(1, 0), 1)
     assert await s.reserve() == ([3, 4], 0)
@@ -83,7 +92,7 @@ async def test_a_synchronous_run_replaces_dropped_groups_together_once_all_of_th
 async def test_a_run_resumed_after_a_drop_starts_the_dropped_groups_cohort_again() -> None:
     s = store()
     await s.reserve()
-    await s.drop(0, "test")
+    await s.finish(refused(0), 0)
     assert s.next_untrained_id == 0
     await s.finish(summary(1, 0), 1)
     assert (await s.reserve())[0] == [2]
@@ -152,7 +161,7 @@ def test_under_any_schedule_the_ledger_balances_and_no_group_is_older_than_the_b
                 group_id = sorted(running)[choice % len(running)]
                 sampled_by = running.pop(group_id)
                 if choice % 7 == 0:
-                    await s.drop(group_id, "test")
+                    await s.finish(refused(group_id), group_id)
                 else:
                     await s.finish(summary(group_id, sampled_by), group_id)
             elif s._next_in_order(groups_per_step) is not None:

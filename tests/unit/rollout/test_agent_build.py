@@ -10,7 +10,7 @@ import pytest
 from rayapp.core.errors import ConfigError
 from rayapp.rollout.agent.build import open_agent_loop
 from rayapp.rollout.agent.episode import AgentLimits
-from rayapp.tools.calls import HermesParser
+from rayapp.testing.hermes import HermesParser
 
 LIMITS = AgentLimits(max_response_tokens=100)
 TOOLS = "tools:\n  - class_name: verl.tools.gsm8k_tool.Gsm8kTool\n"

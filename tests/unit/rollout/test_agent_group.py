@@ -30,8 +30,8 @@ from rayapp.runs.trajectories import read_groups, write_trajectories
 from rayapp.tasks.answers import AnswerRewards
 from rayapp.tasks.data.data_row import DataRow
 from rayapp.testing.engine import ScriptedEngine
+from rayapp.testing.hermes import HermesParser
 from rayapp.tools.base import ToolBase, ToolOutput, ToolSchema
-from rayapp.tools.calls import HermesParser
 from rayapp.tools.gsm8k import Gsm8kTool
 from rayapp.tools.toolset import ToolSet
 

@@ -27,8 +27,9 @@ from rayapp.rollout.agent.chat import ChatFormat, load_template
 from rayapp.rollout.agent.episode import AgentLimits, AgentPrompt, Episode, EpisodeEnd
 from rayapp.rollout.agent.loop import AgentLoop
 from rayapp.testing.engine import ScriptedEngine
+from rayapp.testing.hermes import HermesParser
 from rayapp.tools.base import ToolBase, ToolFailedError, ToolOutput, ToolSchema
-from rayapp.tools.calls import HermesParser, RawCall
+from rayapp.tools.calls import RawCall
 from rayapp.tools.toolset import ToolSet
 
 MESSAGES = ({"role": "system", "content": "Be brief."}, {"role": "user", "content": "2 + 2?"})

@@ -19,7 +19,7 @@ import yaml
 from rayapp.runs.tracking.operator_metrics import BY_NAME, METRICS, Sample, of_step, samples
 from scripts.monitoring.alerts import ALERTS, rule_file
 from scripts.monitoring.dashboard import ROWS, dashboard, queries
-from scripts.monitoring.write import files
+from scripts.monitoring.write import CONFIGS, files
 
 STEP = {
     "reward/mean": 0.5,
@@ -135,6 +135,14 @@ def test_engine_load_is_read_off_vllms_statistics() -> None:
 def test_written_files_are_those_of_the_definition() -> None:
     for path, text in files().items():
         assert path.read_text() == text, "run `python -m scripts.monitoring.write`"
+
+
+def test_the_workstations_prometheus_loads_the_charts_alerts() -> None:
+    path = CONFIGS / "monitoring" / "prometheus.yml"
+
+    [rules] = yaml.safe_load(path.read_text())["rule_files"]
+
+    assert (path.parent / rules).resolve() in files()
 
 
 # --- dashboard

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -13,10 +14,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rayapp.config.sandbox import SandboxConfig
 from rayapp.core.errors import ConfigError, InputError, SandboxGoneError
 from rayapp.rollout.agent.cutting import Neutralizer, cut
-from rayapp.sandbox.local.provider import LocalProvider
-from rayapp.sandbox.pool.direct import DirectSandboxSource
+from rayapp.sandbox.pool.in_process import open_pool
 from rayapp.sandbox.providers.fake import FakeProvider
 from rayapp.tools.arguments import ArgumentChecker
 from rayapp.tools.base import ToolBase, ToolContext, ToolFailedError, ToolOutput, ToolSchema
@@ -25,6 +26,7 @@ from rayapp.tools.loading import open_tools
 from rayapp.tools.python import PythonTool
 from rayapp.tools.toolset import ToolSet
 
+MakePython = Callable[..., Awaitable[PythonTool]]
 DICE = '''
 """A tool of a user: one file, one class."""
 
@@ -233,14 +235,16 @@ async def test_a_tools_verdict_that_is_no_number_is_the_tools_crash(verdict: Any
 
 
 @pytest.fixture
-async def local() -> AsyncIterator[LocalProvider]:
-    provider = LocalProvider(max_slots=2)
-    yield provider
-    await provider.close()
+async def python() -> AsyncIterator[MakePython]:
+    """Call it with the tool's config; `provider` makes its sandboxes, the local one unless said otherwise."""
+    config = SandboxConfig(max_leases=2)
+    async with AsyncExitStack() as pools:
 
+        async def tool(provider: FakeProvider | None = None, **options: Any) -> PythonTool:
+            sandboxes, _ = await pools.enter_async_context(open_pool(config, "test", local=provider))
+            return PythonTool(options, None, ToolContext(sandboxes=sandboxes))
 
-def python(provider: Any, **config: Any) -> PythonTool:
-    return PythonTool(config, None, ToolContext(sandboxes=DirectSandboxSource(provider)))
+        yield tool
 
 
 async def say(tool: PythonTool, state: Any, code: str) -> str:
@@ -248,8 +252,8 @@ async def say(tool: PythonTool, state: Any, code: str) -> str:
     return output.text
 
 
-async def test_python_tool_keeps_names_over_the_turns_of_one_trajectory(local: LocalProvider) -> None:
-    tool = python(local)
+async def test_python_tool_keeps_names_over_the_turns_of_one_trajectory(python: MakePython) -> None:
+    tool = await python()
     first, second = await tool.create({}), await tool.create({})
 
     assert await say(tool, first, "x = 'é漢'") == ""
@@ -261,31 +265,31 @@ async def test_python_tool_keeps_names_over_the_turns_of_one_trajectory(local: L
     await tool.release(second)
 
 
-async def test_python_tool_says_that_code_was_stopped(local: LocalProvider) -> None:
-    tool = python(local, timeout=0.5)
+async def test_python_tool_says_that_code_was_stopped(python: MakePython) -> None:
+    tool = await python(timeout=0.5)
     state = await tool.create({})
 
     text = await say(tool, state, "print('a', flush=True)\nwhile True: pass")
 
-    assert text.startswith("a\n[the code was stopped: timeout, after 0.")
+    assert text.startswith("a\n[the code was stopped: timeout, after ")
     assert text.endswith("all names are lost]")
     assert await say(tool, state, "print('b')") == "b"
     await tool.release(state)
 
 
-async def test_python_tool_without_state_gives_its_sandbox_back_after_each_call() -> None:
+async def test_python_tool_without_state_gives_its_sandbox_back_after_each_call(python: MakePython) -> None:
     provider = FakeProvider(respond=lambda code: code.upper())
-    tool = python(provider, stateful=False)
+    tool = await python(provider, stateful=False)
     state = await tool.create({})
 
     assert [await say(tool, state, "a"), await say(tool, state, "b")] == ["A", "B"]
     assert (len(provider.created), len(provider.living)) == (2, 0)
 
 
-async def test_python_tool_tries_another_sandbox_while_there_is_nothing_to_lose() -> None:
+async def test_python_tool_tries_another_sandbox_while_there_is_nothing_to_lose(python: MakePython) -> None:
     provider = FakeProvider(respond=lambda code: "fine")
     provider.fail_next("run_code", SandboxGoneError("it died"))
-    tool = python(provider)
+    tool = await python(provider)
     state = await tool.create({})
 
     assert await say(tool, state, "x = 1") == "fine"

@@ -1,4 +1,4 @@
-"""Leases straight from a provider: waiting at the quota, and nothing left behind."""
+"""A pool in this process: leases wait for one another, and nothing is left behind."""
 
 from __future__ import annotations
 
@@ -8,12 +8,14 @@ from collections.abc import AsyncIterator
 import pytest
 
 from rayapp.config.sandbox import SandboxConfig
-from rayapp.core.errors import SandboxConfigError, SandboxDeadlineError
+from rayapp.core.errors import SandboxConfigError, SandboxUnavailableError
 from rayapp.core.types import SandboxSpec
 from rayapp.sandbox.local.provider import LocalProvider
-from rayapp.sandbox.pool.direct import DirectSandboxSource, open_direct
+from rayapp.sandbox.pool.client import PoolClient
+from rayapp.sandbox.pool.in_process import open_pool
 
 SPEC = SandboxSpec()
+ONE_SANDBOX = SandboxConfig.model_validate({"providers": [{"type": "local", "max_sandboxes": 1}]})
 
 
 @pytest.fixture
@@ -23,12 +25,17 @@ async def provider() -> AsyncIterator[LocalProvider]:
     await made.close()
 
 
+@pytest.fixture
+async def source(provider: LocalProvider) -> AsyncIterator[PoolClient]:
+    async with open_pool(ONE_SANDBOX, "test", local=provider) as (client, _):
+        yield client
+
+
 async def living(provider: LocalProvider) -> list[str]:
     return [sandbox_id async for sandbox_id in provider.list({})]
 
 
-async def test_a_sandbox_lives_as_long_as_its_lease(provider: LocalProvider) -> None:
-    source = DirectSandboxSource(provider)
+async def test_a_sandbox_lives_as_long_as_its_lease(provider: LocalProvider, source: PoolClient) -> None:
     async with source.lease(SPEC, timeout_s=30) as sandbox:
         assert await sandbox.alive()
         assert await living(provider) == [sandbox.id]
@@ -36,8 +43,7 @@ async def test_a_sandbox_lives_as_long_as_its_lease(provider: LocalProvider) -> 
     assert await living(provider) == []
 
 
-async def test_leases_beyond_the_quota_wait_for_one_to_end(provider: LocalProvider) -> None:
-    source = DirectSandboxSource(provider)
+async def test_leases_beyond_the_quota_wait_for_one_to_end(source: PoolClient) -> None:
 
     async def call(number: int) -> object:
         async with source.lease(SPEC, timeout_s=30) as sandbox:
@@ -47,18 +53,18 @@ async def test_leases_beyond_the_quota_wait_for_one_to_end(provider: LocalProvid
     assert await asyncio.gather(*map(call, range(20))) == list(range(1, 21))
 
 
-async def test_a_lease_that_can_not_be_had_in_time_says_so(provider: LocalProvider) -> None:
-    source = DirectSandboxSource(provider)
+async def test_a_lease_that_can_not_be_had_in_time_says_so(source: PoolClient) -> None:
     async with source.lease(SPEC, timeout_s=30):
-        with pytest.raises(SandboxDeadlineError, match="no sandbox was free within"):
+        with pytest.raises(SandboxUnavailableError, match="no sandbox was free within"):
             async with source.lease(SPEC, timeout_s=0.05):
                 pass
     async with source.lease(SPEC, timeout_s=30) as sandbox:
         assert await sandbox.alive()
 
 
-async def test_an_error_or_a_cancellation_in_the_block_gives_the_sandbox_back(provider: LocalProvider) -> None:
-    source = DirectSandboxSource(provider)
+async def test_an_error_or_a_cancellation_in_the_block_gives_the_sandbox_back(
+    provider: LocalProvider, source: PoolClient
+) -> None:
     with pytest.raises(ZeroDivisionError):
         async with source.lease(SPEC, timeout_s=30):
             raise ZeroDivisionError
@@ -79,14 +85,14 @@ async def test_an_error_or_a_cancellation_in_the_block_gives_the_sandbox_back(pr
         assert (await sandbox.run_code("print(1)", timeout_s=10)).stdout == "1\n"
 
 
-async def test_a_configuration_error_is_not_waited_on(provider: LocalProvider) -> None:
+async def test_a_configuration_error_is_not_waited_on(source: PoolClient) -> None:
     with pytest.raises(SandboxConfigError, match="template"):
-        async with DirectSandboxSource(provider).lease(SandboxSpec(template="x"), timeout_s=30):
+        async with source.lease(SandboxSpec(template="x"), timeout_s=30):
             pass
 
 
-async def test_open_direct_ends_everything_on_the_way_out() -> None:
-    async with open_direct(SandboxConfig()) as source, source.lease(SPEC, timeout_s=30) as sandbox:
+async def test_everything_is_ended_on_the_way_out() -> None:
+    async with open_pool(SandboxConfig(), "test") as (source, _), source.lease(SPEC, timeout_s=30) as sandbox:
         result = await sandbox.run_code("print(2)", timeout_s=10)
     assert result.stdout == "2\n"
     assert not await sandbox.alive()
