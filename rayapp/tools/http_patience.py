@@ -10,6 +10,8 @@ from collections.abc import Awaitable, Callable
 
 import httpx2
 
+from rayapp.sandbox.providers.errors import retry_after_s
+
 _BUSY = (429, 503)
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 30.0
 
@@ -38,7 +40,7 @@ class PatientTransport(httpx2.AsyncBaseTransport):
         left_s, pause_s = self._max_wait_s, _FIRST_PAUSE_S
         while True:
             response = await self._inner.handle_async_request(request)
-            wait_s = _retry_after_s(response, pause_s)
+            wait_s = _pause_s(response, pause_s)
             if response.status_code not in _BUSY or wait_s > left_s:
                 return response
             await response.aclose()
@@ -50,9 +52,6 @@ class PatientTransport(httpx2.AsyncBaseTransport):
         await self._inner.aclose()
 
 
-def _retry_after_s(response: httpx2.Response, default_s: float) -> float:
-    try:
-        asked_s = float(response.headers.get("retry-after", default_s))
-    except ValueError:  # a date, which servers of this kind don't send
-        return default_s
-    return min(max(asked_s, 0.05), _LONGEST_PAUSE_S) if asked_s == asked_s else default_s
+def _pause_s(response: httpx2.Response, default_s: float) -> float:
+    asked_s = retry_after_s(response.headers.get("retry-after"))
+    return default_s if asked_s is None else min(max(asked_s, 0.05), _LONGEST_PAUSE_S)

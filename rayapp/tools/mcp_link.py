@@ -1,7 +1,6 @@
-"""One session with an MCP server over streamable HTTP, opened again when it is lost. Used by `mcp_tool.py` only.
+"""A session with an MCP server that is opened again when it is lost. Used by `mcp_tool.py` only.
 
-The SDK's client must be entered and left by the same task, while calls come from many: so a task of its own holds each
-session, and calls go through it, side by side. Callers that find the session lost share one attempt to open another.
+Calls go through it side by side. Callers that find the session lost share one attempt to open another.
 """
 
 from __future__ import annotations
@@ -12,18 +11,13 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-import httpx2
-from mcp import Client, MCPError
-from mcp.client.streamable_http import streamable_http_client
-
 from rayapp.core.errors import ConfigError, ToolUnavailableError, first_error
+from rayapp.sandbox.providers.mcp_session import McpSession, RpcError
 from rayapp.tools.http_patience import PatientTransport
 
 log = logging.getLogger(__name__)
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 5.0
-_CONNECT_TIMEOUT_S = 30.0
-_LOST = ("connection", "session", "terminated", "closed", "cancelled")
-_MAX_EVENT_BYTES = 16 << 20
+_CONNECT_TIMEOUT_S, _PING_TIMEOUT_S = 30.0, 5.0
 
 
 class McpLink:
@@ -53,8 +47,8 @@ class McpLink:
         self._url = url
         self._headers = dict(headers)
         self._reconnect_timeout_s = reconnect_timeout_s
-        self._session: _Session | None = None
-        self._opening: asyncio.Task[_Session] | None = None
+        self._session: McpSession | None = None
+        self._opening: asyncio.Task[McpSession] | None = None
         self._is_closed = False
         self.num_reconnects = 0
 
@@ -97,14 +91,14 @@ class McpLink:
                 return answer
             except TimeoutError:
                 self._has_state = self._keeps_state
-                if not await session.ping():
+                if not await session.ping(timeout_s=_PING_TIMEOUT_S):
                     self._drop(session)
                     raise ToolUnavailableError(f"{self.where} does not answer any more") from None
                 raise
-            except RpcError:
-                self._has_state = self._keeps_state
-                raise
             except Exception as error:  # boundary: as above; what is not an answer is a lost session
+                if isinstance(error, RpcError) and not error.is_lost:
+                    self._has_state = self._keeps_state
+                    raise
                 self._drop(session)
                 if attempt:
                     raise ToolUnavailableError(f"{self.where} is lost: {_describe(error)}") from error
@@ -120,12 +114,12 @@ class McpLink:
             await self._session.close()
             self._session = None
 
-    def _drop(self, session: _Session) -> None:
+    def _drop(self, session: McpSession) -> None:
         session.end()
         if self._session is session:
             self._session = None
 
-    async def _open_session(self) -> _Session:
+    async def _open_session(self) -> McpSession:
         if self._is_closed:
             raise ToolUnavailableError(f"{self.where}: this link is closed")
         if self._session is not None and self._session.is_open:
@@ -137,7 +131,7 @@ class McpLink:
         # Shielded: others wait for the same attempt.
         return await asyncio.shield(self._opening)
 
-    async def _reopen(self) -> _Session:
+    async def _reopen(self) -> McpSession:
         ends_at = time.monotonic() + self._reconnect_timeout_s
         pause_s = _FIRST_PAUSE_S
         while True:
@@ -155,121 +149,16 @@ class McpLink:
                 log.warning("%s: connected anew", self.where)
                 return self._session
 
-    async def _connect(self) -> _Session:
-        session = _Session(self._url, self._headers)
-        await session.open()
-        return session
-
-
-class RpcError(Exception):
-    """The server answered a call with an error of the protocol."""
-
-    def __init__(self, code: int, message: str) -> None:
-        super().__init__(message)
-        self.code = code
-
-    def __reduce__(self) -> tuple[type[RpcError], tuple[int, str]]:
-        return type(self), (self.code, str(self))
-
-
-class _Session:
-    """One session, held by a task of its own."""
-
-    def __init__(self, url: str, headers: Mapping[str, str]) -> None:
-        self._url = url
-        self._headers = dict(headers)
-        self._client: Any = None
-        self._status = 0
-        self._is_over = asyncio.Event()
-        self._holder: asyncio.Task[None] | None = None
-
-    @property
-    def is_open(self) -> bool:
-        return self._client is not None and not self._is_over.is_set()
-
-    async def open(self) -> None:
-        ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._holder = asyncio.create_task(self._hold(ready), name=f"MCP session {self._url}")
+    async def _connect(self) -> McpSession:
+        session = McpSession(self._url, self._headers, wrap=PatientTransport)
         try:
-            async with asyncio.timeout(_CONNECT_TIMEOUT_S):
-                await ready
-        except BaseException:
-            await self.close()
-            raise
-
-    async def _hold(self, ready: asyncio.Future[None]) -> None:
-        limits = httpx2.Limits(max_connections=None, max_keepalive_connections=20)
-        timeout = httpx2.Timeout(30.0, read=None, pool=None)
-        hooks: Any = {"response": [self._note_status]}
-        patient = PatientTransport(httpx2.AsyncHTTPTransport(limits=limits))
-        http = httpx2.AsyncClient(headers=self._headers, timeout=timeout, transport=patient, event_hooks=hooks)
-        try:
-            transport = streamable_http_client(self._url, http_client=http, max_sse_event_size=_MAX_EVENT_BYTES)
-            # `legacy`: the servers in question keep sessions; the newer protocol's probe has none.
-            async with http, Client(transport, mode="legacy") as client:
-                self._client = client
-                ready.set_result(None)
-                await self._is_over.wait()
-        except Exception as error:  # boundary: the SDK raises groups of many things; told to whoever waits
-            if not ready.done():
+            await session.open(timeout_s=_CONNECT_TIMEOUT_S)
+        except Exception as error:  # boundary: as above
+            if session.status >= 400:
                 # The SDK says of a refused key only that there was an error.
-                refused = ConnectionError(f"it answered with HTTP {self._status}") if self._status >= 400 else None
-                ready.set_exception(refused or first_error(error))
-            else:
-                log.warning("the session with %s ended: %s", self._url, _describe(error))
-        finally:
-            self._client = None
-            if not ready.done():
-                ready.cancel()
-
-    async def _note_status(self, response: Any) -> None:
-        self._status = int(response.status_code)
-
-    async def list_tools(self) -> list[Any]:
-        found: list[Any] = []
-        cursor = None
-        while True:
-            page = await self._client.list_tools(cursor=cursor)
-            found.extend(page.tools)
-            cursor = page.next_cursor
-            if not cursor:
-                return found
-
-    async def call(self, tool: str, arguments: Mapping[str, Any], *, timeout_s: float) -> Any:
-        client = self._client
-        if client is None:
-            raise ConnectionError("the session is over")
-        try:
-            async with asyncio.timeout(timeout_s + 1.0):
-                return await client.call_tool(tool, dict(arguments), read_timeout_seconds=timeout_s)
-        except MCPError as error:
-            text = str(error.message)
-            if "timed out" in text.lower():
-                raise TimeoutError(text) from None
-            if any(word in text.lower() for word in _LOST):
-                raise
-            raise RpcError(error.code, text) from error
-
-    async def ping(self) -> bool:
-        if self._client is None:
-            return False
-        try:
-            async with asyncio.timeout(5.0):
-                await self._client.send_ping()
-        except Exception:  # boundary: no answer is the answer
-            return False
-        return True
-
-    def end(self) -> None:
-        """Let the holder leave; it does so by itself."""
-        self._is_over.set()
-
-    async def close(self) -> None:
-        self.end()
-        if self._holder is not None:
-            await asyncio.wait({self._holder}, timeout=5.0)
-            self._holder.cancel()
-            await asyncio.wait({self._holder}, timeout=1.0)
+                raise ConnectionError(f"it answered with HTTP {session.status}") from error
+            raise
+        return session
 
 
 def _describe(error: BaseException) -> str:

@@ -14,9 +14,10 @@ from typing import Any
 from rayapp.core.errors import ToolUnavailableError
 from rayapp.core.types import ExecOutcome, ExecRecord
 from rayapp.sandbox.pool.bucket import TokenBucket
+from rayapp.sandbox.providers.mcp_session import RpcError
 from rayapp.tools.base import ToolFailedError, ToolOutput, ToolSchema
 from rayapp.tools.config import McpToolConfig
-from rayapp.tools.mcp_link import McpLink, RpcError
+from rayapp.tools.mcp_link import McpLink
 
 _INFRASTRUCTURE = (-32001, -32002, -32003)
 """Codes of sandbox servers: key refused, no sandbox, the sandbox failed."""
@@ -90,7 +91,8 @@ class McpTool:
     def _explained(self, error: RpcError, link: McpLink) -> Exception:
         if error.code in _INFRASTRUCTURE:
             return ToolUnavailableError(f"{link.where}: {self.schema.name}: {error} (code {error.code})")
-        return ToolFailedError(str(error), "timeout" if error.code == _CODE_TIMEOUT else "failed")
+        is_late = error.code == _CODE_TIMEOUT or "timed out" in str(error).lower()
+        return ToolFailedError(str(error), "timeout" if is_late else "failed")
 
 
 def answer_text(answer: Any) -> str:

@@ -11,7 +11,8 @@ import pytest
 from rayapp.config.sandbox import McpConfig
 from rayapp.core.errors import SandboxConfigError, SandboxDeadlineError, SandboxError, SandboxGoneError
 from rayapp.core.types import ExecOutcome, SandboxSpec
-from rayapp.sandbox.providers.mcp import McpProvider
+from rayapp.sandbox.providers.mcp import McpChannel, McpProvider
+from rayapp.sandbox.providers.mcp_session import McpSession
 from rayapp.testing.stubs.faults import Faults
 from rayapp.testing.stubs.mcp_stub import API_KEY, McpStub
 
@@ -80,6 +81,27 @@ async def test_a_call_without_an_answer_ends_at_our_own_deadline() -> None:
         with pytest.raises(SandboxDeadlineError):
             await sandbox.read_file("a", timeout_s=0.5)
         assert time.monotonic() - started < 5
+
+
+async def test_a_call_that_the_server_leaves_unanswered_is_no_wrong_key() -> None:
+    """-32001 is the SDK's code for no answer in time, and the servers' for a key that they refuse."""
+    stub = McpStub(Faults(hang_s=1.0))
+    stub.faults.next("run_command", "hang")
+    async with stub.running() as url:
+        session = McpSession(url, {"E2B-API-KEY": API_KEY})
+        await session.open(timeout_s=10)
+        channel = McpChannel("mcp-1", session, McpConfig(url=url), SPEC, time.monotonic() + 300, lambda _: None)
+        with pytest.raises(SandboxDeadlineError):
+            await channel.run_python("print(1)", timeout_s=0.2, max_chars=100)
+        await channel.kill(timeout_s=5)
+
+
+async def test_what_code_prints_up_to_its_limit_comes_back_whole() -> None:
+    """The SDK ends answers of over a mebibyte unless it is told the size of ours."""
+    async with opened() as (provider, _):
+        sandbox = await provider.create(SPEC, labels={}, ttl_s=300, timeout_s=10)
+        result = await sandbox.run_code("print('x' * 1_500_000)", timeout_s=20, max_output_bytes=2_000_000)
+        assert (result.outcome, len(result.stdout)) == (ExecOutcome.OK, 1_500_001)
 
 
 async def test_a_server_that_is_not_there_and_one_that_speaks_no_mcp_are_named() -> None:

@@ -26,7 +26,7 @@ from rayapp.core.errors import (
 from rayapp.core.protocols import SandboxProvider
 from rayapp.core.types import ExecOutcome, SandboxSpec
 from rayapp.sandbox.local.provider import LocalProvider
-from rayapp.sandbox.providers.retry_after import MAX_WAIT_S, retry_after_s
+from rayapp.sandbox.providers.errors import MAX_WAIT_S, retry_after_s
 from rayapp.sandbox.providers.table import remote_provider, remote_providers
 from rayapp.sandbox.verdict.program import read_report
 from rayapp.testing.stubs import daytona_stub, e2b_stub, mcp_stub

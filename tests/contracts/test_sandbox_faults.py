@@ -45,7 +45,7 @@ def e2b(dialect: Literal["e2b", "kruise"], **options: Any) -> tuple[StubServer, 
 
 def daytona(**options: Any) -> tuple[StubServer, Callable[[str], RemoteProvider]]:
     from rayapp.sandbox.providers.daytona import DaytonaProvider
-    from rayapp.sandbox.providers.daytona_sdk import sdk
+    from rayapp.sandbox.providers.daytona_channel import sdk
     from rayapp.testing.stubs.daytona_stub import API_KEY, DaytonaStub
 
     sdk()  # imported now, as `providers/table.py` does: on a busy machine it takes seconds of the first deadline

@@ -12,14 +12,19 @@ from typing import Any
 from rayapp.core.errors import SandboxDeadlineError, SandboxError, SandboxGoneError
 from rayapp.core.types import CallReport, ExecResult, SandboxSpec
 from rayapp.sandbox.local.levels.limits import MIB, Limits
-from rayapp.sandbox.local.results import call_report, refusal, script_result, session_result
-from rayapp.sandbox.local.slot import Answer, Slot
+from rayapp.sandbox.local.slot import Slot
 from rayapp.sandbox.verdict.codec import encode_inputs, off_the_loop
+from rayapp.sandbox.verdict.results import (
+    Answer,
+    call_report,
+    code_problem,
+    failed_calls,
+    failure,
+    script_result,
+    session_result,
+)
 
 _CALLS_OUTPUT_BYTES = 65536
-MAX_CODE_CHARS = 1 << 20
-"""Longer code is refused unread: nobody writes a megabyte to sort a list, and compiling it takes the memory of
-others."""
 
 
 class LocalSandbox:
@@ -56,23 +61,23 @@ class LocalSandbox:
         self, code: str, *, timeout_s: float, stdin: str = "", stateful: bool = False, max_output_bytes: int = 65536
     ) -> ExecResult:
         """See the protocol. A stateful run that is stopped takes the names of its session with it."""
-        if (problem := _problem(code)) is not None:
-            return refusal(problem, self.isolation).exec
+        if (problem := code_problem(code)) is not None:
+            return failure(problem, self.isolation)
         answer = await self._run(
             "script", (code,), timeout_s, max_output_bytes, home=True, session=stateful, stdin=stdin
         )
         read = session_result if stateful else script_result
-        return await off_the_loop(len(answer.results), lambda: read(answer, self.isolation))
+        return await off_the_loop(len(answer.frames), lambda: read(answer, self.isolation))
 
     async def call_function(
         self, code: str, function: str, inputs: Sequence[Sequence[object]], *, timeout_s: float
     ) -> CallReport:
         """See the protocol. Files of the sandbox are not visible: nothing but its inputs reaches the function."""
         packed = encode_inputs(inputs)
-        if (problem := _problem(code)) is not None:
-            return refusal(problem, self.isolation, len(inputs))
+        if (problem := code_problem(code)) is not None:
+            return failed_calls(failure(problem, self.isolation), len(inputs))
         answer = await self._run("calls", (code, function, packed), timeout_s, _CALLS_OUTPUT_BYTES)
-        return await off_the_loop(len(answer.results), lambda: call_report(answer, self.isolation, len(inputs)))
+        return await off_the_loop(len(answer.frames), lambda: call_report(answer, self.isolation, len(inputs)))
 
     async def run_command(
         self, argv: Sequence[str], *, timeout_s: float, stdin: str = "", max_output_bytes: int = 65536
@@ -181,11 +186,3 @@ class LocalSandbox:
     def _check_alive(self) -> None:
         if self._is_ended or not self._slot.is_alive:
             raise SandboxGoneError(f"sandbox {self._id} has ended; lease another one")
-
-
-def _problem(code: str) -> str | None:
-    if type(code) is not str:
-        raise TypeError(f"code has to be text, not {type(code).__name__}")
-    if len(code) > MAX_CODE_CHARS:
-        return f"ValueError: the code has {len(code)} characters; at most {MAX_CODE_CHARS} are run"
-    return None

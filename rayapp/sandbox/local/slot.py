@@ -14,13 +14,14 @@ import socket
 import subprocess
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
 from rayapp.core.errors import SandboxDeadlineError, SandboxGoneError, SandboxProtocolError
+from rayapp.core.types import StopCause
 from rayapp.sandbox.local import wire
 from rayapp.sandbox.local.levels.limits import Limits, longest_s
 from rayapp.sandbox.verdict.harness import HASH_SEED
+from rayapp.sandbox.verdict.results import Answer
 
 GRACE_S = 5.0
 """The zygote enforces the deadline of a job; past this much more it is not answering and is killed."""
@@ -39,22 +40,6 @@ Packet = tuple[dict[str, object], list[int]]
 
 class BootError(Exception):
     """The zygote could not enter its level; the text names the step."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Answer:
-    """What one execution left behind."""
-
-    exit_code: int
-    """Negative is the signal that ended it."""
-    stopped: str | None
-    stdout: bytes
-    stderr: bytes
-    results: bytes
-    """What came through the result pipe; `wire.split_frames` reads it."""
-    duration_s: float
-    problem: str = ""
-    """Why candidate code could not begin; empty when it did."""
 
 
 class Slot:
@@ -292,15 +277,16 @@ def _read_answer(reply: Mapping[str, object], bodies: list[int], number: int) ->
         assert isinstance(sizes, list)
         assert isinstance(starts, list)
         parts = zip(sizes, starts, strict=True)
-        out, err, results = (os.pread(bodies[0], size, start) if size else b"" for size, start in parts)
+        out, err, frames = (os.pread(bodies[0], size, start) if size else b"" for size, start in parts)
     finally:
         _close_all(bodies)
     return Answer(
         exit_code=int(str(reply["exit_code"])),
-        stopped=None if stopped is None else str(stopped),
+        stopped=None if stopped is None else StopCause(str(stopped)),
         stdout=out,
         stderr=err,
-        results=results,
+        frames=frames,
+        split=wire.split_frames,
         duration_s=float(str(reply["duration_s"])),
         problem=str(reply["problem"]),
     )

@@ -16,9 +16,7 @@ from rayapp.config.sandbox import DaytonaConfig
 from rayapp.core.errors import SandboxError, SandboxGoneError
 from rayapp.core.types import SandboxSpec
 from rayapp.sandbox.leases import Connection
-from rayapp.sandbox.providers.daytona_channel import DaytonaChannel
-from rayapp.sandbox.providers.daytona_errors import daytona_error
-from rayapp.sandbox.providers.daytona_sdk import sdk
+from rayapp.sandbox.providers.daytona_channel import DaytonaChannel, daytona_error, sdk
 from rayapp.sandbox.providers.service import ServiceProvider
 
 _CALL_TIMEOUT_S = 15.0

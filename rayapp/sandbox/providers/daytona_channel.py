@@ -1,24 +1,39 @@
 """The data plane of Daytona: one sandbox through the SDK. Called by `RemoteSandbox`, in the worker's process.
 
+Here is also what both planes need: the SDK, published under two names with the same code, and its errors as ours.
+
 Programs run as shell commands; stateful code in the interpreter context that every sandbox has. The SDK ends some calls
 as if they had succeeded when the connection is lost, so nothing here is believed for not having raised.
 """
 
 from __future__ import annotations
 
+import importlib
 import math
 import uuid
+import warnings
 from collections.abc import Coroutine
+from functools import cache
+from importlib.util import find_spec
+from types import ModuleType
 from typing import Any, Protocol, TypeVar
 
-from rayapp.core.errors import SandboxDeadlineError, SandboxError, SandboxGoneError, SandboxProtocolError
+from rayapp.core.errors import (
+    SandboxConfigError,
+    SandboxDeadlineError,
+    SandboxError,
+    SandboxGoneError,
+    SandboxProtocolError,
+)
 from rayapp.core.types import ExecResult
-from rayapp.sandbox.providers.daytona_errors import daytona_error, status_of
+from rayapp.sandbox.providers.errors import DAYTONA, error_of, retry_after_s
 from rayapp.sandbox.providers.session import Sink, run_session
 from rayapp.sandbox.verdict.program import shell_command, shell_command_of_file
 
 T = TypeVar("T")
 _MAX_INLINE_CHARS = 90_000
+_NAMES = ("daytona", "daytona_sdk")
+_CREATE = "create"
 
 
 class Service(Protocol):
@@ -110,4 +125,50 @@ class DaytonaChannel:
         # It lives, so what went wrong is this call: an answer that fits no question, or none in time.
         if isinstance(mapped, SandboxDeadlineError):
             return mapped
-        return SandboxProtocolError(f"sandbox {self._id}: status {status_of(error)}: {mapped}")
+        return SandboxProtocolError(f"sandbox {self._id}: status {_status_of(error)}: {mapped}")
+
+
+@cache
+def sdk() -> ModuleType:
+    """The SDK's module.
+
+    Raises:
+        SandboxConfigError: it is not installed.
+    """
+    for name in _NAMES:
+        if find_spec(name) is not None:
+            with warnings.catch_warnings():
+                # The older name warns that it is older; which one is installed is not the user's choice here.
+                warnings.simplefilter("ignore", DeprecationWarning)
+                return importlib.import_module(name)
+    raise SandboxConfigError("the package daytona-sdk is not installed: pip install daytona-sdk")
+
+
+def daytona_error(error: Exception, what: str) -> SandboxError:
+    """The error for what the SDK raised.
+
+    Most calls raise DaytonaError and its subclasses; some let the generated clients' ApiException through, which has a
+    status and no common root with them. So the status decides, and the type only where there is none.
+
+    Args:
+        what: the call, for the message, e.g. `create`.
+    """
+    text = f"daytona {what}: {type(error).__name__}: {error}"[:600]
+    status = _status_of(error)
+    if status in (404, 410) and what != _CREATE:
+        return SandboxGoneError(text)
+    is_timeout = "Timeout" in type(error).__name__ or isinstance(error, TimeoutError)
+    is_late = is_timeout if status is None else status in (408, 504)
+    return error_of(error, text, DAYTONA, status=status, is_late=is_late, wait_s=_wait_s(error))
+
+
+def _status_of(error: Exception) -> int | None:
+    """HTTP status of an error of the SDK or of its generated clients."""
+    status = getattr(error, "status_code", None) or getattr(error, "status", None)
+    return status if type(status) is int else None
+
+
+def _wait_s(error: Exception) -> float | None:
+    headers = getattr(error, "headers", None) or {}
+    waits = [str(value) for name, value in dict(headers).items() if str(name).lower().startswith("retry-after")]
+    return max((seconds for wait in waits if (seconds := retry_after_s(wait)) is not None), default=None)

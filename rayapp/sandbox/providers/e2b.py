@@ -20,11 +20,11 @@ from e2b.connection_config import ConnectionConfig
 from e2b_code_interpreter import AsyncSandbox
 
 from rayapp.config.sandbox import E2BConfig
-from rayapp.core.errors import SandboxGoneError, SandboxUnavailableError
+from rayapp.core.errors import SandboxConfigError, SandboxError, SandboxGoneError, SandboxUnavailableError
 from rayapp.core.types import SandboxSpec
 from rayapp.sandbox.leases import Connection
 from rayapp.sandbox.providers.e2b_channel import E2BChannel, Lifecycle
-from rayapp.sandbox.providers.e2b_errors import control_error
+from rayapp.sandbox.providers.errors import E2B, error_of
 from rayapp.sandbox.providers.kruise import KruiseService
 from rayapp.sandbox.providers.service import ServiceProvider
 
@@ -142,3 +142,22 @@ class SdkService:
 
     async def close(self) -> None:
         """The SDK's connections are the process's; there is nothing of this object's own to close."""
+
+
+def control_error(error: Exception, what: str) -> SandboxError:
+    """The error for what the SDK raised in a call to the control plane.
+
+    The SDK has several roots: SandboxException, AuthenticationException and ServiceBusyException beside it, and raw
+    errors of its transports.
+
+    Args:
+        what: the call, for the message, e.g. `create`.
+    """
+    text = f"e2b {what}: {type(error).__name__}: {error}"[:600]
+    if isinstance(error, e2b.AuthenticationException):
+        return SandboxConfigError(f"{text}. Check the key in the variable that sandbox.providers[].api_key_env names")
+    if isinstance(error, e2b.SandboxNotFoundException):
+        return SandboxGoneError(text)
+    status = 429 if isinstance(error, e2b.RateLimitException) else getattr(error, "status_code", None)
+    is_late = isinstance(error, e2b.TimeoutException | TimeoutError)
+    return error_of(error, text, E2B, status=status, is_late=is_late)

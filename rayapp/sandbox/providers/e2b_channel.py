@@ -25,7 +25,6 @@ from rayapp.core.errors import (
 )
 from rayapp.core.types import ExecResult
 from rayapp.sandbox.leases import Connection
-from rayapp.sandbox.providers.e2b_errors import is_surely_gone
 from rayapp.sandbox.providers.session import Sink, run_session
 from rayapp.sandbox.verdict.program import shell_command, shell_command_of_file
 
@@ -150,10 +149,12 @@ class E2BChannel:
 
     async def _translated(self, error: Exception, what: str) -> SandboxError:
         text = f"sandbox {self._id}: {what}: {type(error).__name__}: {error}"[:600]
-        if is_surely_gone(error):
+        says_gone = isinstance(error, e2b.SandboxNotRunningException | e2b.SandboxNotFoundException)
+        if says_gone or "sandbox was not found" in str(error).lower():
             return SandboxGoneError(text)
         if isinstance(error, e2b.RateLimitException):
             return SandboxRateLimitError(text)
+        # A TimeoutException may be a slow answer or a dead sandbox: only asking tells.
         try:
             async with asyncio.timeout(_PROBE_TIMEOUT_S):
                 is_running = await self._lifecycle.is_running(self._id)

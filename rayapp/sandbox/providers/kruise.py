@@ -21,8 +21,7 @@ from rayapp.core.errors import SandboxDeadlineError, SandboxGoneError, SandboxPr
 from rayapp.core.types import SandboxSpec
 from rayapp.sandbox.leases import Connection
 from rayapp.sandbox.providers.e2b_channel import E2BChannel, Lifecycle
-from rayapp.sandbox.providers.e2b_errors import of_status
-from rayapp.sandbox.providers.retry_after import retry_after_s
+from rayapp.sandbox.providers.errors import E2B, error_of_status, retry_after_s
 
 _PAGE = 100
 _CALL_TIMEOUT_S = 15.0
@@ -145,7 +144,8 @@ class KruiseService:
         text = f"{what}: {answer.status_code}: {answer.text[:300]}"
         if answer.status_code == 403:
             text += " (quota)"  # the manager's answer when a quota is met
-        raise of_status(answer.status_code, text, retry_after_s(answer.headers.get("retry-after")))
+        wait_s = retry_after_s(answer.headers.get("retry-after"))
+        raise error_of_status(answer.status_code, text, E2B, wait_s=wait_s)
 
 
 def _ids(answer: httpx.Response) -> list[str]:

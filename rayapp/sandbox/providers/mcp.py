@@ -15,16 +15,27 @@ import shlex
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Mapping
+from typing import Any
 
 from rayapp.config.sandbox import McpConfig
-from rayapp.core.errors import SandboxConfigError, SandboxError, SandboxGoneError, SandboxProtocolError
+from rayapp.core.errors import (
+    SandboxConfigError,
+    SandboxDeadlineError,
+    SandboxError,
+    SandboxGoneError,
+    SandboxProtocolError,
+    SandboxUnavailableError,
+    first_error,
+)
 from rayapp.core.types import ExecResult, SandboxSpec
 from rayapp.sandbox.leases import Connection
-from rayapp.sandbox.providers.mcp_session import McpSession
+from rayapp.sandbox.providers.mcp_session import McpSession, RpcError
 from rayapp.sandbox.providers.remote import RemoteSandbox
 from rayapp.sandbox.providers.session import Sink, run_session
 from rayapp.sandbox.verdict.program import ADDED, KEPT, shell_command, shell_command_of_file
 
+_AUTH, _CREATE, _TIMEOUT = -32001, -32002, -32005
+"""Codes of OpenKruise's server, besides JSON-RPC's own."""
 _CHUNK_BYTES = 48_000
 _MAX_INLINE_CHARS = 90_000
 _NO_LASTING = "provider mcp with tool: once has no sandbox that lasts; use tool: session"
@@ -43,8 +54,7 @@ class McpProvider:
     async def create(
         self, spec: SandboxSpec, *, labels: Mapping[str, str], ttl_s: float, timeout_s: float
     ) -> RemoteSandbox:
-        session = McpSession(self._config.url, self._headers(spec, ttl_s))
-        await session.open(timeout_s=timeout_s)
+        session = await _opened(McpSession(self._config.url, self._headers(spec, ttl_s)), self._config.url, timeout_s)
         sandbox_id = f"mcp-{uuid.uuid4().hex}"
         channel = McpChannel(sandbox_id, session, self._config, spec, time.monotonic() + ttl_s, self._ended)
         self._living[sandbox_id] = (channel, dict(labels))
@@ -123,7 +133,7 @@ class McpChannel:
 
     async def _command(self, command: str, timeout_s: float) -> str:
         # The watcher sets the spec's environment itself, so the one argument that every server knows is enough.
-        answer = await self._session.call("run_command", {"cmd": command}, timeout_s=timeout_s)
+        answer = await self._call("run_command", {"cmd": command}, timeout_s=timeout_s)
         return _text(answer, "stdout", "run_command")
 
     async def _run_once(self, program: str, timeout_s: float) -> str:
@@ -136,7 +146,7 @@ class McpChannel:
             "for line in ran.stdout.splitlines():\n    print(line, flush=True)\n"
         )
         arguments = {"code": code, "language": "python"}
-        return _logs(await self._session.call("run_code_once", arguments, timeout_s=timeout_s), "stdout")
+        return _logs(await self._call("run_code_once", arguments, timeout_s=timeout_s), "stdout")
 
     async def run_session(self, code: str, *, timeout_s: float, max_output_bytes: int) -> ExecResult:
         self._needs_session()
@@ -144,7 +154,7 @@ class McpChannel:
         async def run(text: str, out: Sink, err: Sink) -> str:
             await self._set_env(timeout_s)
             arguments = {"code": text, "language": "python"}
-            answer = await self._session.call("run_code", arguments, timeout_s=timeout_s + 60.0)
+            answer = await self._call("run_code", arguments, timeout_s=timeout_s + 60.0)
             out(_logs(answer, "stdout"))
             err(_logs(answer, "stderr"))
             failed = answer.get("error")
@@ -186,11 +196,28 @@ class McpChannel:
         await self._session.close(timeout_s=timeout_s / 2)
         self._on_end(self._id)
 
+    async def _call(self, tool: str, arguments: Mapping[str, object], *, timeout_s: float) -> dict[str, Any]:
+        """The structured answer of a tool.
+
+        Raises:
+            SandboxError: it did not answer, or answered that it could not.
+        """
+        try:
+            answer = await self._session.call(tool, arguments, timeout_s=timeout_s)
+        except Exception as error:  # boundary: the SDK and its transport; all mapped
+            raise _call_error(first_error(error), tool) from error
+        said = " ".join(str(getattr(part, "text", "")) for part in answer.content)
+        if answer.is_error:
+            raise _tool_error(said, tool)
+        if not isinstance(answer.structured_content, dict):
+            raise SandboxProtocolError(f"mcp {tool}: no structured answer but {said[:200]!r}")
+        return answer.structured_content
+
     async def _set_env(self, timeout_s: float) -> None:
         """The tool takes no environment: the session's interpreter gets it before the first code."""
         if self._env and not self._is_env_set:
             code = f"__import__('os').environ.update({self._env!r})"
-            await self._session.call("run_code", {"code": code, "language": "python"}, timeout_s=timeout_s)
+            await self._call("run_code", {"code": code, "language": "python"}, timeout_s=timeout_s)
             self._is_env_set = True
 
     def _needs_session(self) -> None:
@@ -211,3 +238,48 @@ def _logs(answer: Mapping[str, object], stream: str) -> str:
     if not isinstance(parts, list):
         raise SandboxProtocolError(f"mcp: there are no logs of {stream} in {str(answer)[:200]}")
     return "".join(str(part) for part in parts)
+
+
+async def _opened(session: McpSession, url: str, timeout_s: float) -> McpSession:
+    """The session, once it is open.
+
+    Raises:
+        SandboxConfigError: the server refuses the key.
+        SandboxDeadlineError: it did not answer in time.
+        SandboxUnavailableError: it can't be reached, or speaks no MCP.
+    """
+    try:
+        await session.open(timeout_s=timeout_s)
+    except TimeoutError:
+        raise SandboxDeadlineError(f"mcp: {url} did not answer within {timeout_s:g} s") from None
+    except Exception as error:  # boundary: as above
+        text = f"mcp: {url}: status {session.status}: {type(error).__name__}: {error}"[:600]
+        if session.status in (401, 403) or getattr(error, "code", None) == _AUTH:
+            cure = "Check the key: sandbox.providers[].api_key_env and api_key_header"
+            raise SandboxConfigError(f"{text}. {cure}") from error
+        raise SandboxUnavailableError(text) from error
+    return session
+
+
+def _call_error(error: BaseException, tool: str) -> SandboxError:
+    text = f"mcp {tool}: {type(error).__name__}: {error}"[:600]
+    code = error.code if isinstance(error, RpcError) else None
+    if code == _AUTH:
+        return SandboxConfigError(text)
+    if code == _CREATE:
+        return SandboxUnavailableError(text)
+    if code == _TIMEOUT or isinstance(error, TimeoutError) or "timed out" in text.lower():
+        return SandboxDeadlineError(text)
+    is_lost = not isinstance(error, RpcError) or error.is_lost or "not found" in text.lower()
+    return SandboxGoneError(text) if is_lost else SandboxProtocolError(text)
+
+
+def _tool_error(text: str, tool: str) -> SandboxError:
+    """The error behind a tool's word that it failed. The server reports failed sandboxes and failed code alike, but
+    code that fails is in our own report: what is left is the sandbox."""
+    said = f"mcp {tool}: {text}"[:600]
+    if "unknown tool" in text.lower():
+        return SandboxConfigError(f"{said}. The server needs the tools run_code, run_code_once and run_command")
+    if "template" in text.lower():
+        return SandboxConfigError(f"{said}. Check sandbox.providers[].template and the task's")
+    return SandboxGoneError(said) if "not found" in text.lower() else SandboxProtocolError(said)

@@ -21,7 +21,6 @@ from rayapp.sandbox.verdict.codec import encode_inputs, off_the_loop
 from rayapp.sandbox.verdict.watcher import MAX_FRAME_BYTES
 
 T = TypeVar("T")
-MAX_CODE_CHARS = 1 << 20
 _CALLS_OUTPUT_BYTES = 65536
 
 
@@ -76,7 +75,7 @@ class RemoteSandbox:
     async def run_code(
         self, code: str, *, timeout_s: float, stdin: str = "", stateful: bool = False, max_output_bytes: int = 65536
     ) -> ExecResult:
-        if (problem := _problem(code)) is not None:
+        if (problem := results.code_problem(code)) is not None:
             return results.failure(problem, self._provider)
         if stateful:
             if stdin:
@@ -89,7 +88,7 @@ class RemoteSandbox:
         self, code: str, function: str, inputs: Sequence[Sequence[object]], *, timeout_s: float
     ) -> CallReport:
         packed = encode_inputs(inputs)
-        if (problem := _problem(code)) is not None:
+        if (problem := results.code_problem(code)) is not None:
             return results.failed_calls(results.failure(problem, self._provider), len(inputs))
         job = {"kind": "calls", "code": code, "function": function, "inputs": packed, "stdin": ""}
         report = await self._report(job, timeout_s, _CALLS_OUTPUT_BYTES)
@@ -140,7 +139,7 @@ class RemoteSandbox:
 
     async def _report(
         self, job: Mapping[str, object], timeout_s: float, max_output_bytes: int
-    ) -> remote_program.Report | ExecResult:
+    ) -> results.Answer | ExecResult:
         nonce = remote_program.new_nonce()
         full = {
             **job,
@@ -178,11 +177,3 @@ class RemoteSandbox:
             raise SandboxDeadlineError(
                 f"sandbox {self.id}: provider {self._provider} did not answer within {timeout_s:g} s"
             ) from None
-
-
-def _problem(code: str) -> str | None:
-    if type(code) is not str:
-        raise TypeError(f"code has to be text, not {type(code).__name__}")
-    if len(code) > MAX_CODE_CHARS:
-        return f"ValueError: the code has {len(code)} characters; at most {MAX_CODE_CHARS} are run"
-    return None

@@ -69,7 +69,7 @@ def remote_provider(section: ProviderConfig) -> RemoteProvider:
 
             return E2BProvider(section, api_key=read_key(section.api_key_env, section.type))
         case DaytonaConfig():
-            from rayapp.sandbox.providers.daytona_sdk import sdk
+            from rayapp.sandbox.providers.daytona_channel import sdk
 
             sdk()
             from rayapp.sandbox.providers.daytona import DaytonaProvider

@@ -11,14 +11,16 @@ import base64
 import json
 import secrets
 import shlex
+import signal
 import zlib
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
 from rayapp.core.errors import SandboxProtocolError
+from rayapp.core.types import StopCause
 from rayapp.sandbox.verdict import harness, watcher
+from rayapp.sandbox.verdict.results import Answer
 from rayapp.sandbox.verdict.watcher import MAX_FRAME_BYTES
 
 _SOURCE = """import sys
@@ -40,20 +42,6 @@ _ENV = " ".join((*(f'${{{name}:+{name}="${name}"}}' for name in KEPT), *(f"{name
 _SPARE_CHARS = 1 << 16
 _MAX_DURATION_S = 86_400.0
 Job = Mapping[str, object]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Report:
-    """What the watcher says. Claims, made next to hostile code."""
-
-    status: int
-    stopped: str
-    """timeout, output, or empty."""
-    duration_s: float
-    stdout: bytes
-    stderr: bytes
-    frames: bytes
-    """One per line."""
 
 
 def shell_command(program: str) -> str:
@@ -111,7 +99,7 @@ def find_report(stdout: str, nonce: str) -> dict[str, object] | None:
     return found
 
 
-def read_report(found: dict[str, object], *, max_output_bytes: int) -> Report:
+def read_report(found: dict[str, object], *, max_output_bytes: int) -> Answer:
     """Check every field of a report.
 
     Raises:
@@ -120,9 +108,10 @@ def read_report(found: dict[str, object], *, max_output_bytes: int) -> Report:
     status, stopped = found.get("status"), found.get("stopped")
     if type(status) is not int or stopped not in ("", "timeout", "output"):
         raise SandboxProtocolError(f"the sandbox's report makes no sense: {str(found)[:200]}")
-    return Report(
-        status=max(-64, min(255, status)),
-        stopped=str(stopped),
+    return Answer(
+        # Code that was stopped was killed, whatever it was about to end with.
+        exit_code=-signal.SIGKILL if stopped else max(-64, min(255, status)),
+        stopped=StopCause(str(stopped)) if stopped else None,
         duration_s=_duration_s(found.get("duration_s")),
         stdout=read_bytes(found, "stdout", max_output_bytes),
         stderr=read_bytes(found, "stderr", max_output_bytes),

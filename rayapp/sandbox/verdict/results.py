@@ -1,32 +1,96 @@
-"""From what a remote sandbox reports to the results that callers see. Pure; called by `remote.py`."""
+"""From what an execution left behind to the results that callers see. Pure; called outside the sandbox."""
 
 from __future__ import annotations
 
+import io
 import signal
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 
+from rayapp.core.errors import SandboxDeadlineError, SandboxGoneError
 from rayapp.core.types import CallReport, CallResult, ExecOutcome, ExecResult, StopCause
-from rayapp.sandbox.verdict.codec import Frames, call_results, decode_frames, max_frames
-from rayapp.sandbox.verdict.program import Report
+from rayapp.sandbox.verdict.codec import Frames, call_results, decode_frames
 
 NO_REPORT = "the code ended the process that watched it"
+MAX_CODE_CHARS = 1 << 20
+"""Longer code is refused unread: nobody writes a megabyte to sort a list, and compiling it takes the memory of
+others."""
 
 
-def script_result(report: Report, provider: str) -> ExecResult:
-    """Of code run as a script, or of a command."""
-    seen = _frames(report, 0)
-    return _result(report, provider, error=seen.script_error, is_complete=True)
+def split_lines(raw: bytes) -> Iterator[bytes]:
+    """Frames that were written one per line. Lazy: there may be millions, of which a few are read."""
+    return (line.rstrip(b"\n") for line in io.BytesIO(raw))
 
 
-def call_report(report: Report, provider: str, num_calls: int) -> CallReport:
-    """Of a function called on several inputs; always one result per input."""
-    seen = _frames(report, num_calls)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """What one execution left behind. Claims, where it was written next to hostile code."""
+
+    exit_code: int
+    """Negative is the signal that ended it."""
+    stopped: StopCause | None
+    stdout: bytes
+    stderr: bytes
+    frames: bytes
+    """What the harness (or a candidate in its name) reported, as it came."""
+    split: Callable[[bytes], Iterator[bytes]] = split_lines
+    """From `frames` to single ones."""
+    duration_s: float
+    problem: str = ""
+    """Why candidate code could not begin; empty when it did."""
+
+
+def code_problem(code: str) -> str | None:
+    """Why code is not run at all, as an error of its own; None if it may run.
+
+    Raises:
+        TypeError: it is no text, which is the caller's fault.
+    """
+    if type(code) is not str:
+        raise TypeError(f"code has to be text, not {type(code).__name__}")
+    if len(code) > MAX_CODE_CHARS:
+        return f"ValueError: the code has {len(code)} characters; at most {MAX_CODE_CHARS} are run"
+    return None
+
+
+def script_result(answer: Answer, isolation: str) -> ExecResult:
+    """Result of code run as a script, or of a command.
+
+    Raises:
+        SandboxGoneError: it never got as far as candidate code.
+    """
+    seen = _frames(answer, 0)
+    return _result(answer, isolation, error=seen.script_error, is_complete=True)
+
+
+def session_result(answer: Answer, isolation: str) -> ExecResult:
+    """Result of code run in a session, whose process goes on: how it ended is what its frames claim, and only its own
+    grade.
+
+    Raises:
+        SandboxGoneError: the session never got as far as candidate code.
+    """
+    seen = _frames(answer, 0)
+    result = _result(answer, isolation, error=seen.script_error, is_complete=seen.exit_status is not None)
+    if result.exit_code != 0 or not seen.exit_status:
+        return result
+    return replace(result, outcome=ExecOutcome.CODE_FAILED, exit_code=seen.exit_status, error=seen.script_error)
+
+
+def call_report(answer: Answer, isolation: str, num_calls: int) -> CallReport:
+    """Result of a function called on several inputs; always one per input.
+
+    Raises:
+        SandboxGoneError: it never got as far as candidate code.
+    """
+    seen = _frames(answer, num_calls)
     error = seen.definition_error if not seen.is_defined else ""
-    result = _result(report, provider, error=error, is_complete=seen.is_defined and seen.is_done)
+    result = _result(answer, isolation, error=error, is_complete=seen.is_defined and seen.is_done)
     return CallReport(exec=result, calls=call_results(seen, num_calls, _why_missing(result)))
 
 
-def failure(error: str, provider: str, *, exit_code: int = 1, stopped_for: StopCause | None = None) -> ExecResult:
-    """Of code that has no more to show than this."""
+def failure(error: str, isolation: str, *, exit_code: int = 1, stopped_for: StopCause | None = None) -> ExecResult:
+    """Result of code that has no more to show than this."""
     return ExecResult(
         outcome=ExecOutcome.CODE_STOPPED if stopped_for is not None else ExecOutcome.CODE_FAILED,
         exit_code=exit_code,
@@ -35,7 +99,7 @@ def failure(error: str, provider: str, *, exit_code: int = 1, stopped_for: StopC
         duration_s=0.0,
         stopped_for=stopped_for,
         error="" if stopped_for is not None else error,
-        isolation=provider,
+        isolation=isolation,
     )
 
 
@@ -44,33 +108,40 @@ def failed_calls(result: ExecResult, num_calls: int) -> CallReport:
     return CallReport(exec=result, calls=(CallResult(ok=False, error=_why_missing(result)),) * num_calls)
 
 
-def _frames(report: Report, num_calls: int) -> Frames:
-    # Not all lines there are: two million of them would take longer to split than the code took to write.
-    return decode_frames(report.frames.split(b"\n", max_frames(num_calls)), num_calls)
+def _frames(answer: Answer, num_calls: int) -> Frames:
+    if answer.problem and answer.stopped is StopCause.TIMEOUT:
+        raise SandboxDeadlineError(
+            f"the sandbox was not ready {answer.duration_s:.2f} s after the start: the node is overloaded, or "
+            "timeout_s is too small"
+        )
+    if answer.problem and answer.stopped is not StopCause.KILLED:
+        raise SandboxGoneError(f"the sandbox could not be set up for this execution: {answer.problem}")
+    return decode_frames(answer.split(answer.frames), num_calls)
 
 
-def _result(report: Report, provider: str, *, error: str, is_complete: bool) -> ExecResult:
-    stopped = StopCause(report.stopped) if report.stopped else None
-    ended = ExecOutcome.OK if report.status == 0 and is_complete else ExecOutcome.CODE_FAILED
+def _result(answer: Answer, isolation: str, *, error: str, is_complete: bool) -> ExecResult:
+    exit_code = answer.exit_code
+    stopped = answer.stopped or (StopCause.CPU if exit_code == -signal.SIGXCPU else None)
+    ended = ExecOutcome.OK if exit_code == 0 and is_complete else ExecOutcome.CODE_FAILED
     outcome = ended if stopped is None else ExecOutcome.CODE_STOPPED
     return ExecResult(
         outcome=outcome,
-        exit_code=report.status if stopped is None else -signal.SIGKILL,
-        stdout=report.stdout.decode(errors="replace"),
-        stderr=report.stderr.decode(errors="replace"),
-        duration_s=report.duration_s,
+        exit_code=exit_code,
+        stdout=answer.stdout.decode(errors="replace"),
+        stderr=answer.stderr.decode(errors="replace"),
+        duration_s=answer.duration_s,
         truncated=stopped is StopCause.OUTPUT,
         stopped_for=stopped,
-        error=error or (_ending(report.status) if outcome is ExecOutcome.CODE_FAILED else ""),
-        isolation=provider,
+        error=error or (_ending(exit_code) if outcome is ExecOutcome.CODE_FAILED else ""),
+        isolation=isolation,
     )
 
 
-def _ending(status: int) -> str:
-    if status >= 0:
-        return f"ended with exit status {status} before it was through"
+def _ending(exit_code: int) -> str:
+    if exit_code >= 0:
+        return f"ended with exit status {exit_code} before it was through"
     names = {int(number): number.name for number in signal.Signals}
-    return f"ended by {names.get(-status, 'a signal')}"
+    return f"ended by {names.get(-exit_code, 'a signal')}"
 
 
 def _why_missing(result: ExecResult) -> str:

@@ -1,0 +1,90 @@
+"""What a service's HTTP status means, as errors of ours: one table for all services. Called by their modules; pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rayapp.core.errors import (
+    SandboxConfigError,
+    SandboxDeadlineError,
+    SandboxError,
+    SandboxProtocolError,
+    SandboxQuotaError,
+    SandboxRateLimitError,
+    SandboxUnavailableError,
+)
+
+_HOPELESS = (400, 401, 402, 403, 404, 405, 422)
+_NONSENSE = (ValueError, TypeError, KeyError, AttributeError)
+"""What an SDK raises when an answer is not what it expects. Its own errors are none of these."""
+MAX_WAIT_S = 600.0
+"""A service that asks for more is asked again after this: a nonsense header must not stop a run for days."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wording:
+    """How one service says that a quota is met, and what to check when it refuses for good."""
+
+    quota_words: tuple[str, ...]
+    quota_statuses: tuple[int, ...]
+    to_check: str
+
+
+E2B = Wording(
+    quota_words=("concurrent", "maximum number", "quota"),
+    quota_statuses=(403, 429),
+    to_check="the template, the key and the endpoint",
+)
+DAYTONA = Wording(
+    quota_words=("quota", "limit exceeded", "limit reached", "maximum", "exceeds", "insufficient"),
+    quota_statuses=(400, 402, 403),
+    to_check="the snapshot, the key and the endpoint",
+)
+
+
+def error_of(
+    error: Exception,
+    text: str,
+    wording: Wording,
+    *,
+    status: int | None,
+    is_late: bool,
+    wait_s: float | None = None,
+) -> SandboxError:
+    """The error for what an SDK raised.
+
+    Args:
+        text: of the message.
+        status: HTTP status of the answer; None where there was none, or none is known.
+        is_late: there was no answer in time.
+        wait_s: how long the service asks to wait.
+    """
+    if is_late:
+        return SandboxDeadlineError(text)
+    if status is None:
+        return SandboxProtocolError(text) if isinstance(error, _NONSENSE) else SandboxUnavailableError(text)
+    return error_of_status(status, text, wording, wait_s=wait_s)
+
+
+def error_of_status(status: int, text: str, wording: Wording, *, wait_s: float | None = None) -> SandboxError:
+    """The error for an HTTP status of the control plane; see `error_of`."""
+    if status in wording.quota_statuses and any(word in text.lower() for word in wording.quota_words):
+        return SandboxQuotaError(text)
+    if status == 429:
+        return SandboxRateLimitError(text, wait_s)
+    if status in _HOPELESS:
+        return SandboxConfigError(f"{text}. Check {wording.to_check}: trying again can't help")
+    return SandboxUnavailableError(text) if status == 409 or status >= 500 else SandboxProtocolError(text)
+
+
+def retry_after_s(text: str | None) -> float | None:
+    """Seconds that a Retry-After header asks to wait; None where it says nothing usable.
+
+    The header's other form, a date, is not used: it would be read against this machine's clock, which may be off.
+    """
+    try:
+        seconds = float(text or "")
+    except ValueError:
+        return None
+    # Comparisons with NaN are false, so NaN ends here as well.
+    return min(seconds, MAX_WAIT_S) if seconds >= 0 else None
