@@ -352,7 +352,7 @@ def test_nothing_is_installed_when_a_pod_starts() -> None:
 
 
 def test_mistakes_of_the_first_manifests_are_not_made_again() -> None:
-    # Those of docs/operate.md that no other test of this file is about.
+    # Those of docs/decisions.md that no other test of this file is about.
     for name in CONFIGS:
         for document in documents(dict(example(name))):
             assert not list(nulls(document)), "an empty `annotations:` is null, which the API server refuses"

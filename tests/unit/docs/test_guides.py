@@ -88,3 +88,17 @@ def test_names_of_losses_and_estimators_in_the_guides_are_verls() -> None:
 def test_every_link_of_a_guide_leads_to_a_file(guide: str) -> None:
     for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", (DOCS / guide).read_text()):
         assert (DOCS / target).exists(), target
+
+
+@pytest.mark.parametrize("guide", sorted(path.name for path in DOCS.glob("*.md")))
+def test_every_path_of_the_code_that_a_guide_names_is_there(guide: str) -> None:
+    folders = "rayapp|actors|tests|configs|benchmarks|scripts|runtime_env"
+    named = re.findall(rf"`((?:{folders})/[a-z_0-9./*]*)`", (DOCS / guide).read_text())
+    assert [path for path in named if not list(ROOT.glob(path.rstrip("/")))] == []
+
+
+@pytest.mark.parametrize("guide", sorted(path.name for path in DOCS.glob("*.md")))
+def test_every_link_into_a_guide_leads_to_a_heading(guide: str) -> None:
+    for target, anchor in re.findall(r"\]\(([^)#:]*)#([^)]+)\)", (DOCS / guide).read_text()):
+        headings = re.findall(r"^#+ (.*)$", (DOCS / (target or guide)).read_text(), re.MULTILINE)
+        assert anchor in {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
