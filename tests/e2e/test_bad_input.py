@@ -29,7 +29,7 @@ def refused(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pyt
 
     Should it try to start an actor, the test fails.
     """
-    monkeypatch.setattr("rayapp.cluster.spawn_pool", lambda config: pytest.fail("actors are being started"))
+    monkeypatch.setattr("rayapp.driver.cluster.spawn_pool", lambda config: pytest.fail("actors are being started"))
 
     def train(model: Path, tasks: list[str], *overrides: str) -> str:
         code = main.run(["train", str(write_config(tmp_path, model, tasks)), *overrides])
