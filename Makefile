@@ -1,6 +1,7 @@
 # make train   create .venv, fetch the model, train CONFIG          make test    run the tests
 # make bench   measure, and compare with the last records           make lint    ruff and mypy
 # make venv    only the environment                                 make format  let ruff rewrite the code
+# make test-fast   tests/unit without those marked slow: a minute, to run after every change
 # make test JOBS=1 ARGS="-x tests/unit"   one after the other, and only these
 # make test ARGS="-m long"                those that take half an hour more
 # make bench BENCH=grpo_step ARGS="--rounds 2"   one of docs/results.md, with arguments of its own
@@ -11,8 +12,8 @@ DEVICE ?= cpu
 INSTALLER ?= auto
 ARGS ?=
 BENCH ?=
-# Files of tests that run side by side: most of their time is waiting, for deadlines and for processes that start.
-JOBS ?= 2
+# Files of tests that run side by side, one more than this machine has cores: much of their time is waiting.
+JOBS ?= 3
 BIN := .venv/bin
 # Our files are UTF-8 whatever the locale of who calls make.
 export PYTHONUTF8 := 1
@@ -22,7 +23,7 @@ export PYTHONUTF8 := 1
 SUITABLE := import sys, venv, ensurepip; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 13))
 PYTHON ?= $(shell for p in python3 python3.12 python3.11; do "$$p" -c '$(SUITABLE)' 2>/dev/null && echo "$$p" && break; done)
 
-.PHONY: train test bench lint format venv
+.PHONY: train test test-fast bench lint format venv
 
 venv:
 	@test -n "$(PYTHON)" || { echo "Python 3.11 or 3.12 with venv is needed (Debian: apt-get install python3 python3-venv), or set PYTHON=/path/to/python"; exit 2; }
@@ -34,6 +35,9 @@ train: venv
 
 test: venv
 	@$(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder --durations 25 --durations-min 5 $(ARGS)
+
+test-fast: venv
+	@$(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder -q -m "not slow and not long" tests/unit $(ARGS)
 
 bench: venv
 	@$(BIN)/rayapp model fetch smollm2-135m

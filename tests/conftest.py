@@ -27,8 +27,38 @@ for name in ("FORCE_COLOR", "CLICOLOR_FORCE", "PY_COLORS", "GITHUB_ACTIONS", "TT
     os.environ.pop(name, None)
 
 
-LONGEST_FIRST = ("e2e", "cluster", "browser", "contracts", "adversarial", "unit")
-"""Folders in the order of their files' time: what is last is short, and no process ends minutes after the others."""
+LONGEST_FIRST = (
+    "e2e/test_resume.py",
+    "cluster/test_recovery.py",
+    "cluster/test_jobs.py",
+    "vllm",
+    "e2e/test_attached.py",
+    "e2e/test_tools.py",
+    "e2e",
+    "cluster",
+    "browser",
+    "adversarial/test_attacks.py",
+    "unit/test_mirror.py",
+    "unit/test_token_budget.py",
+    "unit/test_sandbox_local.py",
+    "contracts",
+    "adversarial",
+    "unit",
+)
+"""Groups, files and folders in the order of their time: what is last is short, and no process ends minutes after the
+others."""
+
+TOGETHER = {
+    f"cluster/{name}.py": "vllm"
+    for name in (
+        "test_tensor_parallel",
+        "test_engine_in_flight",
+        "test_weight_group",
+        "test_vllm_adapter",
+        "test_vllm_server",
+    )
+}
+"""Files that one process runs one after the other: importing vLLM takes longer than starting an engine."""
 
 
 def pytest_configure() -> None:
@@ -42,15 +72,28 @@ def pytest_configure() -> None:
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
 
 
+@pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    items.sort(key=lambda item: LONGEST_FIRST.index(folder) if (folder := _folder(item)) in LONGEST_FIRST else -1)
+    items.sort(key=_place)
     for item in items:
+        item.add_marker(pytest.mark.xdist_group(_group(item)))
         if item.get_closest_marker("gpu") and not _has_gpu():
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
 
 
-def _folder(item: pytest.Item) -> str:
-    return item.path.relative_to(Path(__file__).parent).parts[0]
+def _place(item: pytest.Item) -> int:
+    """Of its group, else its file, else its folder in LONGEST_FIRST; what is not there comes first."""
+    names = (_group(item), _file(item), _file(item).partition("/")[0])
+    return next((LONGEST_FIRST.index(name) for name in names if name in LONGEST_FIRST), -1)
+
+
+def _group(item: pytest.Item) -> str:
+    """Of tests that one process runs: a file, or several that share something."""
+    return TOGETHER.get(_file(item), _file(item))
+
+
+def _file(item: pytest.Item) -> str:
+    return item.path.relative_to(Path(__file__).parent).as_posix()
 
 
 def _has_gpu() -> bool:

@@ -25,7 +25,8 @@ class StandIns:
     """Servers without vLLM and learners without a model: see `actors.stand_ins`."""
 
     completion_s: float = 0.0
-    step_s: float = 0.0
+    step_s: float | None = 0.0
+    """None: the learners are the real ones."""
 
 
 class Started:
@@ -48,7 +49,7 @@ class Started:
 
     def learner(self, name: str, *args: object, seat: Seat) -> Any:
         """Spawn a learner, or what stands for one."""
-        if self._stand_ins is None:
+        if self._stand_ins is None or self._stand_ins.step_s is None:
             return spawn("learner", name, *args, seat=seat)
         return spawn("instant-learner", name, *args, self._stand_ins.step_s, seat=seat)
 

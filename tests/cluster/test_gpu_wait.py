@@ -18,8 +18,9 @@ from rayapp.driver.cluster import StandIns, open_cluster
 pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(600)]
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def cluster() -> Iterator[Any]:
+    """A head with one GPU. A later test adds a node."""
     from ray.cluster_utils import Cluster
 
     cluster = Cluster(
@@ -38,6 +39,17 @@ def config(wait_s: float) -> Config:
     return Config.model_validate({"cluster": {"wait_for_gpus_s": wait_s}, "learner": {"num_learners": 1}})
 
 
+async def test_cluster_that_stays_too_small_is_named_with_what_it_lacks(cluster: Any) -> None:
+    with pytest.raises(ConfigError, match=r"after 0.5 s .* the Ray cluster has 1 of the 2 GPUs"):
+        await wait_for_gpus(config(0.5), bundles_of(config(0.5)))
+
+
+async def test_no_wait_is_asked_for_on_cpu_or_by_default(cluster: Any) -> None:
+    await wait_for_gpus(config(0.0), bundles_of(config(0.0)))
+    on_cpu = Config.model_validate({"cluster": {"wait_for_gpus_s": 300.0, "device": "cpu"}})
+    await wait_for_gpus(on_cpu, bundles_of(on_cpu))
+
+
 async def test_run_waits_until_the_workers_are_there(cluster: Any) -> None:
     # One server and one learner: two GPUs, of which the head has one.
     waiting = asyncio.create_task(wait_for_gpus(config(300.0), bundles_of(config(300.0))))
@@ -50,21 +62,10 @@ async def test_run_waits_until_the_workers_are_there(cluster: Any) -> None:
     await waiting
 
 
-async def test_cluster_that_stays_too_small_is_named_with_what_it_lacks(cluster: Any) -> None:
-    with pytest.raises(ConfigError, match=r"after 0.5 s .* the Ray cluster has 1 of the 2 GPUs"):
-        await wait_for_gpus(config(0.5), bundles_of(config(0.5)))
-
-
-async def test_no_wait_is_asked_for_on_cpu_or_by_default(cluster: Any) -> None:
-    await wait_for_gpus(config(0.0), bundles_of(config(0.0)))
-    on_cpu = Config.model_validate({"cluster": {"wait_for_gpus_s": 300.0, "device": "cpu"}})
-    await wait_for_gpus(on_cpu, bundles_of(on_cpu))
-
-
 async def test_an_evaluation_does_not_wait_for_the_learners_gpus(
     cluster: Any, tiny_model: Path, letter_tasks: list[str], tmp_path: Path
 ) -> None:
-    # The head has the one GPU of the server, and none for the eight learners that the config would train with.
+    # The cluster has the one GPU of the server, and none for the eight learners that the config would train with.
     config = Config.model_validate(
         {
             "run": {"name": "evaluated", "output_dir": str(tmp_path)},

@@ -32,6 +32,10 @@ def head(request: pytest.FixtureRequest, start_head: Any) -> Iterator[Any]:
         yield started
 
 
+with_token = pytest.mark.parametrize("head", ["token"], indirect=True)
+"""Of what a job does once it is there, which asks for the token at each of its calls; without one nothing is added."""
+
+
 def test_plain_ray_job_submit_runs_the_main_program(head: Any) -> None:
     done = head.run(
         str(RAY), "job", "submit", "--address", head.address, "--working-dir", ".", "--runtime-env",
@@ -42,6 +46,7 @@ def test_plain_ray_job_submit_runs_the_main_program(head: Any) -> None:
     assert "models/smollm2-135m" in done.stdout
 
 
+@with_token
 def test_rendered_rayjob_runs_as_its_sidecar_would_run_it(head: Any, tmp_path: Path) -> None:
     # The entrypoint and runtimeEnvYAML of the manifest, with the config where the pod would have it, and a command
     # that stops before it needs GPUs: an unknown model is refused first.
@@ -90,6 +95,7 @@ def test_wrong_token_and_a_wrong_port_are_named(head: Any, tmp_path: Path) -> No
     assert nowhere.stderr.startswith("error: no Ray dashboard answers at http://127.0.0.1:1 ")
 
 
+@with_token
 def test_job_that_can_not_start_fails_with_its_own_message(head: Any, tmp_path: Path) -> None:
     done = head.rayapp(
         "submit", "configs/coding_cpu.yaml", f"run.output_dir={tmp_path}", "model.path=/not/there", "--follow"
@@ -107,6 +113,7 @@ def test_job_that_can_not_start_fails_with_its_own_message(head: Any, tmp_path: 
     assert state.stdout in head.rayapp("status").stdout
 
 
+@with_token
 def test_stopped_job_has_the_time_to_save(head: Any, tmp_path: Path) -> None:
     program = ROOT / "tests" / "data" / "slow_save.py"
     submitted = head.run(
@@ -122,7 +129,11 @@ def test_stopped_job_has_the_time_to_save(head: Any, tmp_path: Path) -> None:
     assert (tmp_path / "slow" / "checkpoints" / "step=000003" / "manifest.json").exists()
 
 
-@pytest.mark.parametrize(("then", "status", "code"), [("exit 0", "SUCCEEDED", 0), ("sleep 600", "STOPPED", 130)])
+@pytest.mark.parametrize(
+    ("head", "then", "status", "code"),
+    [("token", "exit 0", "SUCCEEDED", 0), ("disabled", "sleep 600", "STOPPED", 130)],
+    indirect=["head"],
+)
 def test_following_a_job_ends_as_the_job_does(head: Any, tmp_path: Path, then: str, status: str, code: int) -> None:
     # given: as the cluster's python a program that says that it is there
     began, program = tmp_path / "began", tmp_path / "python"

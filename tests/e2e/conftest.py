@@ -37,12 +37,13 @@ def short_run(tiny_model: Path, letter_tasks: list[str]) -> Callable[..., dict[s
     return make
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def descendants() -> Iterator[Descendants]:
     """Living processes that came from this one: pid and command line.
 
-    While the test runs, a process whose parent ends becomes a child of this one instead of init's, whatever session,
-    user or namespace it is in: so none can hide. Ask only when no `Popen` of the test is waiting to be waited for.
+    While the module's tests run, a process whose parent ends becomes a child of this one instead of init's, whatever
+    session, user or namespace it is in: so none can hide. Ask only when no `Popen` of the test is waiting to be waited
+    for.
     """
     prctl = ctypes.CDLL(None, use_errno=True).prctl
     assert prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) == 0
@@ -64,7 +65,7 @@ def living() -> dict[int, str]:
     return found
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def settled() -> Callable[[Descendants], dict[int, str]]:
     """What is still there once nothing ends any more: processes that were told to end take a moment."""
 

@@ -1,5 +1,5 @@
 """On a Ray that runs already: two learners, two rollout workers, every correction on; ended by SIGTERM, gone on with,
-finished. That Ray is as alive and as empty afterwards as before."""
+finished. That Ray is as alive and as empty afterwards as before. The servers are scripted: vLLM is not the subject."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ from rayapp.runs.folder import RunFolder
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(3000)]
 ROOT = Path(__file__).parents[2]
+SCRIPTED = ROOT / "tests" / "data" / "train_with_scripted_servers.py"
 DEADLINE_S = 1200.0
 NUM_STEPS = 4
 LOOK = """
@@ -97,7 +98,7 @@ def wait_until(reached: Callable[[], bool], may_go_on: Callable[[], bool], outpu
 def start(config: Path, address: str, log: Path, *overrides: str) -> subprocess.Popen[str]:
     with log.open("w") as sink:
         return subprocess.Popen(
-            [sys.executable, "-m", "rayapp", "train", str(config), *overrides],
+            [sys.executable, str(SCRIPTED), str(config), *overrides],
             stdout=sink,
             stderr=sink,
             text=True,
@@ -113,7 +114,7 @@ def records(folder: Path) -> list[dict[str, float]]:
 
 
 def our_processes(running: dict[int, str]) -> list[str]:
-    """Those that a run starts: actors, vLLM's processes, the zygote and its sandboxes. Ray keeps its idle workers."""
+    """Those that a run starts: actors, the zygote and its sandboxes. Ray keeps its idle workers."""
     ray_itself = (
         "ray::IDLE",
         "raylet",

@@ -5,23 +5,42 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import yaml
 
+from rayapp.cli import main
 from rayapp.config.config import Config
 from rayapp.runs.folder import RunFolder
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
+ROOT = Path(__file__).parents[2]
+SCRIPTED = ROOT / "tests" / "data" / "train_with_scripted_servers.py"
 
 
-def train(tmp_path: Path, tiny_model: Path, tasks: list[str], *overrides: str, **env: str) -> tuple[int, str]:
-    """Run `rayapp train`. Returns its exit code and all it printed."""
-    return run(train_command(tmp_path, tiny_model, tasks, *overrides), **env)
+Refused = Callable[..., str]
 
 
-def train_command(tmp_path: Path, tiny_model: Path, tasks: list[str], *overrides: str) -> list[str]:
+@pytest.fixture
+def refused(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Refused:
+    """`refused(model, tasks, *overrides)`: what `rayapp train` says, in this process, of what it exits with code 2 for.
+
+    Should it try to start an actor, the test fails.
+    """
+    monkeypatch.setattr("rayapp.driver.cluster.spawn_pool", lambda config: pytest.fail("actors are being started"))
+
+    def train(model: Path, tasks: list[str], *overrides: str) -> str:
+        code = main.run(["train", str(write_config(tmp_path, model, tasks)), *overrides])
+        output = "".join(capsys.readouterr())
+        assert code == 2, output
+        return output
+
+    return train
+
+
+def write_config(tmp_path: Path, tiny_model: Path, tasks: list[str]) -> Path:
     config = {
         "run": {"output_dir": str(tmp_path / "outputs")},
         "model": {"path": str(tiny_model)},
@@ -33,56 +52,61 @@ def train_command(tmp_path: Path, tiny_model: Path, tasks: list[str], *overrides
     }
     file = tmp_path / "config.yaml"
     file.write_text(yaml.safe_dump(config))
-    return [sys.executable, "-m", "rayapp", "train", str(file), *overrides]
+    return file
 
 
-def run(command: list[str], **env: str) -> tuple[int, str]:
+def run(*command: str) -> tuple[int, str]:
+    """Its exit code and all it printed."""
     done = subprocess.run(
         command,
         capture_output=True,
         text=True,
         timeout=800,
         check=False,
-        cwd=Path(__file__).parents[2],
-        env=os.environ | env,
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
     )
     return done.returncode, done.stdout + done.stderr
 
 
-def test_a_ray_that_does_not_answer_is_named(tmp_path: Path, tiny_model: Path, letter_tasks: list[str]) -> None:
-    code, output = train(tmp_path, tiny_model, letter_tasks, RAY_ADDRESS="127.0.0.1:1")
-    assert code == 2, output
+def test_a_ray_that_does_not_answer_is_named(
+    refused: Refused, tiny_model: Path, letter_tasks: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
+    output = refused(tiny_model, letter_tasks)
     assert "no Ray answers at '127.0.0.1:1'" in output
     assert "ray start --head" in output
 
 
-def test_a_missing_model_is_found_before_any_actor_starts(tmp_path: Path, letter_tasks: list[str]) -> None:
-    code, output = train(tmp_path, tmp_path / "nowhere", letter_tasks)
-    assert code == 2, output
+def test_a_missing_model_is_found_before_any_actor_starts(
+    refused: Refused, tmp_path: Path, letter_tasks: list[str]
+) -> None:
+    output = refused(tmp_path / "nowhere", letter_tasks)
     assert "there is no such folder" in output
 
 
 def test_a_prompt_longer_than_the_limit_is_found_before_any_actor_starts(
-    tmp_path: Path, tiny_model: Path, letter_tasks: list[str]
+    refused: Refused, tiny_model: Path, letter_tasks: list[str]
 ) -> None:
-    code, output = train(tmp_path, tiny_model, letter_tasks, "rollout.max_prompt_tokens=4")
-    assert code == 2, output
+    output = refused(tiny_model, letter_tasks, "rollout.max_prompt_tokens=4")
     assert "task 'first': its prompt has 12 tokens, rollout.max_prompt_tokens is 4" in output
 
 
-def test_no_task_at_all_is_refused(tmp_path: Path, tiny_model: Path) -> None:
-    code, output = train(tmp_path, tiny_model, [])
-    assert code == 2, output
-    assert "tasks is empty" in output
+def test_no_task_at_all_is_refused(refused: Refused, tiny_model: Path) -> None:
+    assert "tasks is empty" in refused(tiny_model, [])
 
 
 def test_a_mistyped_key_names_the_one_that_was_meant(tmp_path: Path, tiny_model: Path, letter_tasks: list[str]) -> None:
-    code, output = train(tmp_path, tiny_model, letter_tasks, "train.num_step=3")
+    # As its own process: the exit code of the program, and what reaches a shell.
+    file = write_config(tmp_path, tiny_model, letter_tasks)
+    code, output = run(sys.executable, "-m", "rayapp", "train", str(file), "train.num_step=3")
     assert code == 2, output
     assert "unknown key train.num_step; did you mean train.num_steps?" in output
 
 
-def test_a_task_whose_reference_raises_is_found_before_any_actor_starts(tmp_path: Path, tiny_model: Path) -> None:
+def test_a_task_whose_reference_raises_is_found_before_any_actor_starts(
+    refused: Refused, tmp_path: Path, tiny_model: Path
+) -> None:
     task = tmp_path / "divide.yaml"
     task.write_text(
         "prompt: Write divide(a).\n"
@@ -91,18 +115,16 @@ def test_a_task_whose_reference_raises_is_found_before_any_actor_starts(tmp_path
         "tests: ['rng.randint(1, 9)']\n"
         "reference: a / 0\n"
     )
-    code, output = train(tmp_path, tiny_model, [str(task)])
-    assert code == 2, output
+    output = refused(tiny_model, [str(task)])
     assert "task divide: the reference, `a / 0`, on test 1, raises ZeroDivisionError" in output
 
 
 def test_a_second_run_in_the_same_folder_is_refused_with_the_first_ones_process_id(
-    tmp_path: Path, tiny_model: Path, letter_tasks: list[str]
+    refused: Refused, tmp_path: Path, tiny_model: Path, letter_tasks: list[str]
 ) -> None:
     first = Config.model_validate({"run": {"output_dir": str(tmp_path / "outputs")}})
     with RunFolder.open(first):
-        code, output = train(tmp_path, tiny_model, letter_tasks)
-    assert code == 2, output
+        output = refused(tiny_model, letter_tasks)
     assert f"is in use by the run with process id {os.getpid()}" in output
     assert "choose another run.name" in output
 
@@ -129,14 +151,15 @@ def test_a_full_disk_ends_the_run_with_the_last_checkpoint_whole_and_says_how_to
     kept.mkdir()
     # The model has 0.3 million parameters: with AdamW's moments a checkpoint takes 3.7 MB, and two don't fit.
     overrides = ("train.num_steps=5", "checkpoint.every_steps=1", "checkpoint.keep_last=1")
-    command = train_command(tmp_path, tiny_model, letter_tasks, *overrides)
+    file = write_config(tmp_path, tiny_model, letter_tasks)
+    command = (sys.executable, str(SCRIPTED), str(file), *overrides)
 
-    code, output = run([*namespace, "sh", "-c", ON_A_SMALL_DISK, "sh", str(disk), str(kept), *command])
+    code, output = run(*namespace, "sh", "-c", ON_A_SMALL_DISK, "sh", str(disk), str(kept), *command)
 
     # 1 where a learner could not write its part of a checkpoint, 2 where the driver could not write to the run folder.
     assert code in (1, 2), output
     assert "No space left on device" in output
-    assert "The last whole checkpoint is intact" in output
+    assert "The last whole checkpoint, step=000001, is intact" in output
     assert "start the same command again" in output
     checkpoint = RunFolder(kept / "run", Config()).latest_checkpoint()
     assert checkpoint is not None
@@ -147,7 +170,8 @@ def test_a_full_disk_ends_the_run_with_the_last_checkpoint_whole_and_says_how_to
 def test_a_server_that_dies_at_start_ends_the_run_with_its_reason(
     tmp_path: Path, tiny_model: Path, letter_tasks: list[str]
 ) -> None:
-    code, output = train(tmp_path, tiny_model, letter_tasks, "server.kv_cache_gib=100000")
+    file = write_config(tmp_path, tiny_model, letter_tasks)
+    code, output = run(sys.executable, "-m", "rayapp", "train", str(file), "server.kv_cache_gib=100000")
     assert code == 1, output
     assert "vLLM did not start" in output
     assert not list((tmp_path / "outputs" / "run").glob("checkpoints/*"))

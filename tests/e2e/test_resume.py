@@ -1,25 +1,84 @@
-"""A run that is killed goes on as if nothing had happened: same tokens, same metrics, to the last bit."""
+"""A run that is killed goes on as if nothing had happened: same tokens, same metrics, to the last bit. And Ctrl-C on
+its terminal, in the middle of a step: exit code 130, nothing left running, and a run that can go on."""
 
 from __future__ import annotations
 
 import json
 import os
+import pty
+import re
 import signal
 import subprocess
 import sys
+import threading
 import time
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import yaml
 
+from rayapp.config.loading import load_config
+from rayapp.runs.folder import RunFolder
+
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(3600)]
 
+ROOT = Path(__file__).parents[2]
 NUM_STEPS = 6
 KILL_AFTER = 3
+MANY_STEPS = 1_000_000
 DEADLINE_S = 1500.0
 """Of one run, for one that hangs: on a machine that others keep busy the actors' start alone takes minutes."""
 STOP_S = 120.0
+
+CTRL_C = b"\x03"
+# Ctrl-C reaches every process of the job that the terminal is controlled by, Ray's among them.
+TAKE_TERMINAL = (
+    "import fcntl, os, sys, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); os.execv(sys.argv[1], sys.argv[1:])"
+)
+
+
+class Terminal:
+    """A command that runs in a terminal of its own, which it controls as a shell's foreground job does."""
+
+    def __init__(self, command: list[str]) -> None:
+        self._ours, theirs = pty.openpty()
+        self._written = bytearray()
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", TAKE_TERMINAL, *command],
+            stdin=theirs,
+            stdout=theirs,
+            stderr=theirs,
+            cwd=ROOT,
+            env=os.environ | {"TERM": "xterm", "COLUMNS": "120", "LINES": "30"},
+            start_new_session=True,
+        )
+        os.close(theirs)
+        self._reading = threading.Thread(target=self._read, daemon=True)
+        self._reading.start()
+
+    def _read(self) -> None:
+        try:
+            while chunk := os.read(self._ours, 65536):
+                self._written += chunk
+        except OSError:  # Linux reports the end of a terminal's other side as an error
+            return
+
+    @property
+    def output(self) -> str:
+        """All it wrote, without colours and cursor movements."""
+        return re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", self._written.decode(errors="replace"))
+
+    def press(self, key: bytes) -> None:
+        os.write(self._ours, key)
+
+    def close(self) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+            self.process.wait()
+        self._reading.join(10.0)
+        os.close(self._ours)
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +111,7 @@ def rayapp(*arguments: str) -> subprocess.Popen[str]:
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        cwd=Path(__file__).parents[2],
+        cwd=ROOT,
         start_new_session=True,
     )
 
@@ -91,21 +150,55 @@ def uninterrupted(config_file: Path) -> Path:
     return run_folder(config_file, "uninterrupted")
 
 
+@dataclass(frozen=True)
+class Interrupted:
+    """A run that ended by Ctrl-C."""
+
+    folder: Path
+    returncode: int
+    output: str
+    ran: dict[int, str]
+    """Its processes when the key was pressed, by id: their command lines."""
+    left: dict[int, str]
+    """Those of them that nothing ends any more."""
+
+
 @pytest.fixture(scope="module")
-def killed_and_resumed(config_file: Path) -> Path:
-    """A run whose driver is killed with SIGKILL inside step 4, after the checkpoint of step 2, and started again.
+def interrupted(
+    config_file: Path, descendants: Callable[[], dict[int, str]], settled: Callable[..., dict[int, str]]
+) -> Interrupted:
+    """A run whose driver is killed with SIGKILL inside step 4, after the checkpoint of step 2, and started again in a
+    terminal; there Ctrl-C is pressed inside step 7 or later.
 
     It is evaluated after steps 2, 4 and 6: other steps than the uninterrupted run, which must make no difference.
     """
-    folder = run_folder(config_file, "killed")
-    process = train(config_file, "killed", "eval.every_steps=2")
+    folder, overrides = run_folder(config_file, "killed"), ("eval.every_steps=2", "checkpoint.keep_last=100")
+    process = train(config_file, "killed", *overrides)
     try:
         wait_for_step(process, folder, KILL_AFTER)
     finally:
         os.kill(process.pid, signal.SIGKILL)
         process.wait()
-    finish(train(config_file, "killed", "eval.every_steps=2"))
-    return folder
+    endless = ("run.name=killed", *overrides, f"train.num_steps={MANY_STEPS}")
+    terminal = Terminal([sys.executable, "-m", "rayapp", "train", str(config_file), *endless])
+    try:
+        deadline = time.monotonic() + DEADLINE_S
+        while len(records(folder)) < NUM_STEPS:
+            assert terminal.process.poll() is None, terminal.output
+            assert time.monotonic() < deadline, f"step {NUM_STEPS} was not reached: {terminal.output}"
+            time.sleep(0.02)
+        ran = descendants()
+        terminal.press(CTRL_C)
+        code = terminal.process.wait(timeout=STOP_S)
+    finally:
+        terminal.close()
+    return Interrupted(folder, code, terminal.output, ran, settled(descendants))
+
+
+@pytest.fixture(scope="module")
+def killed_and_resumed(interrupted: Interrupted) -> Path:
+    """Its folder: up to NUM_STEPS, the same run as the uninterrupted one."""
+    return interrupted.folder
 
 
 def deterministic(record: dict[str, float]) -> dict[str, float]:
@@ -133,11 +226,30 @@ def test_the_letter_that_pays_is_written_more_often(uninterrupted: Path) -> None
     assert sum(rewards[-2:]) > sum(rewards[:2])
 
 
+def test_ctrl_c_in_the_middle_of_a_step_leaves_nothing_running_and_a_whole_checkpoint(
+    config_file: Path, interrupted: Interrupted
+) -> None:
+    assert interrupted.returncode == 130, interrupted.output
+    assert "Traceback" not in interrupted.output
+    ran = interrupted.ran.values()
+    assert any("ray::vllm-server-0" in line or "ray::VllmServer" in line for line in ran), ran
+    assert interrupted.left == {}
+    assert "Ray dashboard: http://" in interrupted.output
+    assert f"step {NUM_STEPS}/{MANY_STEPS}" in interrupted.output
+    assert "stopped" in interrupted.output
+    config = load_config(config_file, ["run.name=killed", f"train.num_steps={MANY_STEPS}"])
+    with RunFolder.open(config) as folder:
+        checkpoint = folder.latest_checkpoint()
+        assert checkpoint is not None
+        assert checkpoint.version >= NUM_STEPS
+        assert checkpoint.next_group_id == 2 * checkpoint.version  # two groups a step, none lost
+
+
 def test_a_killed_run_goes_on_with_the_metrics_of_one_that_was_not(
     uninterrupted: Path, killed_and_resumed: Path
 ) -> None:
     expected = [deterministic(record) for record in records(uninterrupted)]
-    found = [deterministic(record) for record in records(killed_and_resumed)]
+    found = [deterministic(record) for record in records(killed_and_resumed)[:NUM_STEPS]]
     assert [record["step"] for record in found] == [record["step"] for record in expected]
     ledger = {key for record in expected for key in record if key.startswith("ledger/")}  # counts from the resume on
     for one, other in zip(found, expected, strict=True):
@@ -148,7 +260,7 @@ def test_training_is_evaluated_when_asked_on_weights_that_are_the_same_after_a_r
     uninterrupted: Path, killed_and_resumed: Path
 ) -> None:
     expected, found = (
-        [evaluation(record) for record in records(folder)] for folder in (uninterrupted, killed_and_resumed)
+        [evaluation(record) for record in records(folder)[:NUM_STEPS]] for folder in (uninterrupted, killed_and_resumed)
     )
     assert [bool(metrics) for metrics in expected] == [False, False, True, False, False, True]
     assert [bool(metrics) for metrics in found] == [False, True, False, True, False, True]

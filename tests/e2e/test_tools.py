@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -84,8 +85,8 @@ def calling_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture
-def data_file(tmp_path: Path) -> Path:
+@pytest.fixture(scope="module")
+def data_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Six rows in verl's schema, all of them with the answer 42."""
     rows = [
         {
@@ -97,7 +98,7 @@ def data_file(tmp_path: Path) -> Path:
         }
         for number in range(6)
     ]
-    path = tmp_path / "rows.parquet"
+    path = tmp_path_factory.mktemp("data") / "rows.parquet"
     pq.write_table(pa.Table.from_pylist(rows), path)
     return path
 
@@ -136,9 +137,10 @@ def tool_file(tmp_path: Path, url: str) -> Path:
     return path
 
 
-@pytest.fixture
-def config_file(tmp_path: Path, calling_model: Path, data_file: Path) -> Callable[..., Path]:
+@pytest.fixture(scope="module")
+def config_file(calling_model: Path, data_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     """Writes the config of a run: `config_file(url, train={"num_steps": 9})`."""
+    tmp_path = tmp_path_factory.mktemp("tools")
 
     def write(url: str, **sections: dict[str, Any]) -> Path:
         config: dict[str, Any] = {
@@ -154,7 +156,7 @@ def config_file(tmp_path: Path, calling_model: Path, data_file: Path) -> Callabl
                 "max_assistant_turns": 3,
             },
             "rollout": {"group_size": 4, "max_prompt_tokens": 2000, "max_completion_tokens": 1000},
-            "train": {"num_steps": 2, "groups_per_step": 2},
+            "train": {"groups_per_step": 2},
             "learner": {
                 "max_tokens_per_microbatch": 8192,
                 "compute_dtype": "float32",
@@ -182,20 +184,39 @@ def train(config: Path) -> subprocess.Popen[str]:
     )
 
 
-def records(tmp_path: Path) -> list[dict[str, float]]:
-    file = tmp_path / "outputs" / "tools" / "metrics.jsonl"
+def records(folder: Path) -> list[dict[str, float]]:
+    file = folder / "metrics.jsonl"
     return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
 
 
-def test_a_run_with_our_mcp_server_trains_on_what_the_tools_answered(
-    tmp_path: Path, config_file: Callable[..., Path]
-) -> None:
-    with mcp_server() as (_, url):
-        process = train(config_file(url, eval={"every_steps": 2, "samples_per_task": 2, "before_training": True}))
-        output, _ = process.communicate(timeout=DEADLINE_S)
-    assert process.returncode == 0, output
+@dataclass(frozen=True)
+class Trained:
+    """A run that lost its tools' server after two good steps, and what it left."""
 
-    groups = read_groups(tmp_path / "outputs" / "tools" / "trajectories" / "step=000001.parquet")
+    folder: Path
+    returncode: int
+    output: str
+    records: list[dict[str, float]]
+    """The first is of step 0, the evaluation before training."""
+
+
+@pytest.fixture(scope="module")
+def trained(config_file: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Trained:
+    evaluated = {"every_steps": 2, "samples_per_task": 2, "before_training": True}
+    with mcp_server() as (server, url):
+        config = config_file(url, eval=evaluated, train={"num_steps": 40}, rollout={"max_failed_ratio": 0.5})
+        folder = config.parent / "outputs" / "tools"
+        process = train(config)
+        deadline = time.monotonic() + DEADLINE_S
+        while len(records(folder)) < 3 and process.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.2)
+        server.send_signal(signal.SIGKILL)
+        output, _ = process.communicate(timeout=DEADLINE_S)
+    return Trained(folder, process.returncode, output, records(folder))
+
+
+def test_a_run_with_our_mcp_server_trains_on_what_the_tools_answered(trained: Trained) -> None:
+    groups = read_groups(trained.folder / "trajectories" / "step=000001.parquet")
     trajectories = [trajectory for group in groups for trajectory in group.trajectories]
     calls = [call for trajectory in trajectories for turn in trajectory.turns for call in turn.calls]
     assert calls
@@ -205,7 +226,7 @@ def test_a_run_with_our_mcp_server_trains_on_what_the_tools_answered(
         assert trajectory.reward.value == float(trajectory.completion_text == RIGHT)
         assert trajectory.num_turns == len(trajectory.turns)
 
-    start, first, second = records(tmp_path)
+    start, first, second, *_ = trained.records
     assert start["step"] == 0
     assert 0 <= start["eval/pass_at_1/openai/gsm8k"] <= start["eval/pass_at_2/openai/gsm8k"] <= 1
     assert start["eval/pass_prompts/openai/gsm8k"] == 3
@@ -215,7 +236,7 @@ def test_a_run_with_our_mcp_server_trains_on_what_the_tools_answered(
     assert "eval/pass_at_1/openai/gsm8k" in second
     assert "eval/pass_at_1/openai/gsm8k" not in first
     assert second["tracking/failed"] == 0
-    check_traces(tmp_path / "outputs" / "tools" / "mlflow.db", num_calls=int(first["tool/calls"]))
+    check_traces(trained.folder / "mlflow.db", num_calls=int(first["tool/calls"]))
 
 
 def check_traces(database: Path, *, num_calls: int) -> None:
@@ -236,22 +257,11 @@ def check_traces(database: Path, *, num_calls: int) -> None:
     assert {text.removesuffix("<|im_end|>") for text in generated} <= {CALL, RIGHT, WRONG}
 
 
-def test_a_server_that_dies_fails_its_trajectories_and_then_stops_the_run(
-    tmp_path: Path, config_file: Callable[..., Path]
-) -> None:
-    with mcp_server() as (server, url):
-        process = train(config_file(url, train={"num_steps": 40}, rollout={"max_failed_ratio": 0.5}))
-        deadline = time.monotonic() + DEADLINE_S
-        while len(records(tmp_path)) < 2 and process.poll() is None and time.monotonic() < deadline:
-            time.sleep(0.2)
-        server.send_signal(signal.SIGKILL)
-        output, _ = process.communicate(timeout=DEADLINE_S)
-
+def test_a_server_that_dies_fails_its_trajectories_and_then_stops_the_run(trained: Trained) -> None:
     # 79% of the trajectories call the tool: after two good steps the share passes one half within a few more.
-    assert process.returncode == 1, output
-    assert "TrainingAbortedError" in output
-    assert "tool_unavailable" in output
-    assert "rollout.max_failed_ratio is 0.5" in output
-    written = records(tmp_path)
-    assert 2 <= len(written) < 40
-    assert any(record.get("failure/tool_unavailable", 0) > 0 for record in written)
+    assert trained.returncode == 1, trained.output
+    assert "TrainingAbortedError" in trained.output
+    assert "tool_unavailable" in trained.output
+    assert "rollout.max_failed_ratio is 0.5" in trained.output
+    assert 3 <= len(trained.records) < 40
+    assert any(record.get("failure/tool_unavailable", 0) > 0 for record in trained.records)

@@ -87,16 +87,20 @@ def peak_of_step(config: Config, num_tokens: int) -> int:
     """Bytes that torch's profiler counts over a second step, of micro-batches of so many tokens each."""
     learner_section = config.learner.model_copy(update={"max_tokens_per_microbatch": num_tokens})
     config = config.model_copy(update={"learner": learner_section})
-    groups = groups_of(2 * num_tokens, config.max_model_tokens)
-    summaries = tuple(summarize_group(group, time_total_s=0.0) for group in groups)
     with learner_alone(config) as (learner, _):
-        learner.train_step(1, summaries, (0,), groups)
+        take_step(learner, 1, 2 * config.max_model_tokens)  # a short one: it makes the optimizer's moments
         with torch.autograd.profiler.profile(profile_memory=True) as profiled:
-            learner.train_step(2, summaries, (0,), groups)
+            take_step(learner, 2, 2 * num_tokens)
     assert profiled.kineto_results is not None
     events = [event for event in profiled.kineto_results.events() if event.name() == "[memory]"]
     changes = [event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())]
     return max(accumulate(changes))
+
+
+def take_step(learner: PolicyLearner, step: int, num_tokens: int) -> None:
+    groups = groups_of(num_tokens, learner.config.max_model_tokens)
+    summaries = tuple(summarize_group(group, time_total_s=0.0) for group in groups)
+    learner.train_step(step, summaries, (0,), groups)
 
 
 @pytest.mark.parametrize(
@@ -171,8 +175,7 @@ def test_a_learner_trains_with_what_it_found_and_nothing_else_has_changed(tiny_m
 
 def trained_weights(learner: PolicyLearner) -> list[torch.Tensor]:
     """After one step."""
-    groups = groups_of(512, learner.config.max_model_tokens)
-    learner.train_step(1, (summarize_group(groups[0], time_total_s=0.0),), (0,), groups)
+    take_step(learner, 1, 512)
     return whole_weights(learner)
 
 

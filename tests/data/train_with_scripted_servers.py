@@ -1,0 +1,15 @@
+"""`rayapp train` with servers that have no engine, behind the same Ray calls: for runs whose subject is not vLLM.
+
+Called as the command is. Driver, learners, rollout workers, sandboxes, storage and the way out are the real ones.
+"""
+
+import sys
+from functools import partial
+
+import rayapp.driver.loop
+from rayapp.cli.main import main
+from rayapp.driver.cluster import StandIns, open_cluster
+
+rayapp.driver.open_cluster = partial(open_cluster, stand_ins=StandIns(completion_s=0.2, step_s=None))
+sys.argv.insert(1, "train")
+main()
