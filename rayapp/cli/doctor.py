@@ -191,7 +191,7 @@ def _sandbox(config: SandboxConfig, *, level_if_none: Level) -> Finding:
 
     async def isolation() -> str:
         async with (
-            open_pool(config, f"doctor-{os.getpid()}") as (sandboxes, _),
+            open_pool(config.model_copy(update={"min_ready": 0}), f"doctor-{os.getpid()}") as (sandboxes, _),
             sandboxes.lease(SandboxSpec(), timeout_s=_SANDBOX_TIMEOUT_S) as sandbox,
         ):
             return (await sandbox.run_code("pass", timeout_s=_SANDBOX_TIMEOUT_S)).isolation

@@ -52,7 +52,8 @@ def score_command(task_source: str, files: Sequence[str], *, seed: int, config_p
 
     task = load_task(task_source)
     answers = [answer for file in files for answer in read_answers(file)]
-    sandbox = load_config(config_path).sandbox
+    # Without a stock of warm sandboxes, which would cost money and serve nobody.
+    sandbox = load_config(config_path).sandbox.model_copy(update={"min_ready": 0})
 
     async def run() -> bool:
         all_valid = True

@@ -98,12 +98,12 @@ async def test_the_configs_provider_runs_what_is_scored(
     monkeypatch.setenv("RAYAPP_TEST_KEY", e2b_stub.API_KEY)
     async with stub.running() as url:
         section = {"type": "e2b", "api_url": url, "sandbox_url": url, "api_key_env": "RAYAPP_TEST_KEY"}
-        (tmp_path / "config.yaml").write_text(yaml.safe_dump({"sandbox": {"providers": [section]}}))
+        (tmp_path / "config.yaml").write_text(yaml.safe_dump({"sandbox": {"providers": [section], "min_ready": 3}}))
         config = ("--config", str(tmp_path / "config.yaml"))
         [line] = await asyncio.to_thread(score, capsys, "sort_numbers", str(tmp_path / "answer.py"), *config)
 
     assert (line["reward"], line["status"]) == (1.0, "scored")
-    assert stub.boxes.num_created >= 1
+    assert stub.boxes.num_created == 1
     assert not stub.boxes.living
 
 
