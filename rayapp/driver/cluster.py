@@ -36,7 +36,7 @@ from actors.setup.starting import (
 )
 from actors.spawn import Seat, free_address, spawn
 from rayapp.config.config import Config
-from rayapp.core.aio import to_the_end
+from rayapp.core.aio import finish_despite_cancels
 from rayapp.core.errors import (
     LearnersLostError,
     ObjectsLostError,
@@ -211,7 +211,7 @@ async def open_cluster(
             raise first_error(group) from group
         finally:
             # A second Ctrl-C must not leave a paid sandbox or an engine process behind.
-            await to_the_end(started.close())
+            await finish_despite_cancels(started.close())
 
 
 async def _start(
@@ -299,4 +299,4 @@ async def open_learners(config: Config, *, report: Report = lambda text: None) -
             await all_ready({handle.name: handle.ready(timeout_s) for handle in handles}, report)
             yield LearnerGroup(tuple(handles))
         finally:
-            await to_the_end(started.close())
+            await finish_despite_cancels(started.close())
