@@ -82,7 +82,7 @@ class WeightUpdateExtension:
         torch.manual_seed(seed)
 
     def answer(self) -> bool:
-        """True: this worker takes calls."""
+        """Return True: whoever gets it knows that this worker takes calls."""
         return True
 
     def die_with(self, server_pid: int) -> None:
