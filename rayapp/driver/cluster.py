@@ -108,7 +108,7 @@ class Cluster:
         # Of the moment of the failures: while one is replaced, another may be found gone and be replaced too.
         incarnations = {name: self.supervisor.incarnation(name) for name in failed}
         for name, error in failed.items():
-            # One that is gone is found by its ping; one that answers may hold half of the new weights.
+            # Dead servers are found by their ping; condemn only live ones with half-loaded weights.
             if not isinstance(error, ProcessDiedError):
                 await self.supervisor.condemn(name, incarnations[name], str(error))
         await self.supervisor.settled()
