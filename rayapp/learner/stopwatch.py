@@ -24,13 +24,13 @@ class Stopwatch:
         try:
             yield
             if self._device.type == "cuda":
-                # Kernels run on after the call that launched them: without this their time lands on the next name.
+                # Wait for the kernels, which run on after the call: else their time counts under the next name.
                 torch.cuda.synchronize(self._device)
         finally:
             self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - start
 
     def metrics(self) -> dict[str, float]:
-        """`timing_s/learner/*`; all but `total` add up to `total`."""
+        """`timing_s/learner/*` in seconds; all but `total` add up to `total`."""
         total = time.perf_counter() - self._start
         names = ("prepare", "old_log_probs", "ref", "forward_backward", "optimizer", "metrics")
         seconds = {name: self._seconds.get(name, 0.0) for name in names}

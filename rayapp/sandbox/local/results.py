@@ -13,7 +13,7 @@ from rayapp.sandbox.verdict.codec import Frames, call_results, decode_frames
 
 
 def script_result(answer: Answer, level: str) -> ExecResult:
-    """Of code run as a script.
+    """The result of code run as a script.
 
     Raises:
         SandboxGoneError: the child never got as far as candidate code.
@@ -24,7 +24,7 @@ def script_result(answer: Answer, level: str) -> ExecResult:
 
 
 def session_result(answer: Answer, level: str) -> ExecResult:
-    """Of code run in a session, whose process goes on: how it ended is what its frames claim, and only its own grade.
+    """The result of code run in a session. Its process goes on, so how it ended is what its own frames claim.
 
     Raises:
         SandboxGoneError: the session never got as far as candidate code.
@@ -38,7 +38,7 @@ def session_result(answer: Answer, level: str) -> ExecResult:
 
 
 def call_report(answer: Answer, level: str, num_calls: int) -> CallReport:
-    """Of a function called on several inputs; always one result per input.
+    """The report of a function called on several inputs; always one result per input.
 
     Raises:
         SandboxGoneError: the child never got as far as candidate code.
@@ -50,7 +50,7 @@ def call_report(answer: Answer, level: str, num_calls: int) -> CallReport:
 
 
 def refusal(error: str, level: str, num_calls: int = 0) -> CallReport:
-    """Of code that was not run because of what it is."""
+    """The report of code that was refused without running it."""
     result = ExecResult(
         outcome=ExecOutcome.CODE_FAILED, exit_code=1, stdout="", stderr="", duration_s=0.0, error=error, isolation=level
     )

@@ -25,7 +25,7 @@ async def open_pool(config: SandboxConfig, name: str) -> AsyncIterator[tuple[Poo
     """A pool of this configuration and a way to its sandboxes; everything is ended on the way out.
 
     Args:
-        name: labels remote sandboxes, as a run's name does.
+        name: put into the labels of remote sandboxes, as a run's name is.
     Raises:
         SandboxConfigError: a provider's package or key is not there.
     """
