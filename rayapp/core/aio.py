@@ -58,7 +58,7 @@ def run_until_done(coroutine: Coroutine[Any, Any, T]) -> T:
 
 
 async def finish_then_cancel(coroutine: Coroutine[Any, Any, T]) -> T:
-    """Run to the end what must not be left half done; a cancellation that comes meanwhile takes effect after it.
+    """Run work that must not be left half done; a cancellation that comes meanwhile takes effect after it.
 
     A second cancellation is a person who will not wait: it ends the coroutine too. An error of the coroutine does not
     undo a cancellation: it becomes its cause.
@@ -76,7 +76,7 @@ async def finish_then_cancel(coroutine: Coroutine[Any, Any, T]) -> T:
 
 
 def is_stopping() -> bool:
-    """Whether somebody has told the current task to stop. A task group that fails meanwhile raises its error only."""
+    """True if the current task was told to stop, which a task group hides when it fails meanwhile with an error."""
     task = asyncio.current_task()
     return task is not None and task.cancelling() > 0
 
@@ -134,9 +134,9 @@ async def together(work: Callable[[T], Awaitable[None]], items: Iterable[T], *, 
 
 
 async def as_they_end(coroutines: Sequence[Coroutine[Any, Any, T]]) -> AsyncIterator[list[tuple[int, T | Exception]]]:
-    """Lists of (position, result or error), each as soon as it has something in it.
+    """Yields results in batches: all that finished since the last one, as (position, result or error).
 
-    Whoever stops listening cancels what is left. Errors that are not ours become ours, so that they can travel.
+    Whoever stops listening cancels what is left. Errors that are not ours become ours, so that they can be pickled.
     """
     tasks = {asyncio.ensure_future(coroutine): position for position, coroutine in enumerate(coroutines)}
     left = set(tasks)

@@ -30,9 +30,9 @@ class McpLink:
     """See the module.
 
     Args:
-        name: of the server, for messages.
+        name: the server's name, for messages.
         url: its endpoint.
-        headers: with the key.
+        headers: sent with each request; they hold the key.
         reconnect_timeout_s: how long a lost server is tried again before callers are told.
         keeps_state: calls build on earlier ones of their session, so another session can't take its place once it has
             answered: its names would be gone, and the policy would be taught that it had used undefined ones.
@@ -134,7 +134,7 @@ class McpLink:
             raise ToolUnavailableError(f"{self.where}: the session of this trajectory is lost, and its state with it")
         if self._opening is None or self._opening.done():
             self._opening = asyncio.create_task(self._reopen(), name=f"reconnect to {self._url}")
-        # Shielded: others wait for the same attempt.
+        # Shield the attempt from this caller's cancellation: others wait for it too.
         return await asyncio.shield(self._opening)
 
     async def _reopen(self) -> _Session:
@@ -212,7 +212,7 @@ class _Session:
                 await self._is_over.wait()
         except Exception as error:  # boundary: the SDK raises groups of many things; told to whoever waits
             if not ready.done():
-                # The SDK says of a refused key only that there was an error.
+                # Use the HTTP status: of a refused key the SDK says only that there was an error.
                 refused = ConnectionError(f"it answered with HTTP {self._status}") if self._status >= 400 else None
                 ready.set_exception(refused or first_error(error))
             else:
@@ -261,7 +261,7 @@ class _Session:
         return True
 
     def end(self) -> None:
-        """Let the holder leave; it does so by itself."""
+        """Tell the holding task to leave the session; it does so by itself."""
         self._is_over.set()
 
     async def close(self) -> None:

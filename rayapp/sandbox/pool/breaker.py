@@ -52,7 +52,7 @@ class CircuitBreaker:
         self._next_cooldown_s = self._cooldown_s
 
     def failed(self) -> float:
-        """Note that a call failed. Returns seconds until the next one may be made: exponential, with jitter, while closed."""
+        """Note that a call failed. Returns seconds until the next one: exponential, with jitter, while closed."""
         was_on_trial = self.is_on_trial
         self._num_failed += 1
         if was_on_trial or (self._open_until is None and self._num_failed >= self._failures):
