@@ -28,7 +28,7 @@ class DataSection(FrozenModel):
     """What is cut away from a prompt that is too long: its beginning (left), end (right) or middle. error: refuse it
     before the first step."""
     cache_dir: Path = Path("data/cache")
-    """Where each machine keeps copies of remote files, and of a model on s3://."""
+    """Folder where each machine keeps copies of remote files, and of a model on s3://."""
 
 
 class AgentSection(FrozenModel):

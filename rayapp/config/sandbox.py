@@ -123,7 +123,7 @@ class FakeConfig(_Created):
 
     type: Literal["fake"] = "fake"
     creations_per_s: float = Field(1000.0, gt=0, le=1000)
-    """As for every provider."""
+    """Sandboxes created per second, sustained; here no provider limits them."""
     latency_s: float = Field(0.0, ge=0, le=60)
     """How long each call takes, in seconds."""
     fail_share: float = Field(0.0, ge=0, le=1)
@@ -138,7 +138,7 @@ ProviderConfig = Annotated[
 
 
 class SandboxConfig(FrozenModel):
-    """Where model-written code runs, and how many sandboxes at a time."""
+    """The sandboxes that model-written code runs in: providers, and how many at a time."""
 
     providers: tuple[ProviderConfig, ...] = (LocalConfig(),)
     """In order of preference. The next one serves only while all before it can't: their quota is zero, or they fail

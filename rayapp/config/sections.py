@@ -15,7 +15,7 @@ CheckpointContent = Literal["model", "optimizer", "hf_model"]
 
 
 FILTERS = ("top_p", "top_k", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty")
-"""Of vLLM's sampling. Each makes it sample from another distribution than the one that is trained."""
+"""Options of vLLM's sampling. Each makes it sample from another distribution than the one that is trained."""
 
 
 class RunSection(FrozenModel):

@@ -48,7 +48,7 @@ class VersionSpan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Completion:
-    """What the engine sampled for one prompt."""
+    """The tokens that the engine sampled for one prompt."""
 
     token_ids: Int32Array
     """(T,) sampled tokens, with the stop token or the tokens of the stop text: all of them are trained on."""
@@ -158,7 +158,7 @@ class CallRecord:
     waited_s: float = 0.0
     """Part of duration_s before the tool could start (rate limit, free sandbox)."""
     execs: tuple[ExecRecord, ...] = ()
-    """What ran in sandboxes for it."""
+    """Executions in sandboxes that it led to."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -177,7 +177,7 @@ class TurnRecord:
     generate_s: float
     calls: tuple[CallRecord, ...] = ()
     version_spans: tuple[VersionSpan, ...] = ()
-    """As in `Completion`."""
+    """The versions that sampled it, as in `Completion`."""
 
     @property
     def max_policy_version(self) -> int:

@@ -25,7 +25,7 @@ from rayapp.learner.attention import ATTENTION_NAME, plan_attention, register_at
 from rayapp.learner.packing import pack
 
 MAX_DIFFERENCE = 1e-2
-"""Of float32 log-probs: families that the learner computes rightly differ by at most 2e-4, wrong ones by 0.65."""
+"""Limit for float32 log-probs: families computed rightly differ by 2e-4 at most, wrong ones by 0.65 and more."""
 ATTENTIONS = ("full_attention", "sliding_attention")
 RENAMED_IN_TRANSFORMERS = ("mixtral",)
 """Families whose experts have other names in transformers 5 than on the hub; vLLM knows only the hub's names."""

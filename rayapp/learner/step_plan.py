@@ -1,4 +1,4 @@
-"""What one step trains on: advantages, which trajectories count, and how the step is cut into optimizer steps.
+"""The plan of one step: advantages, which trajectories count, and how the step is cut into optimizer steps.
 
 Made on every rank from the summaries of *all* groups, so that ranks agree on every count without talking; only the
 trajectories themselves differ from rank to rank.

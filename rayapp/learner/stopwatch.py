@@ -1,4 +1,4 @@
-"""Where a learner's time goes: named stretches that add up to the step."""
+"""Measures where a learner's time goes: named stretches that add up to the step."""
 
 from __future__ import annotations
 

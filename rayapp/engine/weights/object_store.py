@@ -90,7 +90,7 @@ class ObjectStoreTransport:
         return metrics, failed
 
     async def _load(self, server: WeightTarget) -> dict[str, Any] | RayappError:
-        """What one server answered, or its error: one server's failure must not hide the others' success."""
+        """Load one server. Returns its answer or its error: one server's failure must not hide the others' success."""
         try:
             async with asyncio.timeout(self._timeout_s):
                 return await server.load_weights(self._version, self._buckets)

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossScale:
-    """What every loss of one optimizer step is divided by: counts over all ranks and all micro-batches."""
+    """The divisors of every loss of one optimizer step: counts over all ranks and all micro-batches."""
 
     num_tokens: int
     """Response tokens of trainable trajectories."""

@@ -1,4 +1,4 @@
-"""Checks what rows are scored by, before a run: `data_source` and `reward_model.ground_truth` of every row in all files.
+"""Checks what rows are scored by, before a run: `data_source` and `reward_model.ground_truth` of all rows of all files.
 
 Column by column with pyarrow: a million rows take about a second. A row that can't be scored would end the run at its
 step, and every resume of it at the same one.

@@ -47,7 +47,7 @@ _MAX_ORDER_BYTES = 400
 Job = tuple[str, Mapping[str, str], tuple[object, ...]]
 """Kind, environment, and what the kind needs: see `_run`."""
 Order = tuple[Bounds, bool, bytes]
-"""From the zygote: resource limits, whether this begins a session, and the token that goes before a status."""
+"""The zygote's order with a job: resource limits, whether it begins a session, the token before a status."""
 _HARMLESS: Order = ((resource.RLIMIT_MEMLOCK, 0),), False, b""
 _REHEARSALS = 10
 _CODE = """

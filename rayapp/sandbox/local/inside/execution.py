@@ -111,7 +111,7 @@ class Execution:
     look: Callable[[], None]
     """Brings `use` up to date."""
     started: float = 0.0
-    """By the monotonic clock."""
+    """Time of its start on the monotonic clock."""
     timeout_s: float = 0.0
     stopped: str | None = None
     exit_code: int = 0

@@ -1,4 +1,4 @@
-"""What an isolation level does at each point of an execution, and the level that does nothing.
+"""The interface of isolation levels, called at each point of an execution, and the level that does nothing.
 
     zygote boot: enter() -> in the template, for each execution: prepare(), fork()
                               -> in the child: confine -> candidate code

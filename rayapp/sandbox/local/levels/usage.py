@@ -14,12 +14,12 @@ from dataclasses import dataclass, field
 _PAGE = resource.getpagesize()
 _TICK_S = 1 / os.sysconf("SC_CLK_TCK")
 _CPU_FIELDS, _ALL_CPU_FIELDS, _THREADS_FIELD, _RESIDENT_FIELD = slice(11, 13), slice(11, 15), 17, 21
-"""Of /proc/PID/stat, from the state on, see proc(5): its own ticks, and with those of children it has waited for."""
+"""Fields of /proc/PID/stat from the state on, see proc(5): own ticks, and with those of children it has waited for."""
 
 
 @dataclass(slots=True)
 class Use:
-    """What one execution has used so far."""
+    """Memory, threads and processor time that one execution has used so far."""
 
     memory_bytes: int = 0
     num_threads: int = 0
