@@ -41,7 +41,8 @@ async def answer(ref: Awaitable[T], *, timeout_s: float, what: str) -> T:
     try:
         return await asyncio.wait_for(_as_coroutine(ref), timeout_s)
     except RayTaskError as error:
-        # First: Ray makes it an instance of its cause's class too, and a death that was met there is not this actor's.
+        # Check RayTaskError first: it also subclasses its cause, so a remote RayActorError would look like this
+        # actor's death.
         raise _remote_error(error, what) from error
     except RayActorError as error:
         raise _died(error, what) from None

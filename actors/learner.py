@@ -46,7 +46,7 @@ class Learner:
     """
 
     def __init__(self, config: Config, rank: int, world_size: int, master_address: str, master_port: int) -> None:
-        self._rank = rank  # before all that can fail: Ray asks for the name of one that could not be made
+        self._rank = rank  # set first: Ray calls __repr__ even if __init__ fails
         label_logs(config.run.name)
         self._config = config = with_local_model(config)
         try:

@@ -44,7 +44,7 @@ _LEARNER_GIB, _SERVER_GIB = 0.7, 2.1
 0.7 GiB a process, measured with vLLM 0.30 and torch 2.13."""
 _SANDBOX_TIMEOUT_S = 20.0
 METRICS_PORT = 8080
-"""Of `ray start --metrics-export-port` in docs/operate.md and of KubeRay's pods."""
+"""Port of `ray start --metrics-export-port` in docs/operate.md and of KubeRay's pods."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,7 +74,7 @@ def doctor_command(config: Config | None) -> bool:
 
 
 def machine() -> Iterator[Finding]:
-    """What is here, whatever is to run."""
+    """Findings on this machine, whatever is to run on it."""
     yield _python()
     yield _torch()
     yield _vllm()
@@ -95,7 +95,7 @@ def machine() -> Iterator[Finding]:
 
 
 def fitness(config: Config) -> Iterator[Finding]:
-    """Whether this config can run here: only what is wrong, or one line that nothing is."""
+    """Findings on whether this config can run here: all that is wrong, or one line that nothing is."""
     problems = [*_device_fits(config), *_model_fits(config), *_memory_fits(config), *_folder_fits(config)]
     problems += [*_storage_answers(config), *_data_fits(config), *_tool_parser_fits(config)]
     sandbox = _sandbox(config.sandbox, level_if_none="problem")
@@ -106,7 +106,7 @@ def fitness(config: Config) -> Iterator[Finding]:
 
 
 def metrics_port(port: int) -> Finding:
-    """Whether a Ray can be started as in docs/operate.md. A run's own Ray takes any free port."""
+    """Finding on the port that a Ray started as in docs/operate.md needs. A run's own Ray takes any free one."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -186,7 +186,7 @@ def available_memory() -> int:
 
 
 def _sandbox(config: SandboxConfig, *, level_if_none: Level) -> Finding:
-    """What really keeps code in, found by running some."""
+    """Finding on what really keeps code in, by running some."""
     from rayapp.sandbox.pool.in_process import open_pool
 
     async def isolation() -> str:
@@ -224,7 +224,7 @@ def _model_fits(config: Config) -> Iterator[Finding]:
 
     try:
         if is_remote_model(config):
-            # Looked for, not fetched: that is for the run.
+            # Only look for it: fetching is for the run.
             check_remote_model(config)
             return
         check_model(config)
@@ -240,7 +240,7 @@ def _data_fits(config: Config) -> Iterator[Finding]:
         return
     from rayapp.rollout.check import check_data
 
-    # Those in object storage are fetched and checked when the run starts.
+    # Check local files only: those in object storage are fetched and checked when the run starts.
     files = (*config.data.train_files, *config.data.eval_files)
     try:
         check_data(config, [file for file in files if not Location.parse(file).is_remote])
@@ -311,7 +311,7 @@ def _folder_fits(config: Config) -> Iterator[Finding]:
     folder = config.run_folder
     nearest = next(parent for parent in [folder, *folder.parents] if parent.exists())
     try:
-        # Tried rather than looked up: permission bits say nothing of read-only mounts, nor of what root may do.
+        # Write a file to find out: permission bits say nothing of read-only mounts, nor of what root may do.
         with tempfile.TemporaryFile(dir=nearest):
             pass
     except OSError as error:

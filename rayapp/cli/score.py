@@ -1,4 +1,4 @@
-"""`rayapp score`: what completions in files are worth, by the very code that training scores with.
+"""`rayapp score`: scores completions in files, by the very code that training scores with.
 
 Prints one JSON line per completion, in order. It needs no model and no Ray: the pool of sandboxes is in this process.
 """

@@ -93,7 +93,7 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 def address(host: str, port: int, token: str) -> str:
-    """What a person opens. A wildcard host is shown as this machine's name, which others can reach."""
+    """The address for a browser. A wildcard host is shown as this machine's name, which others can reach."""
     name = socket.gethostname() if host in ("0.0.0.0", "::") else host
     shown = f"[{name}]" if ":" in name else name
     return f"http://{shown}:{port}/" + (f"?token={token}" if token else "")

@@ -19,7 +19,7 @@ class DataSection(FrozenModel):
     eval_files: tuple[str, ...] = ()
     """Files that evaluation samples, in their order. Never trained on."""
     max_eval_rows: int = Field(0, ge=0)
-    """Evaluate the first so many rows only; 0 takes all."""
+    """Evaluate only so many rows, the first ones; 0 takes all."""
     shuffle: bool = True
     """Each epoch in an order of its own, from run.seed. False: the order of the files."""
     filter_overlong_prompts: bool = False
@@ -28,7 +28,7 @@ class DataSection(FrozenModel):
     """What is cut away from a prompt that is too long: its beginning (left), end (right) or middle. error: refuse it
     before the first step."""
     cache_dir: Path = Path("data/cache")
-    """Where each machine keeps copies of remote files, and of a model on s3://."""
+    """Folder where each machine keeps copies of remote files, and of a model on s3://."""
 
 
 class AgentSection(FrozenModel):
@@ -37,7 +37,7 @@ class AgentSection(FrozenModel):
     tool_file: str = ""
     """Tool file (docs/tools.md), also in verl's format. Empty: a policy without tools."""
     default_agent: Literal["tool_agent", "single_turn_agent"] = "tool_agent"
-    """For rows without agent_name: tool_agent (turns and tools), or single_turn_agent (one answer, no tools)."""
+    """Agent of rows without agent_name: tool_agent (turns and tools), or single_turn_agent (one answer, no tools)."""
     tool_parser: str = "hermes"
     """vLLM's name of the parser that fits the model: hermes for Qwen2.5 and Qwen3."""
     chat_template: str = ""
@@ -47,9 +47,9 @@ class AgentSection(FrozenModel):
     max_calls_per_turn: int = Field(8, ge=1)
     """Tool calls of one turn that are run, side by side; more get an error as their result."""
     max_tool_output_chars: int = Field(1024, ge=16)
-    """A longer tool result is cut."""
+    """Length that a longer tool result is cut to."""
     tool_output_keeps: Literal["left", "right", "middle"] = "middle"
-    """What stays of a result that is cut: its beginning (left), its end (right), or both (middle)."""
+    """The part that stays of a result that is cut: its beginning (left), its end (right), or both (middle)."""
 
 
 class RewardSection(FrozenModel):
@@ -58,13 +58,13 @@ class RewardSection(FrozenModel):
     method: Literal["strict", "flexible"] = "strict"
     """GSM8K: strict wants `#### N`, flexible takes the last number."""
     format_score: float = 0.0
-    """GSM8K: for a wrong answer that could be read."""
+    """GSM8K: score of a wrong answer that could be read."""
     correct_score: float = 1.0
-    """GSM8K: for a right answer."""
+    """GSM8K: score of a right answer."""
     format_weight: float = 0.0
-    """Of the term format: 1 where the answer has one `#### N`, at its very end."""
+    """Weight of the term format: 1 where the answer has one `#### N`, at its very end."""
     tool_weight: float = 0.0
-    """Of the term tool: the sum of what the tools gave for single calls."""
+    """Weight of the term tool: the sum of what the tools gave for single calls."""
     custom: str = ""
     """A function of your own in place of the data source's rule: package.module:function or file.py:function."""
     custom_timeout_s: float = Field(30.0, gt=0)

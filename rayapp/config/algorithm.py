@@ -26,7 +26,7 @@ class DynamicSamplingSection(FrozenModel):
     enabled: bool = False
     """Replace groups whose rewards are all equal by further prompts: every group of a step then teaches something."""
     max_dropped_per_step: int = Field(8, ge=1)
-    """Past it groups are kept as they are, so that a step ends when every prompt is solved, or none is."""
+    """Most groups to replace; further ones are kept, so that a step ends even when every prompt, or none, is solved."""
 
 
 class CurriculumSection(FrozenModel):
@@ -36,7 +36,7 @@ class CurriculumSection(FrozenModel):
     """Draw each group's prompt by weight instead of going through all in turn: 4 p (1 - p) of the share p of its
     trajectories that were solved so far, so that what is always or never solved comes less often."""
     min_weight: float = Field(0.1, gt=0.0, le=1.0)
-    """Of a prompt that is always or never solved; one that was never tried has 1."""
+    """Weight of a prompt that is always or never solved; one that was never tried has 1."""
 
 
 class OverlongSection(FrozenModel):

@@ -22,14 +22,14 @@ ADV_ESTIMATORS = (
     "tir_optimal_token_baseline",
 )
 NEEDS_CRITIC = ("gae",)
-"""In verl's registry, and refused here: there is no value model."""
+"""Estimators of verl's registry that are refused here, as there is no value model."""
 
 NEEDS_LOG_PROBS = ("optimal_token_baseline", "tir_optimal_token_baseline")
-"""Their baseline weighs every token by the policy's own probabilities: one more forward pass."""
+"""Estimators whose baseline weighs every token by the policy's own probabilities: one more forward pass."""
 NEEDS_NO_GROUP = ("reinforce_plus_plus", "remax")
-"""Their baseline is not the mean of the group's other trajectories, so one valid trajectory is enough."""
+"""Estimators whose baseline is not the mean of the group's other trajectories, so one valid trajectory is enough."""
 NEEDS_GREEDY_BASELINE = ("remax",)
-"""The last trajectory of each group is sampled greedily: its reward is the baseline, and it is not trained on."""
+"""Estimators whose baseline is the reward of each group's last trajectory: sampled greedily, not trained on."""
 
 POLICY_LOSSES = (
     "bypass_mode",
@@ -46,4 +46,4 @@ POLICY_LOSSES = (
     "vanilla",
 )
 BATCH_COUPLED_LOSSES = ("clip_cov", "kl_cov")
-"""Which tokens they touch depends on all tokens of the mini-batch, so they are computed on all of them at once."""
+"""Losses that choose tokens by all tokens of the mini-batch, and so are computed on all of them at once."""

@@ -1,4 +1,4 @@
-"""What every section of the configuration is made of. Imports nothing heavy."""
+"""The base class of every section of the configuration. Imports nothing heavy."""
 
 from __future__ import annotations
 

@@ -71,22 +71,22 @@ class Config(FrozenModel):
 
     @property
     def run_uri(self) -> str:
-        """Where the run is kept: `<output_dir>/<name>`."""
+        """Location of the run: `<output_dir>/<name>`."""
         return str(Location.parse(self.run.output_dir).join(self.run.name))
 
     @property
     def run_folder(self) -> Path:
-        """Where the run is written on this machine: `run_uri`, or the staging folder of a run on s3://."""
+        """Folder that the run is written to on this machine: `run_uri`, or the staging folder of a run on s3://."""
         if not Location.parse(self.run.output_dir).is_remote:
             return Path(self.run_uri)
-        # Two buckets may hold runs of one name.
+        # A hash of the location goes into the folder's name: two buckets may hold runs of one name.
         digest = hashlib.sha256(self.run_uri.encode()).hexdigest()[:12]
         return self.run.staging_dir.expanduser() / f"{self.run.name}-{digest}"
 
     @model_validator(mode="before")
     @classmethod
     def _data_in_place_of_tasks(cls, values: Any) -> Any:
-        """Data files without a word about tasks mean: no tasks."""
+        """Set no tasks where there are data files and the user names no tasks."""
         data = values.get("data") if isinstance(values, dict) and "tasks" not in values else None
         has_files = isinstance(data, dict) and (data.get("train_files") or data.get("eval_files"))
         return values | {"tasks": []} if has_files else values

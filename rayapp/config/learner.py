@@ -31,8 +31,8 @@ class LoraSection(FrozenModel):
     target_modules: tuple[str, ...] = Field(("all-linear",), min_length=1)
     """Names of linear layers, e.g. q_proj; all-linear takes all of the decoder."""
     send: Literal["adapter", "merged"] = "adapter"
-    """What servers get after each step. adapter: the low-rank matrices alone. merged: whole weights with them merged
-    in, for models that vLLM serves without LoRA, and where the bytes don't matter: it generates faster."""
+    """Weights that servers get after each step. adapter: the low-rank matrices alone. merged: whole weights with them
+    merged in, for models that vLLM serves without LoRA, and where the bytes don't matter: it generates faster."""
 
     @property
     def sends_adapter(self) -> bool:
@@ -56,7 +56,7 @@ class LearnerSection(FrozenModel):
     """Tokens that one forward computes: the memory of activations grows with it, nothing else does. auto measures at
     the start how many fit, and takes a power of two; where that differs, runs differ in their last digits."""
     compute_dtype: Dtype = "bfloat16"
-    """Of the forward and backward. Parameters and optimizer state are float32."""
+    """Dtype of the forward and backward. Parameters and optimizer state are float32."""
     share_prefixes: bool = True
     """Compute tokens that several trajectories of a group share, such as the prompt, once. Exact."""
     activation_checkpointing: bool = False

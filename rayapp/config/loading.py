@@ -1,4 +1,4 @@
-"""From a YAML file and `key.sub=value` overrides to a checked `Config`.
+"""Reads a YAML file and `key.sub=value` overrides as a checked `Config`.
 
     configs/x.yaml (with the files it includes) <- overrides -> OmegaConf (parses, merges, ${…}) -> Config (validates)
 
@@ -99,7 +99,7 @@ def _parse_overrides(overrides: Sequence[str]) -> DictConfig:
 
 
 def _check_names(config: Config) -> None:
-    """Names that live in registries, which the schema doesn't import."""
+    """Check names that live in registries, which the schema doesn't import."""
     from rayapp.config.algorithm_names import ADV_ESTIMATORS, POLICY_LOSSES
 
     for key, name, known in (

@@ -54,7 +54,7 @@ class E2BConfig(_Created):
     sandbox_url: str = ""
     """Whole URL through which sandboxes are reached, where it is not https://PORT-ID.DOMAIN."""
     allow_internet: bool = False
-    """Whether code in a sandbox reaches the internet: then a completion can look its answer up."""
+    """Let code in a sandbox reach the internet: then a completion can look its answer up."""
     claim_timeout_s: int = Field(30, ge=1, le=600)
     """kruise only: longest wait for a sandbox of the warm set. Always sent: without it the server waits for ever."""
     ready_timeout_s: int = Field(60, ge=1, le=600)
@@ -90,7 +90,7 @@ class DaytonaConfig(_Created):
     target: str = ""
     """Region; empty is the account's default."""
     allow_internet: bool = False
-    """Whether code in a sandbox reaches the network."""
+    """Let code in a sandbox reach the network."""
 
     @model_validator(mode="after")
     def _one_origin(self) -> Self:
@@ -123,7 +123,7 @@ class FakeConfig(_Created):
 
     type: Literal["fake"] = "fake"
     creations_per_s: float = Field(1000.0, gt=0, le=1000)
-    """As for every provider."""
+    """Sandboxes created per second, sustained; here no provider limits them."""
     latency_s: float = Field(0.0, ge=0, le=60)
     """How long each call takes, in seconds."""
     fail_share: float = Field(0.0, ge=0, le=1)
@@ -138,7 +138,7 @@ ProviderConfig = Annotated[
 
 
 class SandboxConfig(FrozenModel):
-    """Where model-written code runs, and how many sandboxes at a time."""
+    """The sandboxes that model-written code runs in: providers, and how many at a time."""
 
     providers: tuple[ProviderConfig, ...] = (LocalConfig(),)
     """In order of preference. The next one serves only while all before it can't: their quota is zero, or they fail

@@ -15,7 +15,7 @@ CheckpointContent = Literal["model", "optimizer", "hf_model"]
 
 
 FILTERS = ("top_p", "top_k", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty")
-"""Of vLLM's sampling. Each makes it sample from another distribution than the one that is trained."""
+"""Options of vLLM's sampling. Each makes it sample from another distribution than the one that is trained."""
 
 
 class RunSection(FrozenModel):
@@ -183,8 +183,8 @@ class RecoverySection(FrozenModel):
     ping_every_s: float = Field(2.0, gt=0)
     """How often each process is asked whether it works."""
     ping_timeout_s: float = Field(60.0, gt=0)
-    """One that does not answer for this long hangs and is replaced. Far above what a healthy process on a busy machine
-    needs; one that is being started has server.start_timeout_s instead."""
+    """A process that does not answer for this long hangs and is replaced. Far above what a healthy process on a busy
+    machine needs; one that is being started has server.start_timeout_s instead."""
     stall_replace_s: float = Field(180.0, gt=0)
     """A server that answers, but samples no token for this long although it has requests, is replaced. Below
     server.request_timeout_s, past which requests fail. Requests that start together wait half of it for each other."""

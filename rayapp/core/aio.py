@@ -1,9 +1,11 @@
-"""Coroutines to their end: interrupts that clean up first, several at once with one plain error, results as they come.
+"""Running coroutines: signals that clean up first, work that a cancellation must not cut, several at once.
 
-run_until_done              the driver: Ctrl-C and SIGTERM cancel it, its cleanup runs, and one that hangs ends all the
-same uninterrupted, to_the_end   work and cleanup that must not be left half done
-together                    side by side; the first failure ends the others
-as_they_end                 results in the order in which they end
+run_until_done           the driver's `asyncio.run`: Ctrl-C and SIGTERM cancel it, and its cleanup runs
+finish_then_cancel       work that must not be left half done; a second cancellation ends it
+finish_despite_cancels   cleanup that runs to its end, however often it is cancelled
+end_process_after        the last way out, when cleanup hangs
+together                 the same work for many items; the first failure ends the others
+as_they_end              results in batches: all that finished since the last one
 """
 
 from __future__ import annotations
@@ -55,8 +57,8 @@ def run_until_done(coroutine: Coroutine[Any, Any, T]) -> T:
             raise first_error(group) from group
 
 
-async def uninterrupted(coroutine: Coroutine[Any, Any, T]) -> T:
-    """Run to the end what must not be left half done; a cancellation that comes meanwhile takes effect after it.
+async def finish_then_cancel(coroutine: Coroutine[Any, Any, T]) -> T:
+    """Run work that must not be left half done; a cancellation that comes meanwhile takes effect after it.
 
     A second cancellation is a person who will not wait: it ends the coroutine too. An error of the coroutine does not
     undo a cancellation: it becomes its cause.
@@ -74,12 +76,12 @@ async def uninterrupted(coroutine: Coroutine[Any, Any, T]) -> T:
 
 
 def is_stopping() -> bool:
-    """Whether somebody has told the current task to stop. A task group that fails meanwhile raises its error only."""
+    """True if the current task was told to stop, which a task group hides when it fails meanwhile with an error."""
     task = asyncio.current_task()
     return task is not None and task.cancelling() > 0
 
 
-async def to_the_end(coroutine: Coroutine[Any, Any, T]) -> T:
+async def finish_despite_cancels(coroutine: Coroutine[Any, Any, T]) -> T:
     """Run cleanup to its end however often it is interrupted; it has deadlines of its own. A cancellation comes after.
 
     With `asyncio.shield` alone a second signal would let the caller go on, close the connection to Ray and end the
@@ -132,9 +134,9 @@ async def together(work: Callable[[T], Awaitable[None]], items: Iterable[T], *, 
 
 
 async def as_they_end(coroutines: Sequence[Coroutine[Any, Any, T]]) -> AsyncIterator[list[tuple[int, T | Exception]]]:
-    """Lists of (position, result or error), each as soon as it has something in it.
+    """Yields results in batches: all that finished since the last one, as (position, result or error).
 
-    Whoever stops listening cancels what is left. Errors that are not ours become ours, so that they can travel.
+    Whoever stops listening cancels what is left. Errors that are not ours become ours, so that they can be pickled.
     """
     tasks = {asyncio.ensure_future(coroutine): position for position, coroutine in enumerate(coroutines)}
     left = set(tasks)

@@ -1,4 +1,4 @@
-"""Where something is stored: `s3://bucket/prefix`, `file:///folder` or a plain path, taken apart once and checked."""
+"""Locations of what is stored: `s3://bucket/prefix`, `file:///folder` or a plain path, taken apart once and checked."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 from rayapp.core.errors import StorageConfigError
 
-# What S3, OSS and MinIO all accept; a dot is legal but breaks TLS with virtual-hosted names, and the message says so.
+# Bucket names that S3, OSS and MinIO all accept; a dot is legal, but breaks TLS with virtual-hosted names.
 _BUCKET = re.compile(r"[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]")
 _SCHEME = re.compile(r"([a-zA-Z][a-zA-Z0-9+.-]*)://")
 

@@ -19,7 +19,7 @@ from contextvars import ContextVar
 from rayapp.core.terminal import make_logs_visible
 
 FIELDS = ("run", "step", "group")
-"""Of each JSON line, where they are known. `step` of a group is the one whose weights it was begun for."""
+"""Ids on each JSON line, where they are known. A group's `step` is the one whose weights it was begun for."""
 _ids: ContextVar[Mapping[str, int]] = ContextVar("what log lines are about", default={})  # noqa: B039 - never written to
 
 
@@ -68,7 +68,7 @@ class JsonLines(logging.Formatter):
 
 
 def start_logs(run_name: str, log_format: str) -> None:
-    """In the driver, before anything is logged. With `text` the command line's own lines stay. Idempotent."""
+    """Set up the driver's logs, before anything is logged. With `text` the command line's lines stay. Idempotent."""
     if log_format == "text":
         return
     logging.getLogger("rayapp").handlers.clear()
@@ -82,14 +82,14 @@ def start_logs(run_name: str, log_format: str) -> None:
 
 
 def hand_over() -> None:
-    """In the driver, once Ray writes the lines: else each would be there twice. Idempotent."""
+    """Stop writing lines in the driver once Ray writes them: else each would be there twice. Idempotent."""
     root = logging.getLogger()
     for handler in [h for h in root.handlers if isinstance(h.formatter, JsonLines)]:
         root.removeHandler(handler)
 
 
 def label_logs(run_name: str) -> None:
-    """In every process of a run: what its root logger writes carries the ids, and is visible. Idempotent."""
+    """Put the ids on all that this process's root logger writes, and make it visible. In every process. Idempotent."""
     make_logs_visible()
     for handler in logging.getLogger().handlers:
         for old in [f for f in handler.filters if isinstance(f, Labels)]:

@@ -40,7 +40,7 @@ def trim_heap() -> None:
 
 
 def _function(name: str) -> Callable[..., int] | None:
-    """Of the C library, if it has one of that name."""
+    """The C library's function of that name, if it has one."""
     found: Callable[..., int] | None = getattr(ctypes.CDLL(None), name, None)
     return found
 

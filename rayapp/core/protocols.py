@@ -1,4 +1,4 @@
-"""What the parts promise each other. A protocol is here only where two implementations exist (a fake counts)."""
+"""The protocols between the parts. A protocol is here only where two implementations exist (a fake counts)."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Sandbox(Protocol):
 
         Args:
             inputs: plain data only (None, bool, int, float, str, list, tuple, dict, set, bytes).
-            timeout_s: for the whole: definition and all calls.
+            timeout_s: time for all of it: the definition and all calls.
         """
         ...
 
@@ -110,7 +110,7 @@ class SandboxLease(Protocol):
 
 
 class SandboxSource(Protocol):
-    """Where a task gets sandboxes: the pool actor through its client, or a provider directly (`rayapp score`)."""
+    """The source of a task's sandboxes: the pool actor through its client, or a provider directly (`rayapp score`)."""
 
     def lease(self, spec: SandboxSpec, *, timeout_s: float) -> SandboxLease: ...
 
@@ -156,7 +156,7 @@ class Task(Protocol):
         ...
 
     async def score(self, prompt: Prompt, completion_text: str, sandboxes: SandboxSource, *, seed: int) -> Reward:
-        """What this completion is worth. `seed` draws the hidden tests: equal for all trajectories of a group.
+        """Score a completion. `seed` draws the hidden tests: equal for all trajectories of a group.
 
         Never raises for what the completion does or for a failed sandbox (that is `Reward.invalid`).
         """

@@ -23,13 +23,13 @@ class InHand:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._begun: dict[int, float] = {}
-        """By number, and so in order of time."""
+        """Time of the beginning by number of the work, and so in order of time."""
         self._num_begun = 0
         self._moved_at = clock()
 
     @contextmanager
     def one(self) -> Iterator[None]:
-        """One piece of work, in hand while the block runs. Leaving it in order is a move."""
+        """Count one piece of work as in hand while the block runs. Leaving the block without an error is a move."""
         self._num_begun = key = self._num_begun + 1
         self._begun[key] = self._clock()
         try:
@@ -39,7 +39,7 @@ class InHand:
             del self._begun[key]
 
     def moved(self) -> None:
-        """Some of the work got on: a token was sampled, new weights are in."""
+        """Note that some of the work got on: a token was sampled, new weights are in."""
         self._moved_at = self._clock()
 
     def check_moves(self, limit_s: float, *, who: str, work: str) -> None:

@@ -1,4 +1,4 @@
-"""What the driver keeps of a group: numbers, while the group itself stays in the object store."""
+"""Summaries of groups: the numbers that the driver keeps, while the group itself stays in the object store."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ class _VisibleRecord(logging.LogRecord):
 
 
 def make_logs_visible() -> None:
-    """In this process, from now on: every logger's lines, those of libraries too. Idempotent."""
+    """Make every logger's lines visible in this process from now on, those of libraries too. Idempotent."""
     make = logging.getLogRecordFactory()
     if getattr(make, "is_visible", False):
         return

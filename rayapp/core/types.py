@@ -40,7 +40,7 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VersionSpan:
-    """So many tokens in a row were sampled by one version of the policy."""
+    """A run of tokens that one version of the policy sampled."""
 
     policy_version: int
     num_tokens: int
@@ -48,7 +48,7 @@ class VersionSpan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Completion:
-    """What the engine sampled for one prompt."""
+    """The tokens that the engine sampled for one prompt."""
 
     token_ids: Int32Array
     """(T,) sampled tokens, with the stop token or the tokens of the stop text: all of them are trained on."""
@@ -60,7 +60,7 @@ class Completion:
     policy_version: int
     """Weights that sampled its first token: the oldest."""
     version_spans: tuple[VersionSpan, ...] = ()
-    """Who sampled which tokens, in order, where new weights came in the middle of it. Empty: `policy_version` all."""
+    """The versions that sampled it, in order, where new weights came in its middle; empty: `policy_version` alone."""
     time_queued_s: float = 0.0
     time_generate_s: float = 0.0
 
@@ -131,7 +131,7 @@ class ExecRecord:
 
     sandbox_id: str
     provider: str
-    """Of the sandbox; `mcp` where a server keeps it."""
+    """Provider of the sandbox; `mcp` where a server keeps it."""
     outcome: str
     """ok, code_failed or code_stopped."""
     started_at_s: float
@@ -144,7 +144,7 @@ class CallRecord:
     """One tool call, run or refused."""
 
     name: str
-    """As the policy wrote it; empty when it could not be read."""
+    """Tool name as the policy wrote it; empty when it could not be read."""
     arguments: str
     """JSON text as the policy wrote it."""
     output: str
@@ -158,7 +158,7 @@ class CallRecord:
     waited_s: float = 0.0
     """Part of duration_s before the tool could start (rate limit, free sandbox)."""
     execs: tuple[ExecRecord, ...] = ()
-    """What ran in sandboxes for it."""
+    """Executions in sandboxes that it led to."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -177,7 +177,7 @@ class TurnRecord:
     generate_s: float
     calls: tuple[CallRecord, ...] = ()
     version_spans: tuple[VersionSpan, ...] = ()
-    """As in `Completion`."""
+    """The versions that sampled it, as in `Completion`."""
 
     @property
     def max_policy_version(self) -> int:
@@ -235,7 +235,7 @@ class Group:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupSummary:
-    """What the driver sees of a group: scalars only. The group itself stays in the object store."""
+    """A group as the driver sees it: scalars only. The group itself stays in the object store."""
 
     group_id: int
     task: str
@@ -259,14 +259,14 @@ class GroupSummary:
     min_policy_version: int
     max_policy_version: int
     time_generate_s: float
-    """From admission to the last completion."""
+    """Seconds from admission to the last completion."""
     time_score_s: float
     """Sum over trajectories."""
     time_total_s: float
 
 
 class ExecOutcome(StrEnum):
-    """What became of code that ran in a sandbox. None of these is the sandbox's failure (that is a SandboxError)."""
+    """How code that ran in a sandbox ended. None of these is the sandbox's failure (that is a SandboxError)."""
 
     OK = "ok"
     CODE_FAILED = "code_failed"

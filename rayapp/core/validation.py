@@ -20,7 +20,7 @@ _SHOWN = 80
 
 
 def explain(error: ValidationError, schema: type[BaseModel]) -> str:
-    """One line for each thing that is wrong."""
+    """The error in the user's words: one line for each thing that is wrong."""
     lines = (_explain_one(details, schema) for details in error.errors(include_url=False))
     return "\n".join(dict.fromkeys(lines))
 

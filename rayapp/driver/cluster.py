@@ -34,7 +34,7 @@ from actors.setup.starting import (
 )
 from actors.spawn import Seat, free_address, spawn
 from rayapp.config.config import Config, bundles_of
-from rayapp.core.aio import to_the_end
+from rayapp.core.aio import finish_despite_cancels
 from rayapp.core.errors import (
     LearnersLostError,
     ObjectsLostError,
@@ -104,7 +104,7 @@ class Cluster:
         # Of the moment of the failures: while one is replaced, another may be found gone and be replaced too.
         incarnations = {name: self.supervisor.incarnation(name) for name in failed}
         for name, error in failed.items():
-            # One that is gone is found by its ping; one that answers may hold half of the new weights.
+            # Dead servers are found by their ping; condemn only live ones with half-loaded weights.
             if not isinstance(error, ProcessDiedError):
                 await self.supervisor.condemn(name, incarnations[name], str(error))
         await self.supervisor.settled()
@@ -207,7 +207,7 @@ async def open_cluster(
             raise first_error(group) from group
         finally:
             # A second Ctrl-C must not leave a paid sandbox or an engine process behind.
-            await to_the_end(started.close())
+            await finish_despite_cancels(started.close())
 
 
 async def _start(
@@ -298,4 +298,4 @@ async def open_learners(config: Config, *, report: Report = lambda text: None) -
             await all_ready({handle.name: handle.ready(timeout_s) for handle in handles}, report)
             yield LearnerGroup(tuple(handles))
         finally:
-            await to_the_end(started.close())
+            await finish_despite_cancels(started.close())

@@ -16,7 +16,7 @@ import time
 from functools import partial
 
 from rayapp.config.config import Config
-from rayapp.core.aio import is_stopping, run_until_done, uninterrupted
+from rayapp.core.aio import finish_then_cancel, is_stopping, run_until_done
 from rayapp.core.errors import LearnersLostError
 from rayapp.core.logs import about, start_logs
 from rayapp.driver.cluster import Cluster, open_cluster
@@ -114,4 +114,4 @@ async def _take_and_train(run: Run, step: int) -> None:
             async with unstalled(run.watchdog, f"groups of step {step}"):
                 groups = await run.store.take(run.cluster.config.train.groups_per_step)
         # A stop waits for a step that has begun to train: half of one can't be saved.
-        await uninterrupted(train_step(run, step, groups, phases))
+        await finish_then_cancel(train_step(run, step, groups, phases))

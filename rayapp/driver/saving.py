@@ -16,7 +16,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Protocol
 
-from rayapp.core.aio import end_process_after, let_process_live, uninterrupted
+from rayapp.core.aio import end_process_after, finish_then_cancel, let_process_live
 from rayapp.core.errors import (
     CheckpointError,
     LearnersLostError,
@@ -188,7 +188,7 @@ async def saving_when_stopped(
     except (StalledError, RestartsUsedUpError, TrainingAbortedError) as reason:
         try:
             # Not interrupted: that a process was lost too often is found by others too, who stop the run as well.
-            await uninterrupted(_finish(saver) if isinstance(reason, TrainingAbortedError) else save())
+            await finish_then_cancel(_finish(saver) if isinstance(reason, TrainingAbortedError) else save())
         except RayappError as error:
             log.warning("%s", error)
         if isinstance(reason, StalledError):

@@ -1,4 +1,4 @@
-"""Requests that start together wait here for each other, but not for ever: some may have been lost on their way.
+"""Cohorts: requests that start together wait here for each other, but not for ever, as some may have been lost.
 
 Used by `VllmEngine`, which says what starting them means. Pure asyncio: neither Ray nor vLLM.
 """
@@ -25,20 +25,20 @@ class Request:
         self.sampling = sampling
         self.created_s = time.monotonic()
         self.queue: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        """What the engine gives for it once it has started; cancelled when whoever asked has gone."""
+        """The engine's output queue, once the request has started; cancelled when whoever asked has gone."""
 
     def order(self) -> tuple[object, ...]:
-        """`group=2/trajectory=10` after `group=2/trajectory=9`."""
+        """Sort key that compares numbers as numbers: `group=2/trajectory=10` comes after `group=2/trajectory=9`."""
         return tuple(int(part) if part.isdigit() else part for part in self.request_id.replace("/", "=").split("="))
 
 
 class Cohorts:
-    """See the module.
+    """Collects requests until their cohort is complete, then starts it.
 
     Args:
         start: settles the `queue` of every request that it is given.
-        patience_s: how long a request waits for its company. Then those that are there start: with a process that was
-            lost on the way its groups are issued again alone, and the others would wait until they fail.
+        patience_s: how long a request waits for its cohort; then those that are there start. Where a worker died, its
+            groups are issued again alone, and the rest of the cohort would wait for them until it failed.
     """
 
     def __init__(self, start: Callable[[list[Request]], Awaitable[None]], *, patience_s: float) -> None:
@@ -47,10 +47,10 @@ class Cohorts:
         self._waiting: list[Request] = []
 
     async def admit(self, request: Request, size: int) -> Any:
-        """Start it with its cohort, in the order of their ids. Returns what the engine gives for it.
+        """Start a request with its cohort, in the order of ids. Returns the engine's output queue for it.
 
         Args:
-            size: of the cohort, itself included.
+            size: number of requests in the cohort, itself included.
         """
         self._waiting.append(request)
         try:
@@ -73,7 +73,7 @@ class Cohorts:
     async def _start_all(self, cohort: list[Request]) -> None:
         try:
             await self._start(cohort)
-        except Exception as error:  # boundary: whatever it is, everybody in the cohort has to hear of it
+        except Exception as error:  # boundary: every request of the cohort must get the error
             for request in cohort:
                 if not request.queue.done():
                     request.queue.set_exception(error)

@@ -19,7 +19,7 @@ HOLD_ABOVE = 0.95
 GROW_BELOW = 0.85
 BACK_OFF = 0.7
 GROWTH_PER_ROUND = 4.0
-"""After the first preemption: so many more for each time that as many requests as the limit have ended."""
+"""Growth after the first preemption: the limit rises by this each time that as many requests as it have ended."""
 
 
 class ConcurrencyLimit:
@@ -43,15 +43,15 @@ class ConcurrencyLimit:
         return int(self._limit)
 
     def admits(self, in_flight: int) -> bool:
-        """Whether one more may start. One always may: with nothing in flight nothing would ever change."""
+        """True if one more request may start. With nothing in flight it always may, or nothing would ever change."""
         return in_flight == 0 or (in_flight < self.limit and self._kv_used < HOLD_ABOVE)
 
     def was_given(self, in_flight: int) -> None:
-        """So many are in flight whatever the limit was: a cohort starts whole. It stands until the cache objects."""
+        """Raise the limit to what is in flight, as a cohort starts whole. It stands until the cache overflows."""
         self._limit = min(self._ceiling, max(self._limit, float(in_flight)))
 
     def observe(self, *, kv_used: float, num_preempted: int, in_flight: int) -> None:
-        """After each step of the engine.
+        """Learn from a step of the engine; called after each.
 
         Args:
             kv_used: share of the KV cache in use.
@@ -59,11 +59,11 @@ class ConcurrencyLimit:
         """
         self._kv_used = kv_used
         if num_preempted and self._num_to_settle == 0:
-            # From what was in flight, not from the limit: a limit that was never reached has caused nothing.
+            # Back off from what was in flight: a limit that was never reached did not cause the preemption.
             self._limit = max(1.0, min(self._limit, in_flight) * BACK_OFF)
             self._is_probing = False
             self.num_back_offs += 1
-            # What overfills the cache now was admitted before: its further preemptions say nothing about the new limit.
+            # Requests admitted before overfill the cache now: their preemptions say nothing about the new limit.
             self._num_to_settle = in_flight
 
     def ended(self, *, is_wanted: bool) -> None:
@@ -79,7 +79,7 @@ class ConcurrencyLimit:
 
 
 class Gate:
-    """Where requests wait for room."""
+    """Lets requests into the engine as the limit allows; the others wait."""
 
     def __init__(self, limit: ConcurrencyLimit) -> None:
         self._limit = limit

@@ -17,10 +17,10 @@ class TokenVersions:
     def __init__(self) -> None:
         self._spans: dict[str, list[VersionSpan]] = {}
         self._ended_by: dict[str, int] = {}
-        """Version that sampled the last token of a request whose output has not been fetched yet."""
+        """For requests that ended and whose output was not fetched yet: the version that sampled their last token."""
 
     def begin(self, request_id: str) -> None:
-        """From now on every update counts this request's tokens."""
+        """Begin to follow a request: every update from now on counts its tokens."""
         self._spans[request_id] = []
 
     @property
@@ -28,10 +28,10 @@ class TokenVersions:
         return len(self._spans)
 
     def close_version(self, version: int, num_tokens: Callable[[str], int | None]) -> None:
-        """All is frozen: what has been sampled so far, and not been counted, is `version`'s.
+        """Give `version` all tokens that were sampled and not counted yet. Called while the engine is frozen.
 
         Args:
-            num_tokens: of a request, sampled since its start; None if it has ended.
+            num_tokens: request id -> tokens sampled since its start; None if it has ended.
         """
         for request_id, spans in self._spans.items():
             count = num_tokens(request_id)
@@ -47,7 +47,7 @@ class TokenVersions:
         return tuple(spans)
 
     def forget(self, request_id: str) -> None:
-        """A request that failed or was cancelled. Idempotent."""
+        """Stop following a request that failed or was cancelled. Idempotent."""
         self._spans.pop(request_id, None)
         self._ended_by.pop(request_id, None)
 

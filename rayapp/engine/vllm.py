@@ -1,14 +1,14 @@
 """vLLM's async engine as a `RolloutEngine`: token ids in, token ids and log-probs out, weights replaced in place.
 
-Used by the vllm-server actor, and directly by tests and tools. The only module, with its worker extension, that knows
-vLLM's names.
+Used by the vllm-server actor, and directly by tests and tools. vLLM's names are known here and in `vllm_*` only.
 
-Admission. On CPU, and on any engine whose kernels choose their blocking by batch size, the last bits of a log-prob
-depend on which requests share a batch, and a sampled token can flip on them. So the scheduler stays paused from one
-weight update to the moment a whole cohort is queued, in the order of request ids, and the cohort's first seed seeds the
-sampler: equal weights and seeds then give equal batches, and a resumed run repeats one that never stopped.
-vLLM's own per-request seeds are not used: a generator per row costs as much as the model's forward here, and they crash
-the CPU engine of vLLM 0.30 when a prompt is prefilled in parts (`CPU Generator does not use offset`).
+Equal weights and seeds give equal completions, so that a resumed run repeats one that never stopped. For that the
+requests of a step start as one cohort: the scheduler stays paused from one weight update until the whole cohort is
+queued, in the order of request ids, and the cohort's first seed seeds the sampler. Equal seeds alone would not do: on
+CPU, and wherever kernels choose their blocking by batch size, the last bits of a log-prob depend on which requests
+share a batch, and a sampled token can flip on them. vLLM's own per-request seeds are not used: a generator per row
+costs as much as the model's forward here, and they crash the CPU engine of vLLM 0.30 when a prompt is prefilled in
+parts (`CPU Generator does not use offset`).
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ import numpy as np
 
 from rayapp.config.config import Config
 from rayapp.core.errors import EngineDeadError, EngineError, WeightSyncError
-from rayapp.core.machine import share_of_cores
 from rayapp.core.stall_detection import InHand
-from rayapp.core.types import Completion, SamplingParams, VersionSpan
+from rayapp.core.types import Completion, SamplingParams
 from rayapp.engine.cohorts import Cohorts, Request
 from rayapp.engine.concurrency import ConcurrencyLimit, Gate
 from rayapp.engine.token_versions import TokenVersions
-from rayapp.engine.vllm_adapter import adapter_args, adapter_request, is_adapter
+from rayapp.engine.vllm_adapter import adapter_request, is_adapter
+from rayapp.engine.vllm_arguments import set_process_environment, vllm_args
+from rayapp.engine.vllm_completions import vllm_sampling_params, whole_completion
 from rayapp.engine.vllm_stats import EngineLoad
 from rayapp.engine.weights.buckets import TensorEntry
-from rayapp.engine.weights.transfer_plan import choose_transport
 from rayapp.storage.models.prefetch import with_local_model
 
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
@@ -43,13 +43,13 @@ NO_CHECKSUMS: Mapping[str, int] = MappingProxyType({})
 
 
 class VllmEngine:
-    """One engine; build it with `start`.
+    """One vLLM engine; build it with `start`.
 
     Args:
         engine: vLLM's AsyncLLM.
-        load: among its stat loggers, which tell the gate.
-        gate: where requests wait that no cohort waits for.
-        in_hand: its requests; told of every step that samples tokens.
+        load: the stat logger that vLLM calls after each step; it tells the gate how full the engine is.
+        gate: where requests without a cohort wait for room.
+        in_hand: the requests being served, and when one last got on; the watch over stalled servers asks it.
         patience_s: how long a request waits for its cohort.
     """
 
@@ -62,23 +62,23 @@ class VllmEngine:
         self._is_paused = False
         self._is_asleep = False
         self._adapter: Any = None
-        """vLLM's request of the adapter that every prompt is sampled with; None until one is there."""
+        """The LoRA adapter that every prompt is sampled with, as vLLM's LoRARequest; None until one is loaded."""
         self._cohorts = Cohorts(self._start_cohort, patience_s=patience_s)
         self._versions = TokenVersions()
         self._changing = asyncio.Lock()
-        """Held while requests are started and while weights are replaced: a start would wake a frozen engine."""
+        """Lets either requests be started or weights be replaced: starting a request wakes a frozen engine."""
 
     @classmethod
     async def start(cls, config: Config, **engine_args: Any) -> VllmEngine:
         """Load the model and be ready to generate.
 
         Args:
-            engine_args: of vLLM's, in place of those that follow from the configuration.
+            engine_args: vLLM's engine arguments, in place of those that follow from the configuration.
         Raises:
             EngineError: vLLM could not start; the message holds its reason.
         """
         config = await asyncio.to_thread(with_local_model, config)
-        _set_process_environment(config)
+        set_process_environment(config)
         from vllm import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
 
@@ -86,7 +86,7 @@ class VllmEngine:
             gate = Gate(ConcurrencyLimit(ceiling=config.server.max_num_seqs))
             in_hand = InHand()
             load = EngineLoad(lambda kv_used, num: gate.observe(kv_used=kv_used, num_preempted=num), in_hand.moved)
-            args = AsyncEngineArgs(**_engine_args(config) | engine_args)
+            args = AsyncEngineArgs(**vllm_args(config) | engine_args)
             engine = AsyncLLM.from_engine_args(args, stat_loggers=[load.factory])
             await engine.collective_rpc("die_with", args=(os.getpid(),))
         except Exception as error:  # boundary: vLLM raises whatever its dependencies raise
@@ -114,7 +114,7 @@ class VllmEngine:
         request = Request(request_id, prompt_ids, sampling)
         with self.in_hand.one():
             if cohort_size > 1:
-                # All of a cohort starts at once: which of it ran together must not follow from what the cache held.
+                # A cohort does not wait for room: who ran together must not depend on how full the cache was.
                 with self._gate.passing():
                     return await self._sample(request, cohort_size)
             async with self._gate.seat(request.order()):
@@ -152,7 +152,7 @@ class VllmEngine:
                 raise self._engine_error(error, cohort[0].request_id) from error
 
     async def _begin(self, request: Request) -> None:
-        """Queue one, unless whoever asked has gone: before, or meanwhile."""
+        """Queue one request, unless whoever asked for it has gone; it is aborted if they go meanwhile."""
         if request.queue.done():
             return
         try:
@@ -169,9 +169,9 @@ class VllmEngine:
         await self._engine.abort(queue.request_id, internal=True)
 
     async def _add(self, request: Request) -> Any:
-        # The salt keeps the prefix cache apart by version: blocks computed with older weights are never read again and
-        # leave by age, without a flush that would cost the running requests theirs. And apart by purpose: a cohort
-        # that finds its prompts cached by an evaluation computes other batches than one that does not.
+        # The cache salt keeps prefix-cache blocks of different weights apart: old ones are never read again and leave
+        # by age, where a flush would cost the running requests theirs. It also keeps purposes apart: a cohort that
+        # found its prompts cached by an evaluation would compute other batches than one that did not.
         purpose = request.request_id.partition("=")[0]
         if purpose == "group" and (request.sampling.top_p < 1.0 or request.sampling.top_k > 0):
             raise EngineError(
@@ -180,7 +180,7 @@ class VllmEngine:
             )
         prompt = {"prompt_token_ids": list(request.prompt_ids), "cache_salt": f"{purpose} {self.policy_version}"}
         try:
-            params = _sampling_params(request.sampling)
+            params = vllm_sampling_params(request.sampling)
             queue = await self._engine.add_request(request.request_id, prompt, params, lora_request=self._adapter)
             self._versions.begin(queue.request_id)
             return queue
@@ -190,10 +190,12 @@ class VllmEngine:
     async def load_weights(
         self, version: int, path: str, entries: Sequence[TensorEntry], checksums: Mapping[str, int] = NO_CHECKSUMS
     ) -> int:
-        """Replace the weights by those in a shared-memory file. Requests in flight go on from their tokens behind it.
+        """Replace the weights by those in a shared-memory file; requests in flight then go on from their tokens.
 
         Args:
-            checksums: of a sample of tensors, made by the learner.
+            path: the file, as `WeightUpdateExtension.load_shared_weights` takes it.
+            entries: which tensor is where in it.
+            checksums: name -> checksum for a sample of the tensors, made by the learner.
         Returns:
             Number of tensors that the model was found to hold as the learner sent them.
         Raises:
@@ -210,7 +212,7 @@ class VllmEngine:
         self, version: int, path: str, entries: Sequence[TensorEntry], checksums: Mapping[str, int]
     ) -> int:
         try:
-            # The cache comes back last: the learners' gradients may still be on the GPU while the weights are loaded.
+            # The KV cache gets its memory back last: the learners' gradients may still be on the GPU during the load.
             await self._wake("weights")
             held = await self._engine.collective_rpc("load_shared_weights", args=(path, list(entries), dict(checksums)))
             await self._wake("kv_cache")
@@ -222,20 +224,22 @@ class VllmEngine:
         return int(min(held))
 
     async def join_weight_group(self, init_info: dict[str, Any]) -> None:
-        """vLLM's `init_weight_transfer_engine`. Blocks until everybody has joined.
+        """Join the process group that weights come through (vLLM's `init_weight_transfer_engine`).
+
+        Returns when all members have joined.
 
         Raises:
-            WeightSyncError: a worker could not.
+            WeightSyncError: a worker could not join.
         """
         from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
 
         await self._transfer("join", self._engine.init_weight_transfer_engine(WeightTransferInitRequest(init_info)))
 
     async def begin_update(self) -> None:
-        """Freeze what runs, and make the workers ready for weights. `finish_update` undoes it.
+        """Freeze the requests in flight and make the workers ready for weights, until `finish_update`.
 
         Raises:
-            WeightSyncError: a worker is not.
+            WeightSyncError: a worker is not ready.
         """
         await self._changing.acquire()
         await self._freeze()
@@ -243,7 +247,7 @@ class VllmEngine:
         await self._transfer("begin", self._engine.start_weight_update())
 
     async def receive_weights(self, update_info: Any) -> None:
-        """vLLM's `update_weights`: returns when the workers have loaded what `update_info` describes.
+        """Load what `update_info` describes (vLLM's `update_weights`); returns when the workers have.
 
         Raises:
             WeightSyncError: they may hold a mixture now; the engine must not generate.
@@ -253,7 +257,9 @@ class VllmEngine:
         await self._transfer("receive", self._engine.update_weights(WeightTransferUpdateRequest(update_info)))
 
     async def finish_update(self, version: int, checksums: Mapping[str, int]) -> int:
-        """Seal the update as this version, and go on. Returns the number of tensors found to be held as sent.
+        """End the update: check the weights, call them `version`, let the requests go on.
+
+        Returns the number of tensors that the model was found to hold as the learner sent them.
 
         Raises:
             WeightSyncError: the model does not hold what was sent; the engine must not generate.
@@ -297,13 +303,13 @@ class VllmEngine:
             await self._engine.wake_up(tags=[what])
 
     async def pause(self) -> None:
-        """Finish what runs, then schedule nothing until the next cohort is queued."""
+        """Let running requests finish, then schedule nothing until `_resume`."""
         if not self._is_paused:
             await self._engine.pause_generation(mode="wait", clear_cache=False)
             self._is_paused = True
 
     async def _freeze(self) -> None:
-        """Stop between two tokens, and write down which tokens the weights held now have sampled."""
+        """Stop all requests between two tokens, and note which of their tokens the present weights sampled."""
         if not self._is_paused:
             await self._engine.pause_generation(mode="keep", clear_cache=False)
             self._is_paused = True
@@ -336,7 +342,7 @@ class VllmEngine:
         from vllm import SamplingParams as VllmSamplingParams
 
         params = VllmSamplingParams(max_tokens=1, prompt_logprobs=0, temperature=1.0)
-        # A salt of its own: cached blocks would be skipped, and give no log-probs.
+        # A cache salt never used before: tokens of cached blocks are skipped and would get no log-probs.
         prompt = {"prompt_token_ids": list(token_ids), "cache_salt": f"log-probs={time.monotonic_ns()}"}
         await self._resume()
         outputs = self._engine.generate(prompt, params, f"log-probs-{time.monotonic_ns()}", lora_request=self._adapter)
@@ -363,114 +369,3 @@ class VllmEngine:
         if self._engine.errored:
             return EngineDeadError(f"the engine's process died while it served {request_id}: {error}")
         return EngineError(f"the engine refused {request_id}: {type(error).__name__}: {error}")
-
-
-def _set_process_environment(config: Config) -> None:
-    """What vLLM reads from the environment when it is imported; child processes inherit it."""
-    threads = config.server.cpu_threads or share_of_cores(
-        config.server.num_servers, is_synchronous=config.train.max_staleness == 0
-    )
-    os.environ["VLLM_CPU_KVCACHE_SPACE"] = str(config.server.kv_cache_gib)
-    # Ray sets this to the actor's num_cpus, which is a share for scheduling, not the number of cores to compute on.
-    os.environ["OMP_NUM_THREADS"] = str(threads)
-    tp = config.server.tensor_parallel_size
-    # Else vLLM runs even a single CPU rank behind its multi-process executor, which spins on a queue beside it and pins
-    # its threads: 1.6 times slower on 2 cores. The engine core stays a process of its own either way.
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1" if tp > 1 else "0"
-    if tp > 1 and "VLLM_CPU_OMP_THREADS_BIND" not in os.environ:
-        cores = sorted(os.sched_getaffinity(0))
-        os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(str(cores[rank % len(cores)]) for rank in range(tp))
-
-
-def _engine_args(config: Config) -> dict[str, Any]:
-    server = config.server
-    return {
-        "model": config.model.path,
-        "trust_remote_code": config.model.trust_remote_code,
-        "dtype": server.dtype,
-        "max_model_len": config.max_model_tokens,
-        "tensor_parallel_size": server.tensor_parallel_size,
-        "distributed_executor_backend": "mp" if server.tensor_parallel_size > 1 else "uni",
-        "gpu_memory_utilization": server.gpu_memory_utilization,
-        "block_size": server.kv_block_tokens or None,
-        "max_num_seqs": server.max_num_seqs,
-        "enforce_eager": server.enforce_eager,
-        "enable_prefix_caching": True,
-        # The distribution that was sampled from; vLLM's default is the one before temperature.
-        "logprobs_mode": "processed_logprobs",
-        "worker_extension_cls": "rayapp.engine.vllm_worker.WeightUpdateExtension",
-        "seed": config.run.seed,
-        # A model's generation_config.json may hold top_k or a repetition penalty: sampling is what we say it is.
-        "generation_config": "vllm",
-        "disable_log_stats": False,
-        "enable_sleep_mode": config.cluster.placement == "colocated" and _has_gpu(),
-        **_transfer_args(config),
-        **adapter_args(config),
-    }
-
-
-def _transfer_args(config: Config) -> dict[str, Any]:
-    transport = choose_transport(config, on_gpu=config.cluster.device != "cpu" and _has_gpu())
-    if transport == "object_store":
-        return {}
-    from vllm.config.weight_transfer import WeightTransferConfig
-
-    if transport == "ipc":
-        # Handles of GPU memory are no plain data, and the only processes that talk here are our own.
-        os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
-    return {"weight_transfer_config": WeightTransferConfig(backend=transport)}
-
-
-def _has_gpu() -> bool:
-    import torch
-
-    return torch.cuda.is_available()
-
-
-def _sampling_params(sampling: SamplingParams) -> Any:
-    from vllm import SamplingParams as VllmSamplingParams
-    from vllm.sampling_params import RequestOutputKind
-
-    return VllmSamplingParams(
-        max_tokens=sampling.max_tokens,
-        temperature=sampling.temperature,
-        top_p=sampling.top_p,
-        top_k=sampling.top_k,
-        stop=list(sampling.stop),
-        logprobs=0,
-        flat_logprobs=True,
-        output_kind=RequestOutputKind.FINAL_ONLY,
-    )
-
-
-def whole_completion(
-    request_id: str,
-    output: Any,
-    spans: tuple[VersionSpan, ...],
-    policy_version: int,
-    queued_s: float,
-    generate_s: float,
-) -> Completion:
-    """What vLLM sampled, which the policy itself ended or the limit of tokens did.
-
-    Raises:
-        EngineError: the engine ended it (abort, error, repetition): half an answer that nobody may judge or train on.
-    """
-    if output.finish_reason not in ("stop", "length"):
-        raise EngineError(
-            f"vLLM gave {request_id} up after {len(output.token_ids)} tokens (finish reason {output.finish_reason})"
-        )
-    token_ids = np.array(output.token_ids, np.int32)
-    log_probs = np.array(output.logprobs.logprobs, np.float32)
-    if log_probs.size != token_ids.size:
-        raise EngineError(f"vLLM gave {log_probs.size} log-probs for {token_ids.size} sampled tokens")
-    return Completion(
-        token_ids=token_ids,
-        log_probs=log_probs,
-        text=output.text,
-        finish_reason=output.finish_reason,
-        policy_version=spans[0].policy_version if spans else policy_version,
-        version_spans=spans if len(spans) > 1 else (),
-        time_queued_s=queued_s,
-        time_generate_s=generate_s,
-    )

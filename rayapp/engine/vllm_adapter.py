@@ -14,11 +14,11 @@ from rayapp.engine.weights.buckets import TensorEntry
 
 ADAPTER_ID, ADAPTER_NAME = 1, "policy"
 RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
-"""That vLLM has buffers for; a smaller adapter uses a part of them."""
+"""Ranks that vLLM has buffers for; a smaller adapter uses a part of the next larger one."""
 
 
 def adapter_args(config: Config) -> dict[str, Any]:
-    """vLLM's engine arguments; none where the learner sends whole weights."""
+    """vLLM's engine arguments for LoRA; none where the learner sends whole weights."""
     if not config.learner.lora.sends_adapter:
         return {}
     rank = next(size for size in RANKS if size >= config.learner.lora.rank)
@@ -26,12 +26,12 @@ def adapter_args(config: Config) -> dict[str, Any]:
 
 
 def is_adapter(entries: Sequence[TensorEntry]) -> bool:
-    """Whether these are an adapter's tensors and no model's."""
+    """True if these tensors are an adapter's, and not a whole model's."""
     return bool(entries) and all(".lora_A." in name or ".lora_B." in name for name, *_ in entries)
 
 
 def adapter_request() -> Any:
-    """What a request carries so that the adapter counts for it. The path is never read: the adapter is there."""
+    """The LoRARequest that makes a request use the adapter. Its path is never read, as the adapter is in memory."""
     from vllm.lora.request import LoRARequest
 
     return LoRARequest(lora_name=ADAPTER_NAME, lora_int_id=ADAPTER_ID, lora_path="in-memory")
@@ -56,7 +56,7 @@ def load_adapter(model_runner: Any, tensors: Iterable[tuple[str, Any]]) -> int:
     adapter = LoRAModel.from_lora_tensors(
         ADAPTER_ID,
         own,
-        # Rank and alpha alike: no further scale.
+        # Alpha equal to the rank: the scale is in the tensors already.
         PEFTHelper(r=rank, lora_alpha=rank, target_modules=[]),
         device="cpu",
         dtype=workers.lora_config.lora_dtype,

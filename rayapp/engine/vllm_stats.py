@@ -11,7 +11,7 @@ from typing import Any
 
 
 class EngineLoad:
-    """A stat logger of vLLM's that remembers. One per engine; the rank's number is not used.
+    """A stat logger for vLLM that remembers the last numbers. One per engine; the rank's number is not used.
 
     Args:
         on_step: told after each step of the engine the share of the KV cache in use, and how many sequences it threw
@@ -31,13 +31,13 @@ class EngineLoad:
         self._on_tokens = on_tokens
 
     def factory(self, vllm_config: Any, engine_index: int = 0) -> EngineLoad:
-        """What vLLM calls to make the logger."""
+        """Return this logger where vLLM asks for a new one."""
         return self
 
     def record(
         self, scheduler_stats: Any, iteration_stats: Any, mm_cache_stats: Any = None, engine_idx: int = 0
     ) -> None:
-        """After each step of the engine. None comes with steps that have no statistics."""
+        """Called by vLLM after each step of the engine; an argument is None where the step has no such statistics."""
         num_preempted = 0 if iteration_stats is None else iteration_stats.num_preempted_reqs
         self._preempted += num_preempted
         if iteration_stats is not None and iteration_stats.num_generation_tokens:
@@ -52,10 +52,10 @@ class EngineLoad:
         self._on_step(self._kv_used, num_preempted)
 
     def log_engine_initialized(self) -> None:
-        """Nothing to say."""
+        """Does nothing; vLLM calls it."""
 
     def log(self) -> None:
-        """Nothing to say: `scalars` is asked instead."""
+        """Does nothing: the numbers are read with `scalars`."""
 
     def record_sleep_state(self, is_awake: int, level: int) -> None:
         """Our engines never sleep."""

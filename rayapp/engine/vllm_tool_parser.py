@@ -27,7 +27,7 @@ _START = ("tool_call_start_token", "tool_calls_start_token", "bot_token", "start
 _END = ("tool_call_end_token", "tool_calls_end_token", "end_token")
 _SEARCHES = ("search", "match", "fullmatch", "findall", "finditer", "split", "sub", "subn")
 _PARSE_TIMEOUT_S = 1.0
-"""Of processor time, for one turn. Not of the clock, which a busy machine runs down."""
+"""Processor time for the calls of one turn. Clock time would run down on a busy machine."""
 _MALFORMED = "the parser {name} can't read it: it must be complete, valid JSON in the form the system prompt shows"
 
 
@@ -57,7 +57,7 @@ class VllmToolParser:
         self._is_gated = by_call
         self._block = _block_pattern(self._start, _token(self._parser, _END)) if by_call else None
         _set_deadlines(self._parser)
-        # It logs a traceback for each malformed call, which is daily bread here.
+        # vLLM's parser logs a traceback for each malformed call; a policy writes many.
         logging.getLogger(type(self._parser).__module__).setLevel(logging.CRITICAL)
 
     def parse(self, text: str) -> tuple[RawCall, ...]:
@@ -104,7 +104,7 @@ def load_parser(
 
 
 def _fitting(name: str, tokenizer: Any, tools: Sequence[ToolSchema], sample: SampleCall) -> VllmToolParser | None:
-    """Call by call if that works: then one that is malformed doesn't take the others along."""
+    """A parser that finds the sample, asked call by call if that works: a malformed call then loses only itself."""
     for by_call in (True, False):
         try:
             parser = VllmToolParser(name, tokenizer, tools, by_call=by_call)
@@ -137,10 +137,10 @@ def _make(name: str, tokenizer: Any, tools: Any) -> Any:
 
 
 class _Deadline:
-    """Of the parse that the process is at: the agent loop has one thread for them, so there is one at a time.
+    """The time limit of the parse that runs now. One for the process, as the agent loop has one thread for parsers.
 
-    Parsers are quadratic or cubic in what a policy can write: GLM's took 14 s for 6 kB, and holds the GIL in regular
-    expressions. Those get a timeout, and every call of a function is a moment to stop.
+    Parsers take quadratic or cubic time for what a policy can write: GLM's took 14 s for 6 kB, and holds the GIL in
+    regular expressions. So each search gets a timeout, and each call of a function checks the limit.
     """
 
     def __init__(self) -> None:
@@ -151,11 +151,11 @@ class _Deadline:
         self._ends_at = time.thread_time() + _PARSE_TIMEOUT_S
 
     def left_s(self) -> float | None:
-        """None where nobody waits."""
+        """Seconds of processor time left; None where no parse is running."""
         return max(0.001, self._ends_at - time.thread_time()) if self._is_kept else None
 
     def keep(self, extract: Callable[..., Any], *args: Any) -> Any:
-        """Call it. Raises TimeoutError, again for every call made by a parser that has caught it."""
+        """Call `extract` under the deadline. Raises TimeoutError, and raises it again in a parser that catches it."""
         before, self._is_kept = sys.getprofile(), True
         sys.setprofile(self._check)
         try:
@@ -181,7 +181,7 @@ class _TimedPattern:
 
 
 def _set_deadlines(parser: Any) -> None:
-    """On the patterns of a parser and of the modules that it uses."""
+    """Put the deadline on the patterns of a parser and of the modules that it uses."""
     kind = type(regex.compile(""))
     modules = [module for name, module in sys.modules.items() if name.startswith(("vllm.parser", "vllm.tool_parsers"))]
     for owner in [parser, *modules]:

@@ -1,4 +1,4 @@
-"""What we add to vLLM's workers: taking new weights out of shared memory, and not outliving the server.
+"""Our extension of vLLM's workers: taking new weights out of shared memory, and not outliving the server.
 
 vLLM mixes this class into its own worker by import path (`worker_extension_cls`), in the engine's processes. Those are
 no Ray workers and refuse pickled calls, so a call carries only a file's name and plain data.
@@ -82,7 +82,7 @@ class WeightUpdateExtension:
         torch.manual_seed(seed)
 
     def answer(self) -> bool:
-        """True: this worker takes calls."""
+        """Return True: whoever gets it knows that this worker takes calls."""
         return True
 
     def die_with(self, server_pid: int) -> None:

@@ -24,9 +24,9 @@ ATTENTION_NAME = "rayapp_packed"
 _HARMLESS = frozenset(
     {"position_ids", "cache_position", "use_cache", "output_attentions", "output_hidden_states", "deterministic"}
 )
-"""Of what a model hands to its attention, what changes nothing here."""
+"""Arguments that a model may hand to its attention without any effect on the result here."""
 
-# scaled_dot_product_attention hides the log-sum-exp, which merging blocks needs: these two operators give and take it.
+# The operators below scaled_dot_product_attention: merging blocks needs the log-sum-exp, which that one hides.
 _flash_forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu  # noqa: SLF001
 _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward  # noqa: SLF001
 
@@ -47,7 +47,7 @@ class VarlenPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionPlan:
-    """Who sees whom, for one forward."""
+    """Which tokens see which, for one forward."""
 
     segments: tuple[Segment, ...]
     max_length: int
@@ -84,7 +84,7 @@ def packed_attention(
     is_causal: bool | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """What transformers calls.
+    """Attention of one layer, called by transformers.
 
     Args:
         query: (1, Hq, N, D). key: (1, Hkv, N, D). value: (1, Hkv, N, Dv).
@@ -105,7 +105,7 @@ def packed_attention(
         )
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
     width, own_width = max(query.shape[-1], value.shape[-1]), value.shape[-1]
-    # Multi-head latent attention has narrow values: the kernels want one width, and zeros change no product.
+    # Pad with zeros, which change no product: the kernels want one width, and latent attention has narrow values.
     query, key, value = (pad(tensor, (0, width - tensor.shape[-1])) for tensor in (query, key, value))
     if plan.varlen is not None:
         return _varlen_attention(query, key, value, plan.varlen, scale)[..., :own_width], None
@@ -155,7 +155,7 @@ def _varlen_attention(query: Tensor, key: Tensor, value: Tensor, plan: VarlenPla
 
 
 class _TreeAttention(torch.autograd.Function):
-    """On CPU, block by block. Exact: a flash block's gradient needs only the final output and log-sum-exp of its rows.
+    """Attention on CPU, block by block. Exact: a block's gradient needs only its rows' final output and log-sum-exp.
 
     Computes in float32: torch's CPU flash kernel takes three times as long for a bfloat16 gradient (16 x 80 tokens, 9
     heads: 16.7 ms against 6.2 ms on two Zen 5 cores), and merging blocks then loses nothing.
@@ -253,7 +253,7 @@ def _backward_blocks(
             else:
                 parts = _flash_backward(grad_out[:, :, rows], *block, 0.0, is_causal, scale=scale)
             for grad, part, where in zip(zeros, parts, (rows, own, own), strict=True):
-                # add_ and not +=, which would copy the sum onto itself.
+                # In place: += would copy the sum onto itself.
                 grad[:, :, where].add_(part)
     return zeros[0], zeros[1], zeros[2]
 
@@ -275,7 +275,7 @@ def _narrow_gradient(
     slopes = torch.bmm(grads, values.transpose(1, 2)).float().sub_(delta).mul_(weights).mul_(scale).bfloat16()
     grad_value = torch.bmm(weights.bfloat16().transpose(1, 2), grads)
     grad_key = torch.bmm(slopes.transpose(1, 2), rows)
-    # The caller sums over the G heads of a key; here the products have summed them already.
+    # The products have summed over the G heads of a key already, so only the first head gets the sum.
     return torch.bmm(slopes, keys).view(shape), _first_head(grad_key, shape[1]), _first_head(grad_value, shape[1])
 
 

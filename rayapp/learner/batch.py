@@ -43,7 +43,7 @@ class TrainItem:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MicroBatch:
-    """What one forward computes."""
+    """The tokens that one forward computes, and where the log-probs of its B trajectories are among them."""
 
     items: tuple[TrainItem, ...]
     packing: Packing
@@ -74,13 +74,13 @@ def split(items: Sequence[TrainItem], *, max_tokens: int, share_prefixes: bool) 
     ordered = sorted(items, key=lambda item: (item.group, inputs_of(item).astype(">u4").tobytes()))
     costs = _costs(ordered, max_tokens, share_prefixes=share_prefixes)
     total = sum(marginal for marginal, _ in costs)
-    # Equal shares rather than full ones and a rest: small matrix products are slow ones.
+    # Fill all bins about equally: the rest after full ones would be small, and small matrix products are slow.
     num_bins = max(1, -(-total // max_tokens))
     target = total / num_bins
     bins: list[list[TrainItem]] = []
     filled = 0
     for item, (marginal, alone) in zip(ordered, costs, strict=True):
-        # A few more than the share is better than one more micro-batch; the budget itself is never exceeded.
+        # Go past the share rather than start one more micro-batch, but never past the budget.
         is_full = filled >= target and len(bins) < num_bins
         if not bins or filled + marginal > max_tokens or is_full:
             bins.append([item])
@@ -103,7 +103,7 @@ def make_micro_batch(items: Sequence[TrainItem], *, share_prefixes: bool) -> Mic
 
 
 def empty_micro_batch(pad_token: int = 0) -> MicroBatch:
-    """One token and one pair that nobody trains on: what a rank computes while others still have work."""
+    """A micro-batch of one token that nobody trains on, for a rank to compute while others still have work."""
     packing = pack([[np.array([pad_token], dtype=np.int32)]], share_prefixes=False)
     one = np.zeros(1, np.int64)
     none = np.zeros((0, 1), np.int64)

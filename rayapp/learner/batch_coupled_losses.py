@@ -26,7 +26,7 @@ Scored = tuple[TrainItem, FloatArray, FloatArray]
 def coupled_gradients(
     scored: Sequence[Scored], algorithm: AlgorithmSection, actor_config: Any, scale: LossScale, *, seed: int
 ) -> dict[int, FloatArray]:
-    """d loss / d log-prob by row, times dp_size as every loss here is."""
+    """Gradient of the loss by log-prob, (R,) by row number; times dp_size, as every loss here is."""
     if not scored:
         return {}
     scored = sorted(scored, key=lambda entry: entry[0].row)

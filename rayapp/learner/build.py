@@ -34,7 +34,7 @@ def build_learner(config: Config, ranks: Ranks) -> PolicyLearner:
 
 
 def with_token_budget(config: Config, ranks: Ranks, model: PolicyModel) -> Config:
-    """A number in place of `learner.max_tokens_per_microbatch: auto`. Collective."""
+    """The config with a number in place of `learner.max_tokens_per_microbatch: auto`. Collective."""
     if config.learner.max_tokens_per_microbatch != "auto":
         return config
     budget = find_token_budget(config, ranks, model)

@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ranks:
-    """This process among the learners."""
+    """This process's place among the learners, and their process groups."""
 
     rank: int
     world_size: int
@@ -29,10 +29,10 @@ class Ranks:
     cpu_group: dist.ProcessGroup
     """gloo, for Python objects."""
     save_group: dist.ProcessGroup
-    """gloo, for the threads that write checkpoints: in a group of the training's their calls would meet its own."""
+    """gloo, for the threads that write checkpoints: in the training's group their calls would mix with its own."""
 
     def gather(self, value: T) -> list[T]:
-        """Every rank's value, in order of ranks, on every rank."""
+        """The values of all ranks, in order of ranks; the same list on every rank. Collective."""
         if self.world_size == 1:
             return [value]
         values: list[T | None] = [None] * self.world_size
@@ -47,13 +47,13 @@ def start_ranks(config: Config, rank: int, world_size: int, master_address: str,
     """Join the other learners. Blocks until all are there.
 
     Args:
-        master_port: of rank 0's store; unused when there is only one rank.
+        master_port: port of rank 0's store; unused when there is only one rank.
     """
     device = learner_device(config)
     use_threads(config, world_size)
     if device.type == "cpu":
         keep_freed_memory()
-    # A rank that fails leaves the others in a collective: they give up when the driver's own deadline would pass.
+    # When one rank fails, the others hang in a collective: they give up after the driver's own deadline.
     timeout = timedelta(seconds=config.learner.step_timeout_s)
     backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
     store: Store
@@ -76,7 +76,7 @@ def end_ranks() -> None:
 
 
 def learner_device(config: Config) -> torch.device:
-    """Where this learner computes: the GPU that Ray gave it, if it gave one."""
+    """The device of this learner: the GPU that Ray gave it, else the CPU."""
     if config.cluster.device == "cpu" or not torch.cuda.is_available():
         return torch.device("cpu")
     torch.cuda.set_device(0)

@@ -1,6 +1,6 @@
-"""Whether the learner computes a family of models as transformers does: found out from its config, without weights.
+"""Checks that the learner computes a family of models as transformers does, from its config alone, without weights.
 
-`check_family` is asked by `rayapp doctor`, and by `load_policy` before a weight is read. It makes a small model of
+`rayapp doctor` calls `check_family`, and so does `load_policy` before a weight is read. It makes a small model of
 the same config, scores two sequences that share a prefix packed as training packs them, and compares that with plain
 eager attention, one sequence at a time. What the learner lacks (a convolution that reads the neighbour's tokens, an
 attention option, noise of the training mode) shows as a difference, whether anybody has heard of the family or not.
@@ -25,10 +25,10 @@ from rayapp.learner.attention import ATTENTION_NAME, plan_attention, register_at
 from rayapp.learner.packing import pack
 
 MAX_DIFFERENCE = 1e-2
-"""Of log-probs in float32. Families that are computed rightly differ by 2e-4 at most, wrong ones by 0.65 and more."""
+"""Limit for float32 log-probs: families computed rightly differ by 2e-4 at most, wrong ones by 0.65 and more."""
 ATTENTIONS = ("full_attention", "sliding_attention")
 RENAMED_IN_TRANSFORMERS = ("mixtral",)
-"""Their experts have other names in transformers 5 than on the hub, and vLLM knows those of the hub only."""
+"""Families whose experts have other names in transformers 5 than on the hub; vLLM knows only the hub's names."""
 _LAYERS, _HEADS, _VOCABULARY, _WIDTH = 6, 4, 64, 32
 _SHARED_TOKENS, _OWN_TOKENS = 8, (6, 9)
 
@@ -82,11 +82,11 @@ def check_family(architecture: Any, config: Config) -> None:
 
 
 def largest_difference(text: Any, *, num_tokens: int) -> float:
-    """Largest difference of log-probs between packed and plain.
+    """Largest difference of log-probs between packed and plain computation of a small model.
 
     Args:
         text: config of the language model.
-        num_tokens: of the longest sequence that training will have, for attention that asks how long it may be.
+        num_tokens: tokens of the longest sequence that training will have, for attention that asks how long it may be.
     Raises:
         LearnerError: the attention has an option that packing does not do.
     """
@@ -113,7 +113,7 @@ def _difference(causal_lm: Any, num_tokens: int) -> float:
 
 @contextmanager
 def _one_thread() -> Iterator[None]:
-    """Models this small are no faster on two threads, and 20 times as slow where others use the cores too."""
+    """Compute on one thread. Two are no faster for a small model, and 20 times as slow where the cores are busy."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -123,7 +123,7 @@ def _one_thread() -> Iterator[None]:
 
 
 def _sections(architecture: Any) -> Iterator[Any]:
-    """A config and those nested in it."""
+    """A config and all configs nested in it."""
     yield architecture
     for name in getattr(architecture, "sub_configs", {}):
         if (section := getattr(architecture, name, None)) is not None:
@@ -141,7 +141,7 @@ def _sequences() -> tuple[Any, Any]:
 
 
 def _small_model(text: Any) -> Any:
-    """Random weights, large enough that every part of the model moves the scores."""
+    """A model of this family with random weights, large enough that each of its parts moves the scores."""
     from transformers import AutoModelForCausalLM
 
     register_attention()

@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 
 CACHE_ROWS = 64
-"""On CPU, rows that go through the softmax together: 64 x 49152 float32 stay in the last-level cache."""
+"""Rows that go through the softmax together on CPU: 64 x 49152 float32 stay in the last-level cache."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Targets:
-    """P pairs of a position and the token that follows it there. M positions."""
+    """The P tokens to score: pairs of one of M positions and a token that follows it."""
 
     rows: Tensor
     """(P,) which of the M positions, ascending."""
@@ -29,7 +29,7 @@ class Targets:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeadOptions:
-    """How the head computes."""
+    """How the output head computes, and what it returns."""
 
     temperature: float
     chunk_rows: int
@@ -107,7 +107,7 @@ class _TokenLogProbs(torch.autograd.Function):
 
 
 def _accumulate(total: Tensor | None, part: Tensor, *, is_only: bool) -> Tensor:
-    """Chunks add up in float32: in bfloat16 each addition would lose bits of the sum so far."""
+    """Add a chunk's gradient in float32: in bfloat16 each addition would lose bits of the sum so far."""
     if is_only:
         return part
     return part.float() if total is None else total.add_(part)
@@ -134,7 +134,7 @@ def _to_probabilities(
         if options.temperature != 1.0:
             scaled = scaled / options.temperature
         probs = torch.softmax(scaled, dim=-1)
-        # The largest probability is at least 1 / V: its log never underflows, as a small one's would.
+        # log Z from the largest probability: that one is at least 1 / V, so its log never underflows.
         index = scaled.argmax(dim=-1, keepdim=True)
         log_norm = (scaled.gather(-1, index) - probs.gather(-1, index).log_())[:, 0]
         first, last = _pairs_of(rows, start, stop)

@@ -25,27 +25,27 @@ STRETCHES = ("prepare", "old_log_probs", "ref", "forward_backward", "optimizer",
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MicroBatchFacts:
-    """What one micro-batch tells."""
+    """Counts and losses of one micro-batch."""
 
     num_computed_tokens: int
     """Unique tokens that went through the model."""
     num_input_tokens: int
-    """Tokens that would have without sharing."""
+    """Tokens that would have gone through the model without shared prefixes."""
     num_trained_tokens: int
     loss: float
     """Its share of the mini-batch's loss: shares add up."""
     metrics: dict[str, float]
-    """verl's, each a mean over the micro-batch's tokens."""
+    """verl's metrics, each a mean over the micro-batch's tokens."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowFacts:
-    """One trajectory's R response tokens."""
+    """Numbers of one trajectory's R response tokens, each (R,)."""
 
     log_probs: FloatArray
-    """In the update that trained on it."""
+    """Log-probs in the update that trained on it."""
     old_log_probs: FloatArray
-    """At the start of the step."""
+    """Log-probs at the start of the step."""
     rollout_log_probs: FloatArray
     entropy: FloatArray
     ref_log_probs: FloatArray | None

@@ -26,7 +26,7 @@ def make_optimizer(model: PolicyModel, section: OptimizerSection) -> torch.optim
 
 
 def learning_rate(step: int, num_steps: int, section: OptimizerSection) -> float:
-    """Of optimizer step `step`, counted from 1 to `num_steps`.
+    """Learning rate of optimizer step `step`, counted from 1 to `num_steps`.
 
     Example: lr 1, warmup 2 of 4 steps, linear to 0 -> 0.5, 1.0, 0.5, 0.0.
     """

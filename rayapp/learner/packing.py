@@ -26,7 +26,7 @@ from rayapp.core.types import Int32Array
 Int64Array = NDArray[np.int64]
 
 MIN_SAVED_TOKENS = 4
-"""A branch costs attention calls of its own, worth a few tokens of computation; one that saves fewer is not made."""
+"""Least tokens that a branch must save: its own attention calls cost about as much as a few tokens."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,10 +66,10 @@ class Packing:
 
 
 def pack(trees: Sequence[Sequence[Int32Array]], *, share_prefixes: bool) -> Packing:
-    """Lay sequences out.
+    """Lay sequences out so that each shared token is there once.
 
     Args:
-        trees: sequences that may share prefixes, group by group. None is empty.
+        trees: sequences that may share prefixes, group by group; no sequence is empty.
         share_prefixes: False computes every sequence by itself.
     Returns:
         paths in the order of the flattened input.
@@ -94,7 +94,8 @@ class _Builder:
         self._size = 0
 
     def add_tree(self, sequences: Sequence[Int32Array], members: list[int]) -> None:
-        # Sorted, sequences with a common prefix are neighbours, and the prefix of a range is its smallest neighbour's.
+        # Sort: sequences with a common prefix become neighbours, and what a range of them shares is the least that two
+        # neighbours in it share.
         order = sorted(members, key=lambda i: _sort_key(sequences[i]))
         shared = [common_prefix(sequences[a], sequences[b]) for a, b in itertools.pairwise(order)]
         self._branch(sequences, order, shared, depth=0, path=np.empty(0, np.int64), parent=-1)
@@ -146,7 +147,7 @@ class _Builder:
         path: Int64Array,
         parent: int,
     ) -> None:
-        """`order` has `depth` tokens in common, which are placed: part where neighbours share no more than that."""
+        """Place what follows the `depth` common tokens: a branch ends where neighbours share no more than those."""
         smallest = min(shared) if shared else 0
         first = 0
         for i in range(len(order)):

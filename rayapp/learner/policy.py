@@ -48,7 +48,7 @@ class DeviceBatch:
 
 
 def to_device(batch: MicroBatch, device: torch.device) -> DeviceBatch:
-    """Copy what a forward needs."""
+    """Copy to the device what a forward needs of a micro-batch."""
 
     def moved(array: Any) -> Tensor:
         return torch.from_numpy(array).to(device)
@@ -66,7 +66,7 @@ def to_device(batch: MicroBatch, device: torch.device) -> DeviceBatch:
 
 
 class TokenScores(NamedTuple):
-    """Compact rows (B, T) float32, 0 past a row's own tokens. A tuple: FSDP finds the tensors in it to hook."""
+    """Scores of B trajectories, (B, T) float32, 0 past a row's own tokens. A tuple, as FSDP hooks tensors in tuples."""
 
     log_probs: Tensor
     entropy: Tensor
@@ -99,7 +99,7 @@ class PolicyModel(nn.Module):
 def _rows(values: Tensor, index: Tensor, mask: Tensor) -> Tensor:
     """Gather to (B, T); the gradient of a shared token is the sum over the rows it is in."""
     if index.shape[0] == 0:
-        # An empty micro-batch: no row, but a gradient (of zero) must reach every parameter, or FSDP waits for ever.
+        # An empty micro-batch has no row, but a zero gradient must reach every parameter, or FSDP waits for ever.
         return (values * 0.0).sum().expand(1, 1).clone()  # a view would lose FSDP's hook
     return values.index_select(0, index.reshape(-1)).view(index.shape) * mask
 
@@ -108,7 +108,7 @@ def load_policy(config: Config, mesh: DeviceMesh, *, trainable: bool) -> PolicyM
     """The model at `config.model.path`, sharded over the mesh.
 
     Raises:
-        InputError: it can't be loaded, or has a head that the learner does not compute.
+        InputError: the model can't be loaded, or has a head that the learner does not compute.
     """
     causal_lm = load_causal_lm(config)
     if config.learner.activation_checkpointing and trainable:
@@ -172,7 +172,7 @@ def shard(
         param_dtype=None if compute_dtype == torch.float32 else compute_dtype, reduce_dtype=torch.float32
     )
     is_cpu = mesh.device_type == "cpu"
-    # Pinned memory needs a device to be pinned for.
+    # Pinned memory is for copies to a GPU; a CPU run has none to pin for.
     offload = CPUOffloadPolicy(pin_memory=not is_cpu) if cpu_offload else OffloadPolicy()
     decoder: Any = model.causal_lm.get_decoder()  # type: ignore[operator]
     for layer in decoder.layers:
@@ -183,9 +183,10 @@ def shard(
 
 
 def reduce_gradients(model: PolicyModel, device: torch.device, *, is_last: bool) -> None:
-    """Before a backward: whether it is the last of its optimizer step.
+    """Tell FSDP, before a backward, whether to reduce gradients over the ranks after it.
 
-    On CPU gradients of all micro-batches are summed locally and reduced once; on GPU that memory is too dear.
+    On CPU the gradients of all micro-batches are summed locally and reduced once, after the last of the optimizer step;
+    on GPU they are reduced each time, as the memory for the sum is too dear.
     """
     if device.type == "cpu":
         model.set_requires_gradient_sync(is_last)  # type: ignore[operator]
@@ -193,5 +194,5 @@ def reduce_gradients(model: PolicyModel, device: torch.device, *, is_last: bool)
 
 
 def named_weights(model: PolicyModel) -> Iterator[tuple[str, nn.Parameter]]:
-    """Parameters under the names of their modules: Hugging Face's, but for LoRA's. Tied ones once."""
+    """Every parameter under its module's name, tied ones once. Without LoRA these are the Hugging Face names."""
     yield from model.causal_lm.named_parameters()

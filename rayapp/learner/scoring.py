@@ -10,7 +10,7 @@ from rayapp.learner.step import PolicyLearner
 
 
 def log_probs_of(learner: PolicyLearner, group: Group) -> list[FloatArray]:
-    """(R_i,) for each trajectory, in order; empty where it has no response token. Collective."""
+    """(R_i,) log-probs of each trajectory, in order; empty where it has no response token. Collective."""
     items = [
         TrainItem(row=i, group=0, trajectory=t, advantages=np.zeros(t.num_response_tokens, np.float32))
         for i, t in enumerate(group.trajectories)

@@ -63,13 +63,14 @@ class PolicyLearner:
     model: PolicyModel
     optimizer: torch.optim.AdamW
     reference: PolicyModel | None
-    """Frozen; there only when the KL loss needs it."""
+    """The frozen reference model; None unless the KL loss needs it."""
     optimizer_steps: int = 0
     skipped_steps: int = 0
     """Optimizer steps left out because a loss or gradient was not finite, since the run began."""
     log_probs_before: dict[int, FloatArray] = field(default_factory=dict)
-    """Of the last step, by the position of the trajectory among all of it: the log-probs of its response tokens under
-    the weights that the step began with. Only of trajectories that were computed; the same on every rank."""
+    """Log-probs (R,) under the weights that the last step began with, by the trajectory's position in that step.
+
+    Holds the trajectories that were computed; the same on every rank."""
 
     def train_step(
         self,
@@ -78,7 +79,7 @@ class PolicyLearner:
         positions: Sequence[int],
         groups: Sequence[Group],
     ) -> dict[str, float]:
-        """Train on the step's groups; `positions` says which of them `groups` are."""
+        """Train on a step: `summaries` of all its groups, this rank's `groups`, and their `positions` among all."""
         return _Step(self, step, summaries, positions, groups).run()
 
     def score(self, items: Sequence[TrainItem], model: PolicyModel, options: HeadOptions) -> dict[int, RowScores]:
@@ -107,7 +108,7 @@ class PolicyLearner:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowScores:
-    """Of one trajectory's R response tokens."""
+    """Scores of one trajectory's R response tokens, each (R,)."""
 
     log_probs: FloatArray
     entropy: FloatArray
@@ -156,7 +157,7 @@ class _Step:
         return metrics | timing_metrics(self.watch)
 
     def _items(self, table: StepTable) -> list[TrainItem]:
-        """This rank's trajectories that pull on the policy."""
+        """This rank's trajectories whose gradient is not known to be zero."""
         bad = [s.group_id for s in self.summaries if not np.isfinite(s.rewards[s.valid.astype(bool)]).all()]
         if bad:
             log.warning("step %d trains on nothing: groups %s have rewards that are not finite", self.number, bad)
@@ -172,7 +173,7 @@ class _Step:
             return [item for item in items if needs_computing(item, self.config)]
 
     def _score_all(self, table: StepTable) -> None:
-        """For estimators whose baseline weighs tokens by their probabilities."""
+        """Score all trained trajectories, for estimators whose baseline weighs tokens by their probabilities."""
         nothing = {int(row): np.zeros(table.num_response_tokens[row], np.float32) for row in table.trained_rows}
         items = local_items(table, nothing, self.positions, self.groups)
         with self.watch("old_log_probs"):
@@ -194,11 +195,11 @@ class _Step:
         )
 
     def _score_first(self, items: Sequence[TrainItem]) -> None:
-        """Old and reference log-probs, where the update itself does not give them."""
+        """Compute old and reference log-probs, where the update itself does not give them."""
         learner = self.learner
         needs_old = self.config.train.num_minibatches > 1 or self.algorithm.policy_loss in BATCH_COUPLED_LOSSES
-        # Asked of the config and not of `self.old`, which is empty on a rank that was dealt only failed groups: the
-        # others would wait for it.
+        # Scoring is collective, so all ranks must decide alike: by the config. `self.old` is empty on a rank that was
+        # dealt only failed groups.
         if needs_old and self.algorithm.adv_estimator not in NEEDS_LOG_PROBS:
             with self.watch("old_log_probs"):
                 self.old = learner.score(items, learner.model, learner.head_options())
@@ -223,7 +224,7 @@ class _Step:
     def _coupled_gradients(
         self, items: Sequence[TrainItem], scale: LossScale, actor_config: Any
     ) -> dict[int, FloatArray] | None:
-        """d loss / d log-probs of losses that look at the whole mini-batch at once; None for all others."""
+        """Gradients by log-prob for losses that look at the whole mini-batch at once; None for all others."""
         if self.algorithm.policy_loss not in BATCH_COUPLED_LOSSES:
             return None
         learner = self.learner
@@ -292,7 +293,7 @@ class _Step:
         return loss
 
     def _note_rows(self, batch: MicroBatch, rows: LossRows) -> None:
-        """Keep what the metrics rest on, on the host."""
+        """Copy to the host what the metrics are computed from."""
         log_probs, old = rows.log_probs.detach().cpu().numpy(), rows.old_log_probs.cpu().numpy()
         entropy = rows.entropy.detach().cpu().numpy() if rows.entropy is not None else np.zeros_like(old)
         ref = rows.ref_log_probs.cpu().numpy() if rows.ref_log_probs is not None else None
@@ -330,7 +331,7 @@ class _Step:
         learner.optimizer.zero_grad()
 
     def _fill_missing_gradients(self) -> None:
-        """With nothing to compute the gradient is zero, and AdamW still moves by its momentum, as it would have."""
+        """Set missing gradients to zero: AdamW then moves by its momentum, as with a computed zero."""
         for parameter in self.learner.model.parameters():
             if parameter.requires_grad and parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)

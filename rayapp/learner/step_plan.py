@@ -1,4 +1,4 @@
-"""What one step trains on: advantages, which trajectories count, and how the step is cut into optimizer steps.
+"""The plan of one step: advantages, which trajectories count, and how the step is cut into optimizer steps.
 
 Made on every rank from the summaries of *all* groups, so that ranks agree on every count without talking; only the
 trajectories themselves differ from rank to rank.
@@ -49,7 +49,7 @@ class StepTable:
 
 
 def make_table(summaries: Sequence[GroupSummary], config: Config) -> StepTable:
-    """Which trajectories count.
+    """The table of the step: which trajectories count.
 
     Left out are invalid ones, the greedy baseline of remax, and those whose group has nobody to compare them with.
     """
@@ -57,7 +57,7 @@ def make_table(summaries: Sequence[GroupSummary], config: Config) -> StepTable:
     trained = [summary.valid.astype(bool).copy() for summary in summaries]
     for valid in trained:
         if estimator in NEEDS_GREEDY_BASELINE:
-            # Without the baseline's own verdict the others can't be judged.
+            # The greedy trajectory is the group's baseline: without its verdict the others can't be judged.
             valid[:] = valid & valid[-1]
             valid[-1] = False
         if estimator not in NEEDS_NO_GROUP and valid.sum() < 2:
@@ -75,12 +75,12 @@ def make_table(summaries: Sequence[GroupSummary], config: Config) -> StepTable:
 
 
 def _overlong(summaries: Sequence[GroupSummary]) -> NDArray[np.bool_]:
-    """(R,) ran into the limit."""
+    """(R,) True where the trajectory ran into the limit of tokens."""
     return np.array([status == RolloutStatus.TRUNCATED for s in summaries for status in s.statuses], np.bool_)
 
 
 def advantage_inputs(table: StepTable, summaries: Sequence[GroupSummary], config: Config) -> AdvantageInputs:
-    """Of the trained rows."""
+    """The estimator's inputs, for the trained rows."""
     rows = table.trained_rows
     baselines = None
     if config.algorithm.adv_estimator in NEEDS_GREEDY_BASELINE:
@@ -152,7 +152,7 @@ def local_items(
 
 
 def needs_computing(item: TrainItem, config: Config) -> bool:
-    """False when the trajectory's gradient is exactly zero: nothing but its (zero) advantages pulls on it."""
+    """False when the trajectory's gradient is exactly zero: its advantages are, and no other loss is configured."""
     algorithm = config.algorithm
     pulls_at_zero_advantage = (
         algorithm.kl_loss_coef > 0
@@ -163,7 +163,7 @@ def needs_computing(item: TrainItem, config: Config) -> bool:
 
 
 def _reward_terms(table: StepTable, summaries: Sequence[GroupSummary]) -> dict[str, FloatArray]:
-    """Terms of the trained rows, as far as every group of theirs has them; one that failed as a whole has none."""
+    """Reward terms of the trained rows: those that all their groups have. A group that failed as a whole has none."""
     in_play = [set(summaries[group].reward_terms) for group in np.unique(table.group[table.trained])]
     names = sorted(set.intersection(*in_play)) if in_play else []
     return {name: np.concatenate([_term(summary, name) for summary in summaries])[table.trained] for name in names}

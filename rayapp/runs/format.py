@@ -12,13 +12,13 @@ from pathlib import Path
 from rayapp.core.errors import RunFolderError
 from rayapp.core.files import write_text
 
-NAME = "format.json"
+FORMAT_FILE = "format.json"
 FORMAT = 1
 
 
 def check_format(folder: Path) -> None:
     """Raises RunFolderError: a newer version wrote the folder."""
-    file = folder / NAME
+    file = folder / FORMAT_FILE
     if file.exists():
         check_format_text(file.read_bytes(), str(folder))
 
@@ -29,7 +29,9 @@ def check_format_text(text: bytes, where: str) -> None:
         raw = json.loads(text)
         found, writer = int(raw["format"]), str(raw.get("written_by", "another version"))
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise RunFolderError(f"{where}/{NAME} can't be read ({error!r}): the folder is damaged, or no run") from None
+        raise RunFolderError(
+            f"{where}/{FORMAT_FILE} can't be read ({error!r}): the folder is damaged, or no run"
+        ) from None
     if found > FORMAT:
         raise RunFolderError(
             f"{where} was written by a newer version ({writer}, format {found}); this one reads format {FORMAT}. "
@@ -44,6 +46,6 @@ def write_format(folder: Path) -> None:
     except PackageNotFoundError:  # run from a checkout that was never installed
         writer = "rayapp"
     text = json.dumps({"format": FORMAT, "written_by": writer})
-    file = folder / NAME
+    file = folder / FORMAT_FILE
     if not file.exists() or file.read_text() != text:
         write_text(file, text)

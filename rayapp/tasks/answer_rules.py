@@ -1,4 +1,4 @@
-"""Which rule of verl's scores which data source, and the call of one. The call is made in the text process.
+"""verl's rules: which one scores which data source, and the call of one. The call is made in the text process.
 
 Only rules that are pure work on strings are here: a text of the policy's can't do anything but be compared. Each was
 read in verl 0.9.1; they import re, random and string, and know no eval, exec, file or process. What else its
@@ -20,19 +20,20 @@ from typing import Any, Literal
 
 GSM8K = "openai/gsm8k"
 TruthKind = Literal["any", "text", "targets"]
-"""What a row's ground_truth must be: not null; a text or a whole number; a struct whose `target` is text, or texts."""
+"""Form of a row's ground_truth. any: not null; text: that or a whole number; targets: a struct whose `target`
+is text, or texts."""
 _MARKED = re.compile(r"#### (-?[0-9.,]+)")
 _ENDS_MARKED = re.compile(r"#### -?[0-9][0-9.,]*\s*\Z")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rule:
-    """A module of `verl.utils.reward_score`."""
+    """One rule: a module of `verl.utils.reward_score`."""
 
     module: str
     truth: TruthKind = "text"
     wrong_score: float = 0.0
-    """What it gives for a wrong answer, and what a text is worth that can't be read."""
+    """Score of a wrong answer, and of a text that can't be read."""
 
 
 _MATH = Rule(module="math_reward")
@@ -55,11 +56,11 @@ _RULES: Mapping[str, Rule] = {
     "searchR1_bamboogle": _SEARCH,
 }
 NAMES = (*_RULES, "aime…")
-"""For messages."""
+"""Data sources that have a rule, for messages."""
 
 
 def find_rule(data_source: str) -> Rule | None:
-    """None: no rule that may be used here."""
+    """The rule of a data source; None where there is none that may be used here."""
     return _DAPO if data_source.startswith("aime") else _RULES.get(data_source)
 
 

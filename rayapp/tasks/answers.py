@@ -1,4 +1,4 @@
-"""What a completion for a row of data is worth: verl's rule for its data source, and terms of form, tools and users.
+"""Scores a completion for a row of data: verl's rule for its data source, and terms of form, tools and users.
 
     completion, row -> {correct, format, tool, custom terms} -> Reward(value = weighted sum, terms = all of them)
 
@@ -27,22 +27,22 @@ Method = Literal["strict", "flexible"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnswerRewards:
-    """Which terms count how much. Every term is recorded, also those that weigh nothing."""
+    """How much each term of the reward counts. Every term is recorded, also those of weight 0."""
 
     method: Method = "strict"
     """verl's: `strict` wants `#### N`, `flexible` takes the last number. Both look at the last 300 characters."""
     format_score: float = 0.0
-    """For a wrong answer that could be read (verl's name)."""
+    """Score of a wrong answer that could be read (verl's name)."""
     correct_score: float = 1.0
     format_weight: float = 0.0
-    """Of the term `format`: 1 where the completion has one `#### N`, at its very end."""
+    """Weight of the term `format`: 1 where the completion has one `#### N`, at its very end."""
     tool_weight: float = 0.0
-    """Of the term `tool`: the sum of the rewards that the tools gave on the way."""
+    """Weight of the term `tool`: the sum of the rewards that the tools gave on the way."""
     custom: CustomReward | None = None
-    """Replaces the rule of the data source."""
+    """The user's function, in place of the data source's rule."""
 
     def truth_kind(self, data_source: str) -> TruthKind:
-        """What the rows of a data source must have as their ground_truth.
+        """The form that the ground_truth of a data source's rows must have.
 
         Raises:
             InputError: there is no rule for it, and no custom function.
@@ -116,7 +116,7 @@ def _weighed(found: Reward, tool_reward: float, rewards: AnswerRewards) -> Rewar
 
 
 def _options(data_source: str, rewards: AnswerRewards) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What of the section `reward` the rule takes: for `solved`, and for `score`."""
+    """The settings of the section `reward` that the rule takes: first for `solved`, then for `score`."""
     if data_source != GSM8K:
         return {}, {}
     plain = {"method": rewards.method}
@@ -136,7 +136,7 @@ def _rule(data_source: str) -> Rule:
 
 @functools.cache
 def _rule_file(module: str) -> Path:
-    # Found, not imported: verl's own imports take seconds.
+    # Find verl without importing it, which takes seconds.
     spec = importlib.util.find_spec("verl")
     if spec is None or not spec.submodule_search_locations:
         raise InputError("verl is not installed, and its rules score these data sources: make venv")

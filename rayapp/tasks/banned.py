@@ -29,13 +29,13 @@ _IMPORT_CALLS = frozenset({"__import__", "import_module"})
 _LOOKUP_CALLS = _CODE_CALLS | _IMPORT_CALLS | {
     "getattr", "getattr_static", "attrgetter", "methodcaller", "__getattribute__", "locate", "resolve_name",
 }  # fmt: skip
-"""Called with text that names something or is code."""
+"""Functions that are called with a text that names something, or is code."""
 _NAMESPACE_CALLS = frozenset({"globals", "locals", "vars"})
 _NAMESPACES = frozenset({
     "__builtins__", "__dict__", "__globals__", "f_builtins", "f_globals", "f_locals", "modules", "__subclasses__",
     "__code__", "__match_args__", "CodeType",
 })  # fmt: skip
-"""They give hold of every name at once."""
+"""Names through which every other name can be reached."""
 _UNREADABLE_MODULES = frozenset({"ctypes", "gc", "marshal", "pickle", "runpy", "inspect"})
 _ENTRY_METHODS = frozenset({"get", "pop", "setdefault", "__getitem__"})
 _WHOLE_METHODS = frozenset({"copy", "items", "keys", "values"})
@@ -73,7 +73,7 @@ def normal_pattern(pattern: str) -> str:
 
 
 def _mentions(tree: ast.Module, most_parts: int) -> Iterator[str]:
-    """What the code names, in the form of patterns; dotted names of at most so many parts."""
+    """All names that the code uses, in the form of patterns; dotted names of at most so many parts."""
     scopes = Scopes(tree)
     for node in ast.walk(tree):
         match node:
@@ -118,7 +118,7 @@ def _imported(dotted: str, most_parts: int) -> Iterator[str]:
 
 
 def _reflection(node: ast.Name | ast.Attribute, name: str, scopes: Scopes, most_parts: int) -> Iterator[str]:
-    """What a way of looking names up is asked for, when `node` is one."""
+    """The names that are looked up where `node` is a way of looking names up."""
     parent = scopes.parent(node)
     call = parent if isinstance(parent, ast.Call) and parent.func is node else None
     if name in _LOOKUP_CALLS and not _is_regex(node):

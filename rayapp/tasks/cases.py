@@ -38,7 +38,7 @@ class CaseSource:
     """
 
     task: str
-    """Named in errors."""
+    """Name of the task, for errors."""
     tests: tuple[str, ...]
     """Expressions over `rng`. With one parameter the value is the argument, else it is the tuple of all arguments."""
     reference: str
@@ -58,9 +58,9 @@ class CaseSource:
 
 @functools.lru_cache(maxsize=256)
 def _draw(source: CaseSource, seed: int) -> tuple[Case, ...]:
-    # Memoized because all trajectories of a group share the seed, and the reference may be slow.
+    # Remember the result: all trajectories of a group share the seed, and the reference may be slow.
     names = _names(source)
-    # The task's name is part of the seed, or two tasks with the same expression would share their inputs.
+    # The task's name goes into the seed: else two tasks with the same expression would share their inputs.
     names["rng"] = random.Random(f"{source.task}/{seed}")
     return tuple(_case(source, number, names) for number in range(len(source.tests)))
 
@@ -81,7 +81,7 @@ def _case(source: CaseSource, number: int, names: dict[str, object]) -> Case:
     args = _as_args(value, source.parameters, where)
     _check_plain(args, f"{where}, gives an input")
     where = f"task {source.task}: the reference, {_short(source.reference)}, on test {number + 1}"
-    # The reference may work in place, and then it would change the input the sandbox gets.
+    # Copy first: a reference that works in place would change the input that the sandbox gets.
     own = copy.deepcopy(args)
     scope = {**names, **dict(zip(source.parameters, own, strict=True)), "args": own}
     expected = _evaluate(source.reference, scope, where)

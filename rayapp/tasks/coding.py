@@ -142,7 +142,7 @@ class CodingTask(BaseModel):
             self.cases.draw(seed)
 
     def render(self, tokenizer: Tokenizer) -> Prompt:
-        """The prompt as the policy reads it. What of the answer it holds already is `Prompt.prefill`."""
+        """The prompt as the policy reads it. `Prompt.prefill` is the beginning of the answer that it already holds."""
         is_chat = self.prompt_format != "completion"
         prefill = self.answer_prefix
         text = _chat(tokenizer, self) + prefill if is_chat else self.prompt
@@ -153,7 +153,7 @@ class CodingTask(BaseModel):
 
     @property
     def answer_prefix(self) -> str:
-        """What of the answer the prompt holds already."""
+        """The beginning of the answer that the prompt already holds."""
         match self.prompt_format:
             case "chat":
                 return ""
@@ -169,7 +169,7 @@ class CodingTask(BaseModel):
         return next(line for line in lines if line.startswith(f"def {self.func_name}("))
 
     async def score(self, prompt: Prompt, completion_text: str, sandboxes: SandboxSource, *, seed: int) -> Reward:
-        """What the completion is worth: -1, or the share of the seed's tests that it passes; see `grading.py`.
+        """Score the completion: -1, or the share of the seed's tests that it passes; see `grading.py`.
 
         Raises:
             SandboxConfigError: no sandbox can ever be had with this configuration.
@@ -187,7 +187,7 @@ class CodingTask(BaseModel):
         return replace(verdict, time_score_s=time.monotonic() - started)
 
     async def _tested(self, code: str, sandboxes: SandboxSource, *, seed: int) -> Reward:
-        # In a thread: the reference may be slow, and other trajectories wait meanwhile.
+        # Draw in a thread: the reference may be slow, and other trajectories would wait.
         cases = await asyncio.to_thread(self.cases.draw, seed)
         return await self._run(code, cases, sandboxes)
 

@@ -99,14 +99,14 @@ class CustomReward:
             raise self._failed(error) from error
 
     def _in_thread(self, function: Callable[..., Any], arguments: Mapping[str, Any]) -> Future[Any]:
-        """Runs in a daemon thread of its own: one that never ends holds up neither others nor the process's exit."""
+        """Run it in a daemon thread of its own: one that never ends holds up neither others nor the process's exit."""
         future: Future[Any] = Future()
 
         def run() -> None:
             try:
                 result = function(**arguments)
             except BaseException as error:
-                # As our own error: asyncio lets SystemExit end the process, and takes StopIteration from nobody.
+                # Wrap it in our own error: asyncio lets SystemExit end the process, and refuses StopIteration.
                 _settle(future, error=self._failed(error))
             else:
                 _settle(future, result=result)
@@ -156,18 +156,18 @@ def _load_file(path: Path) -> Any:
 
 
 def _settle(future: Future[Any], *, result: object = None, error: BaseException | None = None) -> None:
-    # False when the caller's deadline passed first: then nobody waits for the answer.
+    # The caller may have given up at its deadline: then nobody waits for the answer.
     if future.set_running_or_notify_cancel():
         future.set_exception(error) if error is not None else future.set_result(result)
 
 
 def is_storable(value: float) -> bool:
-    """Finite, also as the 32-bit float that metrics and learners hold."""
+    """True if the value is finite, also as the 32-bit float that metrics and learners hold."""
     return abs(value) <= _MOST
 
 
 def _terms(found: object) -> dict[str, float]:
-    """Raises ValueError, or what the user's objects raise when they are read."""
+    """The terms that the function returned. Raises ValueError, or what the user's objects raise when they are read."""
     raw = found if isinstance(found, Mapping) else {"score": found}
     if "score" not in raw:
         raise ValueError(f"a dict without score: {sorted(map(str, raw))}")
@@ -178,7 +178,7 @@ def _terms(found: object) -> dict[str, float]:
 
 
 def _number(name: str, value: object) -> float | None:
-    """None for what is no term: nan, and a text such as the parsed answer, which verl's functions may add."""
+    """One term; None for nan and for text such as the parsed answer, which verl's functions may add."""
     if isinstance(value, str | bytes) or not (hasattr(value, "__float__") or hasattr(value, "__index__")):
         return None
     try:
@@ -195,7 +195,7 @@ def _number(name: str, value: object) -> float | None:
 
 
 def _told(error: BaseException) -> str:
-    """Its message in one line. The class may be the user's, and its text what the policy wrote."""
+    """An error's message in one line. Its class may be the user's, and its text what the policy wrote."""
     try:
         return " ".join(str(error).split())[:300]
     except Exception:  # boundary: a __str__ of the user's

@@ -125,7 +125,7 @@ def _closes(line: str, fence: str) -> bool:
 
 
 def _unfenced(text: str, func_name: str) -> str:
-    """From the first line above the function that begins a definition, an import or a decorator, if it parses.
+    """The code from the first line above the function that begins Python (a definition, import, decorator) and parses.
 
     When nothing parses it is the function itself, so that the verdict is its syntax error.
     """

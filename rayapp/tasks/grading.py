@@ -1,4 +1,4 @@
-"""From what code did in a sandbox to a verdict. Pure; called by coding tasks.
+"""Turns what code did in a sandbox into a verdict. Pure; called by coding tasks.
 
 | what happened | reward | status |
 |---|---|---|

@@ -44,7 +44,7 @@ class Scopes:
 def _local_names(tree: ast.AST) -> Iterator[ast.Name]:
     """Every use of a name that is a variable of a function around it."""
     said: dict[str, list[bool]] = {}
-    """What the scopes around say of a name, the innermost last: a function's variable, or not."""
+    """For each name, what the scopes around say of it, the innermost last: True for a function's variable."""
     pending: list[ast.AST | _Leave] = [tree]
     while pending:
         node = pending.pop()
@@ -58,7 +58,7 @@ def _local_names(tree: ast.AST) -> Iterator[ast.Name]:
         inside = set(body)
         pending += [child for child in ast.iter_child_nodes(node) if child not in inside]
         if body:
-            # The body first, and then, before what lies outside it, what its scope said is taken back.
+            # Walk the body first; then, before what lies outside it, take back what its scope said.
             names = _verdicts(node)
             for name, is_local in names.items():
                 said.setdefault(name, []).append(is_local)
@@ -66,14 +66,14 @@ def _local_names(tree: ast.AST) -> Iterator[ast.Name]:
 
 
 class _Leave:
-    """Stands in the walk where a body ends."""
+    """Marks the end of a body in the walk."""
 
     def __init__(self, names: list[str]) -> None:
         self.names = names
 
 
 def _scope_body(node: ast.AST) -> list[ast.AST]:
-    """What runs inside: defaults, decorators, bases and annotations belong to the scope around."""
+    """The nodes that run inside a scope: defaults, decorators, bases and annotations belong to the scope around."""
     match node:
         case ast.Lambda(body=expression):
             return [expression]
@@ -84,7 +84,7 @@ def _scope_body(node: ast.AST) -> list[ast.AST]:
 
 
 def _verdicts(scope: ast.AST) -> dict[str, bool]:
-    """What a scope says of names: True, a variable of this function; False, looked up elsewhere."""
+    """Name -> True if it is a variable of this function, False if it is looked up elsewhere."""
     nodes = list(_own_nodes(scope))
     global_names = {name for node in nodes if isinstance(node, ast.Global) for name in node.names}
     outer_names = {name for node in nodes if isinstance(node, ast.Nonlocal) for name in node.names}

@@ -1,4 +1,4 @@
-"""What can be said of a completion before its code runs: where the code is, whether it parses, what it names.
+"""Screens a completion before its code runs: where the code is, whether it parses, what it names.
 
 Called by coding tasks through the text process, so it imports the standard library alone.
 """

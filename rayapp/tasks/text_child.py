@@ -17,18 +17,18 @@ from typing import Any
 
 _LENGTH = struct.Struct("!I")
 _MEMORY_BYTES = 1 << 30
-"""Of addresses. What needs more is a MemoryError, which `ast.parse` may well give for a hostile text."""
+"""Limit of address space. Past it there is a MemoryError, which `ast.parse` may well give for a hostile text."""
 
 
 def write_frame(stream: BufferedRWPair, value: object) -> None:
-    """One JSON value. Raises TypeError or ValueError for what JSON can't hold."""
+    """Write one JSON value. Raises TypeError or ValueError for what JSON can't hold."""
     data = json.dumps(value).encode()
     stream.write(_LENGTH.pack(len(data)) + data)
     stream.flush()
 
 
 def read_frame(stream: BufferedRWPair) -> Any:
-    """The next value. Raises EOFError when the other side is gone."""
+    """Read the next value. Raises EOFError when the other side is gone."""
     (length,) = _LENGTH.unpack(_exactly(stream, _LENGTH.size))
     return json.loads(_exactly(stream, length))
 
@@ -41,8 +41,8 @@ def _exactly(stream: BufferedRWPair, num_bytes: int) -> bytes:
 
 
 def main() -> None:
-    """Calls come in, and answers go out, through the socket that is the standard input."""
-    # Ctrl-C goes to the whole terminal: the parent decides when this ends, by closing its side.
+    """Serve calls that come through the socket on standard input; answers go back the same way."""
+    # Ignore Ctrl-C, which goes to the whole terminal: the parent ends this process by closing its side.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     for kind, limit in ((resource.RLIMIT_AS, _MEMORY_BYTES), (resource.RLIMIT_CORE, 0)):
         hard = resource.getrlimit(kind)[1]

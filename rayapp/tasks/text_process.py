@@ -32,9 +32,9 @@ from rayapp.tasks.text_child import read_frame, write_frame
 MAX_TEXT_CHARS = 1 << 20
 """A longer text is not looked at: it is about 250,000 tokens."""
 CPU_LIMIT_S = 2.0
-"""Of one call. An honest answer takes under a millisecond; 100,000 characters of nothing but code about a second."""
+"""CPU time of one call. An honest answer takes under a millisecond; 100,000 characters of pure code about a second."""
 _WALL_LIMIT_S = 60.0
-"""Of one exchange. Past it the machine, not the text, is in trouble."""
+"""Clock time of one exchange. Past it the machine, not the text, is in trouble."""
 _ENDED_BY_OTHERS = (-signal.SIGKILL, -signal.SIGTERM, -signal.SIGHUP)
 _PACKAGE_ROOT = Path(__file__).parents[2]
 
@@ -90,7 +90,7 @@ class _Child:
             return cls(process, ours.makefile("rwb"))
 
     def end(self) -> int:
-        """Its exit status; negative is the signal that ended it. It is killed if it still runs."""
+        """End the process, if it still runs. Returns its exit status; negative is the signal that ended it."""
         with contextlib.suppress(OSError):  # what it was asked has not all been read
             self.stream.close()
         try:
@@ -106,7 +106,7 @@ class TextProcess:
 
     cpu_limit_s: float = CPU_LIMIT_S
     _child: _Child | None = field(default=None, init=False)
-    # A thread of its own: calls come in order, and others' threads don't wait for a hostile text.
+    # One thread of its own: calls keep their order, and no other work waits behind a hostile text.
     _thread: ThreadPoolExecutor = field(init=False, default_factory=lambda: ThreadPoolExecutor(1, "text-process"))
 
     async def call(self, function: Callable[..., Any], text: str, *arguments: object) -> Any:
@@ -118,7 +118,7 @@ class TextProcess:
 
     @property
     def pid(self) -> int | None:
-        """Of the child, while one is there."""
+        """Process id of the child; None while there is none."""
         return self._child.process.pid if self._child is not None else None
 
     def close(self) -> None:
@@ -192,6 +192,6 @@ async def on_text(function: Callable[..., Any], text: str, *arguments: object) -
 
 
 def _environment() -> dict[str, str]:
-    """No secret of ours goes there, and what a set's order decides is the same in every process."""
+    """The child's environment: no secret of ours, and one hash seed, so that sets have the same order everywhere."""
     needed = {name: os.environ[name] for name in ("LD_LIBRARY_PATH",) if name in os.environ}
     return needed | {"PYTHONPATH": str(_PACKAGE_ROOT), "PYTHONHASHSEED": "0"}

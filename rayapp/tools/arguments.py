@@ -1,4 +1,4 @@
-"""Arguments of a tool call, from the policy's JSON text to what a tool may rely on. Called by the agent loop.
+"""Reads and checks the arguments of a tool call, from the policy's JSON text. Called by the agent loop.
 
 Both the text and its values are hostile: every step here is linear in a text of capped size, or has a deadline, because
 the event loop waits for it; and what can't be read or checked is told to the policy.
@@ -20,11 +20,11 @@ from rayapp.tools.base import ToolFailedError
 
 MAX_CHARS = 1 << 18
 MAX_VALUES = 5_000
-"""Names and values in all. jsonschema needs some 25 us for each, which the event loop waits for: 0.13 s."""
+"""Most names and values in a call. jsonschema needs some 25 us for each, which the event loop waits for: 0.13 s."""
 _MAX_DIGITS = 300
-"""More don't fit a float, which keywords like multipleOf compute with."""
+"""Most digits of a number: more don't fit a float, which keywords like multipleOf compute with."""
 _MAX_ERRORS = 16
-"""Wrong values that are looked at to tell the policy of one."""
+"""Most errors to collect before the policy is told of one."""
 _PATTERN_TIMEOUT_S = 0.1
 
 
@@ -94,7 +94,7 @@ class ArgumentChecker:
         _Validator.check_schema(dict(schema))
         if any(isinstance(part, dict) and "patternProperties" in part for part in _values(dict(schema))):
             raise SchemaError("patternProperties can't be checked within a deadline: name the properties")
-        # Without the default registry, which would fetch a `$ref` from the network.
+        # An empty registry: the default one would fetch a `$ref` from the network.
         self._validator = _Validator(dict(schema), registry=EMPTY_REGISTRY)
 
     def problem(self, arguments: object) -> str:
@@ -110,19 +110,19 @@ class ArgumentChecker:
 
 
 def _pattern(validator: Any, pattern: str, text: object, schema: object) -> Iterator[ValidationError]:
-    """As jsonschema's, with a deadline: `(a+)+$` is a valid pattern."""
+    """The keyword `pattern` with a deadline, which jsonschema's lacks: `(a+)+$` is a valid pattern."""
     if isinstance(text, str) and not regex.search(pattern, text, timeout=_PATTERN_TIMEOUT_S):
         yield ValidationError(f"{text!r} does not match {pattern!r}")
 
 
 def _unique_items(validator: Any, is_wanted: bool, items: object, schema: object) -> Iterator[ValidationError]:
-    """As jsonschema's, whose time is quadratic for objects."""
+    """The keyword `uniqueItems` in linear time; jsonschema's takes quadratic time for objects."""
     if is_wanted and isinstance(items, list) and len({_key(item) for item in items}) < len(items):
         yield ValidationError("there are equal items")
 
 
 def _key(value: object) -> object:
-    """Equal for equal JSON values only: True is not 1, and 1.0 is."""
+    """A key that is equal for equal JSON values only: True is not 1, and 1.0 is."""
     if isinstance(value, dict):
         return "object", frozenset((name, _key(part)) for name, part in value.items())
     if isinstance(value, list):

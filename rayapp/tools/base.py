@@ -1,4 +1,4 @@
-"""What a tool is: a JSON schema that the policy reads, and four calls per trajectory. Called by the agent loop.
+"""The interface of tools: a JSON schema that the policy reads, and four calls per trajectory. Called by the agent loop.
 
     create(kwargs of the data row) -> state -> execute(state, arguments) ... -> reward(state) -> release(state)
 
@@ -21,7 +21,7 @@ from rayapp.core.types import ExecRecord
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolSchema:
-    """What the policy is told about a tool.
+    """Name, description and arguments of a tool, as the policy is told them.
 
     Example: `ToolSchema(name="add", description="Adds two numbers.", parameters={"type": "object", "properties":
     {"a": {"type": "number"}, "b": {"type": "number"}}, "required": ["a", "b"]})`.
@@ -34,7 +34,7 @@ class ToolSchema:
 
     @classmethod
     def from_openai(cls, schema: Mapping[str, Any], *, where: str) -> ToolSchema:
-        """From `{"type": "function", "function": {"name": …, "description": …, "parameters": {…}}}`.
+        """Read OpenAI's form, `{"type": "function", "function": {"name": …, "description": …, "parameters": {…}}}`.
 
         Raises:
             ConfigError: it has no such form.
@@ -53,7 +53,7 @@ class ToolSchema:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolOutput:
-    """What one call gave."""
+    """The result of one call."""
 
     text: str
     """What the policy reads; the loop cuts it to length."""
@@ -94,12 +94,12 @@ class ToolFailedError(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolContext:
-    """What a process offers to its tools."""
+    """The services that a process offers to its tools."""
 
     sandboxes: SandboxSource | None = None
-    """Where tools that run code get sandboxes."""
+    """Source of sandboxes, for tools that run code."""
     environ: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
-    """Where keys are looked up."""
+    """Environment variables, for keys."""
 
 
 class Tool(Protocol):
@@ -130,7 +130,7 @@ class Tool(Protocol):
         ...
 
     async def execute(self, state: Any, arguments: Mapping[str, Any]) -> ToolOutput:
-        """One call; `arguments` fit the schema."""
+        """Run one call; `arguments` fit the schema."""
         ...
 
     async def reward(self, state: Any) -> float | None:
@@ -143,7 +143,7 @@ class Tool(Protocol):
 
 
 class ToolBase:
-    """What most tools share; subclasses add `schema` and `execute`, and the other three if they keep state.
+    """Base class of most tools; subclasses add `schema` and `execute`, and the other three if they keep state.
 
     Args:
         config: the `config` section of the tool's entry; `timeout` is the deadline of one call in seconds.

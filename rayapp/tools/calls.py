@@ -19,7 +19,7 @@ class RawCall:
     arguments: str = "{}"
     """JSON text."""
     problem: str = ""
-    """Why this is no call; empty if it is one."""
+    """Why it can't be read as a call; empty if it can."""
 
 
 class ToolCallParser(Protocol):
@@ -35,7 +35,7 @@ class SampleCall:
     """One call as a model's chat template writes it: what a parser must find."""
 
     texts: tuple[str, ...]
-    """What an assistant says that calls. Several, where templates differ in what they take: one of them is right."""
+    """Texts of an assistant that makes the call, in the forms that templates take: one of them is right."""
     name: str
     arguments: dict[str, object]
 
@@ -52,7 +52,7 @@ class SampleCall:
 
 
 MAX_CALLS = 64
-"""Of one turn that are read. A token or two begin a call, and each costs a parse, a record and a result."""
+"""Most calls of one turn that are read. A token or two begin a call, and each costs a parse, a record and a result."""
 
 
 def after_thoughts(text: str) -> str:

@@ -1,4 +1,4 @@
-"""From a tool file to a `ToolSet`. Called by rollout workers and by tests; each worker opens its own.
+"""Makes a `ToolSet` of a tool file. Called by rollout workers and by tests; each worker opens its own.
 
 verl's class names stand for ours. Any other class is named by import path, or by the file it is in: `dice.py:Dice`.
 Such a file runs in this process: it is the user's own.
@@ -30,7 +30,7 @@ KNOWN = {
     "verl.tools.mcp_base_tool.MCPBaseTool": _MCP,
     "verl.tools.gsm8k_tool.Gsm8kTool": "rayapp.tools.gsm8k.Gsm8kTool",
 }
-"""Class names of verl's tool files, and what they mean here."""
+"""verl's class name -> what it means here."""
 
 
 async def open_tools(path: str | Path, context: ToolContext | None = None) -> ToolSet:

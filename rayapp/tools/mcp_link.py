@@ -24,9 +24,9 @@ class McpLink:
     """See the module.
 
     Args:
-        name: of the server, for messages.
+        name: the server's name, for messages.
         url: its endpoint.
-        headers: with the key.
+        headers: sent with each request; they hold the key.
         reconnect_timeout_s: how long a lost server is tried again before callers are told.
         keeps_state: calls build on earlier ones of their session, so another session can't take its place once it has
             answered: its names would be gone, and the policy would be taught that it had used undefined ones.
@@ -128,7 +128,7 @@ class McpLink:
             raise ToolUnavailableError(f"{self.where}: the session of this trajectory is lost, and its state with it")
         if self._opening is None or self._opening.done():
             self._opening = asyncio.create_task(self._reopen(), name=f"reconnect to {self._url}")
-        # Shielded: others wait for the same attempt.
+        # Shield the attempt from this caller's cancellation: others wait for it too.
         return await asyncio.shield(self._opening)
 
     async def _reopen(self) -> McpSession:

@@ -20,10 +20,10 @@ from rayapp.tools.config import McpToolConfig
 from rayapp.tools.mcp_link import McpLink
 
 _INFRASTRUCTURE = (-32001, -32002, -32003)
-"""Codes of sandbox servers: key refused, no sandbox, the sandbox failed."""
+"""Error codes of sandbox servers that say nothing about the policy: key refused, no sandbox, sandbox failed."""
 _CODE_TIMEOUT = -32005
 _MARGIN_S = 20.0
-"""Beyond a tool's own deadlines; the loop's deadline only catches a tool that hangs."""
+"""Seconds of the loop's deadline beyond the tool's own ones: it only catches a tool that hangs."""
 
 
 class McpTool:
@@ -33,7 +33,7 @@ class McpTool:
         info: the server's description of the tool.
         connect: makes a link to the server.
         shared: the worker's link.
-        bucket: of the server's rate limit.
+        bucket: the server's rate limit.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class McpTool:
 
 
 def answer_text(answer: Any) -> str:
-    """What the policy reads of an MCP answer."""
+    """An MCP answer as text for the policy."""
     content = answer.structured_content
     if isinstance(content, dict) and isinstance(content.get("logs"), dict):
         return _code_text(content)
@@ -106,7 +106,7 @@ def answer_text(answer: Any) -> str:
 
 
 def _execution(answer: Any, started_at_s: float, duration_s: float) -> tuple[ExecRecord, ...]:
-    """What a server that runs code says of the sandbox; nothing for any other server."""
+    """The execution that a server which runs code reports; empty for any other server."""
     content = answer.structured_content
     if not isinstance(content, dict) or not isinstance(content.get("sandbox_id"), str):
         return ()
@@ -139,7 +139,7 @@ def _command_text(content: Mapping[str, Any]) -> str:
 
 
 def _plain_schema(schema: Mapping[str, Any]) -> dict[str, Any]:
-    """Without the titles that generators add to everything: they cost the policy tokens and tell it nothing."""
+    """The schema without the titles that generators add: they cost the policy tokens and tell it nothing."""
     found = {key: value for key, value in schema.items() if key != "title"}
     properties = found.get("properties")
     if isinstance(properties, Mapping):

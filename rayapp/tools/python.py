@@ -122,7 +122,7 @@ class PythonTool(ToolBase):
 
 
 def result_text(result: ExecResult, *, stateful: bool = False) -> str:
-    """What the policy reads of an execution: as a terminal shows it, and why it was stopped if it was."""
+    """An execution as text for the policy: as a terminal shows it, and why it was stopped if it was."""
     parts = [result.stdout, result.stderr]
     if result.error and result.error not in result.stderr:
         parts.append(result.error)

@@ -61,7 +61,7 @@ class ToolSet:
         return self._checkers[name].problem(arguments)
 
     def trajectory(self, tools_kwargs: Mapping[str, Mapping[str, Any]]) -> ToolStates:
-        """What one trajectory holds of the tools; enter it before the first call."""
+        """The states that one trajectory has with the tools; enter it before the first call."""
         return ToolStates(self._tools, tools_kwargs)
 
     async def close(self) -> None:
@@ -104,7 +104,7 @@ class ToolStates:
         return {name: value for name, value in found.items() if value is not None}
 
     async def __aexit__(self, *exc: object) -> None:
-        # Shielded: a cancelled trajectory must give its sandboxes back.
+        # Shield the release: a cancelled trajectory must give its sandboxes back.
         await asyncio.shield(self._release())
 
     async def _release(self) -> None:
@@ -118,7 +118,7 @@ class ToolStates:
 
 
 def infrastructure(error: RayappError, what: str) -> RayappError:
-    """An error of ours that left a tool, as the agent loop knows it: it says nothing about the policy.
+    """Translate an error of ours that left a tool into one that says nothing about the policy, for the agent loop.
 
     A lost sandbox pool or another process that died, or does not answer, is the service behind the tool.
     """

@@ -33,7 +33,7 @@ POLL_S = 1.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """What is handed to Ray."""
+    """A job as it is handed to Ray."""
 
     submission_id: str
     entrypoint: str
@@ -137,14 +137,14 @@ def stop(submission_ids: Sequence[str], address: str, *, timeout_s: float) -> di
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobState:
-    """What Ray says of a job."""
+    """The state of a job, as Ray tells it."""
 
     submission_id: str
     run_name: str
-    """Empty for one that no `rayapp submit` started."""
+    """Name of the run; empty for a job that `rayapp submit` did not start."""
     status: str
     seconds: float
-    """Since its start, or from it to its end; 0 before."""
+    """Time since its start, or from start to end; 0 before it."""
     message: str
 
 
@@ -196,7 +196,7 @@ def _client(address: str) -> Any:
 
 @contextmanager
 def _explained(address: str) -> Iterator[None]:
-    """Ray's errors as what the user can do about them."""
+    """Turn Ray's errors into ones that say what the user can do."""
     try:
         yield
     except ConnectionError as error:

@@ -1,4 +1,4 @@
-"""From a run's config and Helm values to plain Kubernetes YAML, without a cluster and without the helm program.
+"""Renders a run's config and Helm values as plain Kubernetes YAML, without a cluster and without the helm program.
 
 Called by `rayapp render-k8s` and by `scripts.kuberay_examples`. The chart in configs/kuberay/chart is the only source
 of the
@@ -29,10 +29,10 @@ Values = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Release:
-    """What Helm calls an installation of the chart."""
+    """An installation of the chart, in Helm's word."""
 
     name: str
-    """Of the RayJob and of the run; the other objects are named after it."""
+    """Name of the RayJob and of the run; the other objects are named after it."""
     namespace: str
 
 
@@ -95,7 +95,7 @@ def read_values(files: Sequence[Path], settings: Sequence[str]) -> dict[str, Any
 
 
 def _check(files: Mapping[str, str]) -> None:
-    """What neither the values' schema nor the CRD can say.
+    """Check what neither the values' schema nor the CRD can say.
 
     Raises:
         ConfigError: KubeRay would refuse the RayJob, or the run its own command line.
@@ -138,6 +138,6 @@ def _explain(message: str) -> str:
 
 
 def _tidy(text: str) -> str:
-    """Without the blank lines that template actions leave at the edges of documents."""
+    """The text without the blank lines that template actions leave at the edges of documents."""
     text = re.sub(r"[ \t]+$", "", text, flags=re.MULTILINE)
     return re.sub(r"\n+(---\n)", r"\n\1", text.strip()).removeprefix("---\n") + "\n"

@@ -80,7 +80,7 @@ def _interactive(job: Manifest) -> Iterator[str]:
 
 
 def _entrypoint(job: Manifest) -> Iterator[str]:
-    # Not a rule of KubeRay's: it pastes the text into a shell command and would run whatever comes out of that.
+    # Our own rule: KubeRay pastes the text into a shell command and would run whatever comes out of that.
     spec = job["spec"]
     if spec.get("submissionMode", "K8sJobMode") in ("K8sJobMode", "SidecarMode"):
         text = spec.get("entrypoint", "")

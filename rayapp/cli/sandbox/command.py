@@ -122,7 +122,7 @@ def reap(
 
 
 def _show(text: str, stream: TextIO) -> None:
-    """As it is, but for a person with control characters made visible: a terminal would obey them."""
+    """Print text as it is; on a terminal, which would obey control characters, make those visible."""
     stream.write(visible(text) if stream.isatty() else text)
 
 

@@ -24,7 +24,7 @@ EXIT_LEFT, EXIT_CONFIG = 1, 2
 
 
 def reap_command(*, run: str | None, kinds: Sequence[str], config: SandboxConfig | None, dry_run: bool) -> int:
-    """One line per sandbox on standard output; what failed on standard error.
+    """End sandboxes: one line each on standard output, failures on standard error.
 
     Returns:
         0: nothing is left; 1: something may be; 2: a key or an endpoint is wrong.
@@ -48,7 +48,7 @@ def load_sandbox_config(path: Path) -> SandboxConfig:
 
 
 def _sections(kinds: Sequence[str], config: SandboxConfig | None) -> SandboxConfig:
-    """Only the providers to ask."""
+    """The sandbox section with only the providers to ask."""
     if unknown := [kind for kind in kinds if kind not in KINDS]:
         raise InputError(
             f"provider {unknown[0]!r} keeps no list that outlives its sandboxes' maker; there are: {', '.join(KINDS)}"
@@ -65,7 +65,7 @@ def _configured(config: SandboxConfig) -> list[E2BConfig | DaytonaConfig]:
 
 
 def _defaults(kinds: Sequence[str]) -> list[E2BConfig | DaytonaConfig]:
-    """With their own defaults: those that were named, else those whose key is set."""
+    """Providers with default settings: those that were named, else those whose key is set."""
     sections = (E2BConfig(), DaytonaConfig())
     return [section for section in sections if section.type in kinds or os.environ.get(section.api_key_env)]
 

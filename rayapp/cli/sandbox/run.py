@@ -20,10 +20,10 @@ from rayapp.sandbox.providers.table import remote_provider
 
 PROVIDERS = ("local", "e2b", "daytona", "mcp")
 RUN_NAME = "sandbox-run"
-"""The run's name in the labels."""
+"""Run name in the sandbox's labels."""
 _READY_TIMEOUT_S = 60.0
 _ENDS_AFTER_S = 120.0
-"""What a sandbox outlives its program by, should nobody end it."""
+"""Seconds past its program's end after which a sandbox ends by itself, should nobody end it."""
 
 
 def choose_provider(

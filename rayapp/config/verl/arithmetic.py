@@ -161,7 +161,7 @@ def custom_reward(key: str, value: Any, values: Values) -> Landing:
 
 
 def trackers(key: str, value: Any, values: Values) -> Landing:
-    """What we have of verl's loggers; metrics.jsonl is always written."""
+    """The trackers that we have of verl's loggers; metrics.jsonl is always written."""
     from typing import get_args
 
     from rayapp.config.sections import TrackingSection

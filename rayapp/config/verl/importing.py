@@ -1,4 +1,4 @@
-"""From verl's keys to a `Config` and a table of what became of each key. Called by the CLI."""
+"""Makes a `Config` of verl's keys, and a table of what became of each. Called by the CLI."""
 
 from __future__ import annotations
 

@@ -63,7 +63,7 @@ DEFAULTS: dict[str, Any] = {
     "trainer.test_freq": -1,
     "trainer.val_before_train": True,
 }
-"""What verl 0.9 takes for keys that a user leaves out, as far as it changes something here."""
+"""verl 0.9's defaults for keys that a user leaves out, as far as they change something here."""
 
 DATA: dict[str, Rule] = {
     "data.train_files": to("data.train_files", arithmetic.as_list),

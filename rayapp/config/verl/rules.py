@@ -1,4 +1,4 @@
-"""What a rule of the import is, and the four shapes that nearly all rules have. Used by the table in `keys.py`.
+"""Rules of the import, and the four shapes that nearly all of them have. Used by the table in `keys.py`.
 
 A rule takes a key's value and all values, and says where the value goes here, or why it has no effect. One that can't
 be honoured raises: nothing that changes the training is dropped in silence.
@@ -18,7 +18,7 @@ Values = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Landing:
-    """What becomes of one key."""
+    """Where one key goes, with which value and remark."""
 
     settings: Mapping[str, Any] = field(default_factory=dict)
     """Our keys with their values; empty: it has no effect here."""
@@ -40,7 +40,7 @@ def to(target: str, convert: Convert = lambda value: value, *, note: str = "") -
 
 
 def optional(target: str, convert: Convert = lambda value: value) -> Rule:
-    """As `to`; None keeps our default."""
+    """A rule like `to`, but None keeps our default."""
 
     def rule(key: str, value: Any, values: Values) -> Landing:
         return Landing(note="our default stays") if value is None else Landing(settings={target: convert(value)})

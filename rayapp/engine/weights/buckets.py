@@ -35,7 +35,7 @@ class WeightBucket:
     data: NDArray[np.uint8]
     """(nbytes,) contiguous; the object store maps it without a copy."""
     checksums: tuple[tuple[str, int], ...] = ()
-    """Of the tensors in it that are in the sample; see `rayapp.engine.weights.checksum`."""
+    """(name, CRC-32) of its tensors that are in the sample; see `rayapp.engine.weights.checksum`."""
 
 
 def pack(tensors: Iterable[tuple[str, torch.Tensor]], bucket_bytes: int) -> Iterator[WeightBucket]:
@@ -58,8 +58,10 @@ def pack(tensors: Iterable[tuple[str, torch.Tensor]], bucket_bytes: int) -> Iter
 
 
 class _Filling:
-    """A bucket in the making. Tensors go straight in: kept until it is full, they would need its memory twice, and
-    memory that was never touched costs several times what the copy costs.
+    """A bucket in the making. Each tensor is copied into its buffer at once.
+
+    Keeping the tensors until it is full would need its memory twice, and touching fresh memory costs several times
+    what the copy costs.
 
     Args:
         capacity: bytes; only those that are filled take up memory.
@@ -81,7 +83,7 @@ class _Filling:
         self.size += _aligned(nbytes)
 
     def bucket(self) -> WeightBucket:
-        """What is in it by now."""
+        """The bucket, with what has been added by now."""
         checksums = tuple(
             (name, checksum(self._data[offset : offset + nbytes]))
             for name, _, _, offset, nbytes in self._entries
@@ -99,7 +101,7 @@ def unpack(entries: Iterable[TensorEntry], data: torch.Tensor) -> Iterator[tuple
     import torch
 
     for name, dtype, shape, offset, nbytes in entries:
-        # torch can't view no bytes as another dtype.
+        # An empty tensor apart: torch can't view zero bytes as another dtype.
         part = data[offset : offset + nbytes].view(getattr(torch, dtype)) if nbytes else data.new_empty(0)
         yield name, part.to(getattr(torch, dtype)).view(shape)
 

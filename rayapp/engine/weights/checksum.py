@@ -21,9 +21,9 @@ ONE_IN = 8
 
 
 def is_sampled(name: str, nbytes: int) -> bool:
-    """Whether a tensor is in the sample: by its name, so that both sides agree without a list.
+    """True if this tensor is in the sample: all norms, as every engine keeps them whole, and one in eight of the rest.
 
-    All norms are, as every engine keeps them apart, and one in eight of the rest.
+    Decided by the name alone, so that both sides agree without a list.
     """
     return nbytes <= MAX_SAMPLED_BYTES and ("norm" in name or zlib.crc32(name.encode()) % ONE_IN == 0)
 

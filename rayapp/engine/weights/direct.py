@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 
 
 class GroupSource(Protocol):
-    """The learners."""
+    """The learners, as far as this transport knows them."""
 
     async def open_weight_group(self, servers: Sequence[Any], timeout_s: float) -> None:
         """Form a new group with these servers; an older one is left."""
@@ -36,7 +36,7 @@ class GroupSource(Protocol):
 
 
 class GroupTarget(Protocol):
-    """A server."""
+    """A server, as far as this transport knows it."""
 
     @property
     def name(self) -> str: ...
@@ -49,10 +49,10 @@ class GroupTarget(Protocol):
 
 
 class DirectTransport:
-    """See the module.
+    """Gives every server the learners' weights through one process group.
 
     Args:
-        timeout_s: of each phase: forming the group, sending, and asking the servers what they hold.
+        timeout_s: for each phase: forming the group, sending, and asking the servers what they hold.
     """
 
     def __init__(self, timeout_s: float) -> None:
@@ -62,13 +62,15 @@ class DirectTransport:
         self._joined_by: GroupSource | None = None
         self._is_syncing = asyncio.Lock()
         self.are_lost = False
-        """As in `ObjectStoreTransport`; here the learners always have them."""
+        """Always False, as the learners have the weights; there for the interface of `ObjectStoreTransport`."""
 
     async def sync(
         self, version: int, *, source: GroupSource, servers: Sequence[GroupTarget]
     ) -> tuple[dict[str, float], dict[str, RayappError]]:
-        """As `ObjectStoreTransport.sync`. After a failure every server that does not hold the version is in the second
-        dict: they waited for each other in the middle of it, and each must be replaced.
+        """Make `version` the one that all servers hold; see `ObjectStoreTransport.sync`.
+
+        After a failure every server that does not hold the version is in the second dict: they waited for each other
+        in the middle of it, and each must be replaced.
 
         Raises:
             LearnersLostError: the learners are gone.
@@ -104,7 +106,7 @@ class DirectTransport:
     async def _without(
         self, version: int, servers: Sequence[GroupTarget], error: RayappError | None
     ) -> dict[str, RayappError]:
-        """By name, the servers that do not hold the version, with the reason."""
+        """Servers that do not hold the version, by name, each with the reason."""
         answers = await asyncio.gather(*(self._holds(server) for server in servers))
         reason = error or WeightSyncError(f"it does not hold version {version} although the sync went through")
         failed: dict[str, RayappError] = {}

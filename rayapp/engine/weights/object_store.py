@@ -21,7 +21,7 @@ BUCKET_BYTES = 256 << 20
 
 
 class WeightSource(Protocol):
-    """The learners."""
+    """The learners, as far as this transport knows them."""
 
     def export_weights(self, version: int, bucket_bytes: int) -> AsyncIterator[Any]:
         """References to `WeightBucket`s of the weights as they are, which the caller knows by this version."""
@@ -29,7 +29,7 @@ class WeightSource(Protocol):
 
 
 class WeightTarget(Protocol):
-    """A server."""
+    """A server, as far as this transport knows it."""
 
     @property
     def name(self) -> str: ...
@@ -50,7 +50,7 @@ class ObjectStoreTransport:
         self._buckets: list[Any] = []
         self._is_syncing = asyncio.Lock()
         self.are_lost = False
-        """The weights of the last sync were on a node that is gone. Only the learners can give them again."""
+        """True when the weights of the last sync were on a node that is gone: only the learners can give them again."""
 
     async def sync(
         self, version: int, *, source: WeightSource, servers: Sequence[WeightTarget]
@@ -90,7 +90,7 @@ class ObjectStoreTransport:
         return metrics, failed
 
     async def _load(self, server: WeightTarget) -> dict[str, Any] | RayappError:
-        """One server's failure must not hide the others' success."""
+        """Load one server. Returns its answer or its error: one server's failure must not hide the others' success."""
         try:
             async with asyncio.timeout(self._timeout_s):
                 return await server.load_weights(self._version, self._buckets)
@@ -111,7 +111,7 @@ class ObjectStoreTransport:
         Raises:
             WeightSyncError: or another error of `load_weights`; the server must be replaced.
         """
-        # Not beside a sync: the server would get the older version last.
+        # Serialize with sync, else an older version lands last.
         async with self._is_syncing:
             if not self._buckets:
                 return

@@ -28,7 +28,7 @@ class TransferPlan:
     transport: Transport
     world_size: int
     rank_offsets: tuple[int, ...]
-    """By server: rank of its first worker. vLLM adds the tensor-parallel rank."""
+    """Rank of each server's first worker. vLLM adds the tensor-parallel rank."""
     bucket_bytes: int
 
 

@@ -28,7 +28,7 @@ SENDER = 0
 
 @dataclass(kw_only=True)
 class GlooInitInfo(WeightTransferInitInfo):  # type: ignore[misc]
-    """What a worker needs to join. vLLM makes it from a dict."""
+    """The numbers with which a worker joins the group. vLLM makes it from a dict."""
 
     master_address: str
     master_port: int
@@ -40,7 +40,7 @@ class GlooInitInfo(WeightTransferInitInfo):  # type: ignore[misc]
 
 @dataclass(kw_only=True)
 class GlooTrainerInitInfo(TrainerInitInfo):  # type: ignore[misc]
-    """What a learner needs to join; only rank 0 does, the others take part in gathering."""
+    """The numbers with which learner 0 joins the group. The other learners only take part in gathering."""
 
     backend: ClassVar[str] = BACKEND
     master_address: str
@@ -51,7 +51,7 @@ class GlooTrainerInitInfo(TrainerInitInfo):  # type: ignore[misc]
 
 
 def join(address: str, port: int, *, rank: int, world_size: int, timeout_s: float) -> Any:
-    """The group, a `ProcessGroupGloo`; torch gives its collectives no types. Blocks until all are there.
+    """Join the group; blocks until all are there. Returns a `ProcessGroupGloo`, whose collectives torch leaves untyped.
 
     Raises:
         RuntimeError: somebody did not come in time, or the port is taken.
@@ -91,7 +91,7 @@ class GlooWeightTransferEngine(NCCLWeightTransferEngine):  # type: ignore[misc]
         )
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        # Without the base's synchronize: there is no accelerator.
+        # The base class would synchronize an accelerator, and there is none.
         self.receive_weights(self.parse_update_info(update_info))
 
     def receive_weights(self, update_info: Any) -> None:
@@ -125,7 +125,7 @@ class GlooTrainerWeightTransferEngine(NCCLTrainerWeightTransferEngine):  # type:
             return engine
         wanted = {key: value for key, value in asdict(init_info).items() if key != "rank"}
         with ThreadPoolExecutor(max_workers=1) as joining:
-            # Both sides block until the other is there, so both must be asked at once.
+            # Joining blocks on both sides until the other is there: the workers join in a thread, learner 0 here.
             workers = joining.submit(client.init_weight_transfer_engine, wanted | {"rank_offset": 1})
             try:
                 engine._group = join(
@@ -152,7 +152,7 @@ class GlooTrainerWeightTransferEngine(NCCLTrainerWeightTransferEngine):  # type:
         for positions in chunks(sizes, self._bucket_bytes):
             parts = [next(tensors)[1].reshape(-1).view(torch.uint8).cpu() for _ in positions]
             self._group.broadcast(torch.cat(parts), SENDER).wait()
-        # What is left of the generator is its check that nothing is missing.
+        # Exhaust the generator: at its end it checks that nothing is missing.
         assert next(tensors, None) is None
 
     def shutdown(self) -> None:
@@ -160,7 +160,7 @@ class GlooTrainerWeightTransferEngine(NCCLTrainerWeightTransferEngine):  # type:
 
 
 def _first_line(error: BaseException) -> str:
-    """Without the C++ stack that torch adds."""
+    """The error's first line, without the C++ stack that torch adds."""
     return str(error).strip().partition("\n")[0]
 
 

@@ -34,7 +34,7 @@ class AdvantageInputs:
     rewards: FloatArray
     """(B,)"""
     num_response_tokens: NDArray[np.int64]
-    """(B,) at least 1."""
+    """(B,) each at least 1."""
     group_index: NDArray[np.int64]
     """(B,) equal for trajectories of one prompt."""
     reward_terms: dict[str, FloatArray]
@@ -109,12 +109,12 @@ def _arguments(inputs: AdvantageInputs, algorithm: AlgorithmSection) -> dict[str
 
 
 def _gdpo_arguments(inputs: AdvantageInputs, mask: Tensor, algorithm: AlgorithmSection) -> dict[str, Any]:
-    """gdpo reads each term from the batch and puts it on the last token itself."""
+    """Arguments of gdpo, which reads each reward term from the batch and puts it on the last token itself."""
     import torch
 
     if not algorithm.gdpo_reward_terms:
         return {"config": None}
-    # A term that only some rewards have is NaN in the others.
+    # Only terms that every reward has: a term is NaN where a reward lacks it.
     whole = {name for name, values in inputs.reward_terms.items() if np.isfinite(values).all()}
     missing = sorted(set(algorithm.gdpo_reward_terms) - whole)
     if missing:
@@ -138,7 +138,7 @@ def _algo_config(algorithm: AlgorithmSection) -> Any:
 
 
 def _dtype(estimator: str) -> Any:
-    """Of the rewards that verl computes with.
+    """The dtype in which verl computes with the rewards.
 
     In float64 the mean of equal rewards is exactly that reward. In float32 it is not, and a group without signal gets
     advantages of about 1e-9 / (0 + 1e-6): noise that is trained on. Token baselines take float32 only.

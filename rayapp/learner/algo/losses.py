@@ -21,14 +21,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossScale:
-    """What every loss of one optimizer step is divided by: counts over all ranks and all micro-batches."""
+    """The divisors of every loss of one optimizer step: counts over all ranks and all micro-batches."""
 
     num_tokens: int
     """Response tokens of trainable trajectories."""
     num_trajectories: int
     """Trainable trajectories."""
     dp_size: int
-    """Ranks, whose gradients FSDP averages."""
+    """Number of ranks, whose gradients FSDP averages."""
     max_response_tokens: int
     """Divisor of seq-mean-token-sum-norm (Dr. GRPO): a constant, never the longest row of a micro-batch."""
 
@@ -47,11 +47,11 @@ class LossRows:
     """B compact rows (see `advantages`), T tokens."""
 
     log_probs: Tensor
-    """(B, T) of the policy as it is, with gradient."""
+    """(B, T) log-probs under the policy as it is, with gradient."""
     old_log_probs: Tensor
-    """(B, T) of the policy at the start of the step."""
+    """(B, T) log-probs under the policy at the start of the step."""
     rollout_log_probs: Tensor
-    """(B, T) the engine's."""
+    """(B, T) log-probs that the engine reported."""
     advantages: Tensor
     """(B, T)"""
     mask: Tensor
@@ -59,14 +59,14 @@ class LossRows:
     entropy: Tensor | None = None
     """(B, T), with gradient when the entropy bonus needs it."""
     ref_log_probs: Tensor | None = None
-    """(B, T) of the frozen reference, when the KL loss needs it."""
+    """(B, T) log-probs under the frozen reference, when the KL loss needs it."""
 
 
 def policy_loss(rows: LossRows, algorithm: AlgorithmSection, actor_config: Any, scale: LossScale) -> LossResult:
     """The configured policy loss of these rows, without KL and entropy.
 
     Args:
-        actor_config: `make_actor_config` of the same scale.
+        actor_config: made by `make_actor_config` with the same scale.
     """
     from verl.trainer.ppo.core_algos import get_policy_loss_fn
 
@@ -84,7 +84,7 @@ def policy_loss(rows: LossRows, algorithm: AlgorithmSection, actor_config: Any, 
         rollout_is_weights=weights,
     )
     if name == "geo_mean":
-        # It takes the mean over its own rows; every other loss divides by the global counts.
+        # geo_mean takes the mean over its own rows; every other loss divides by the global counts.
         loss = loss * (rows.mask.shape[0] * scale.dp_size / max(1, scale.num_trajectories))
     return LossResult(loss=loss, metrics={key.removeprefix("actor/"): float(value) for key, value in metrics.items()})
 
@@ -184,7 +184,7 @@ class _Options:
         self._known: set[str] = set()
 
     def take(self, config_class: Any) -> dict[str, Any]:
-        # These are set from keys of our own config: a second way to say them could contradict the first.
+        # Options that our own config keys set: a second way to say them could contradict the first.
         ours = {"loss_mode", "rollout_correction", "rollout_is", "rollout_is_threshold"}
         return self.take_names(*({field.name for field in fields(config_class)} - ours))
 

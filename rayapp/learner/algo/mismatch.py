@@ -16,8 +16,8 @@ def mismatch_metrics(learner_log_probs: Tensor, rollout_log_probs: Tensor, mask:
     """Differences in probability and verl's off-policy metrics.
 
     Args:
-        learner_log_probs: (B, T) of the weights that should have sampled the tokens.
-        rollout_log_probs: (B, T) the engine's.
+        learner_log_probs: (B, T) under the weights that should have sampled the tokens.
+        rollout_log_probs: (B, T) that the engine reported.
         mask: (B, T) float32.
     Returns:
         `rollout_probs_diff/{mean,max,corr}` over tokens and `rollout_corr/*` (KL, perplexities, chi-squared).
@@ -42,7 +42,7 @@ def mismatch_metrics(learner_log_probs: Tensor, rollout_log_probs: Tensor, mask:
 
 
 def _correlation(first: Tensor, second: Tensor) -> float:
-    """Pearson's; 1.0 when either is constant, which says nothing against them."""
+    """Pearson correlation; 1.0 when either is constant, as there is nothing to compare then."""
     first, second = first - first.mean(), second - second.mean()
     scale = float(first.norm() * second.norm())
     return float(first @ second) / scale if scale > 0 else 1.0

@@ -19,10 +19,10 @@ from torch.utils._pytree import tree_leaves
 
 
 def memory_meter(device: torch.device, existing: Iterable[Tensor]) -> MemoryMeter:
-    """A context: counts until it is left.
+    """A context that counts memory until it is left.
 
     Args:
-        existing: what was there before and is used inside. On CPU every other tensor counts as new.
+        existing: tensors from before that are used inside. On CPU every other tensor counts as new.
     """
     return GpuMeter(device) if device.type == "cuda" else CpuMeter(existing)
 
@@ -35,16 +35,16 @@ class MemoryMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.marks: list[int] = []
 
     def restart(self) -> None:
-        """Forget the marks, not what is allocated; the first is for now."""
+        """Drop all marks but keep count of what is allocated; the new first mark is of this moment."""
         self.marks = [self.mark(())]
 
     def mark(self, tensors: Iterable[Tensor]) -> int:
-        """The mark of an operator that had and made these tensors."""
+        """Bytes allocated at an operator that read and made these tensors."""
         raise NotImplementedError
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented  # the tensors inside it come by one by one
+            return NotImplemented  # a tensor subclass: the tensors inside it come here one by one
         result = func(*args, **(kwargs or {}))
         leaves = tree_leaves((args, kwargs, result))
         self.marks.append(self.mark([leaf for leaf in leaves if isinstance(leaf, Tensor)]))
@@ -74,7 +74,7 @@ class CpuMeter(MemoryMeter):  # type: ignore[no-untyped-call]
         self._now = 0
 
     def restart(self) -> None:
-        # FSDP frees by resizing: no operator saw that.
+        # FSDP frees memory by resizing storages, which no operator shows: look at them again.
         for reference, _ in list(self._alive.values()):
             if (storage := reference()) is not None:
                 self._see(storage)

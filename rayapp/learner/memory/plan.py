@@ -16,23 +16,23 @@ from rayapp.storage.models.prefetch import with_local_model
 
 GIB = 2**30
 GPU_BYTES = {"h200": 139 * GIB, "h100": 79 * GIB, "a100": 79 * GIB}
-"""What a process sees of an H200 141 GB, an H100 80 GB and an A100 80 GB."""
+"""Memory that a process can use of an H200 141 GB, an H100 80 GB and an A100 80 GB."""
 RUNTIME_BYTES = 3 * GIB // 2
 """CUDA context, kernels and nccl's buffers: an assumption, not measured here."""
 FLOAT32, MASTER, ADAM = 4, 4, 8
 AUTO_SHARE = 0.9
-"""Of a GPU, what `learner.max_tokens_per_microbatch: auto` fills."""
+"""Share of a GPU that `learner.max_tokens_per_microbatch: auto` fills."""
 ELEMENT_BYTES = {"float32": 4, "bfloat16": 2}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelShape:
-    """What memory depends on."""
+    """The numbers of a model that its memory depends on."""
 
     num_parameters: int
-    """Tied weights once."""
+    """All parameters, tied ones once."""
     num_layer_parameters: int
-    """Of one decoder layer; the largest."""
+    """Parameters of one decoder layer, the largest."""
     num_layers: int
     hidden: int
     intermediate: int
@@ -41,9 +41,9 @@ class ModelShape:
     head_size: int
     vocabulary: int
     num_adapter_parameters: int = 0
-    """Of the adapters that `learner.lora` adds; 0 trains all weights."""
+    """Parameters of the adapters that `learner.lora` adds; 0 trains all weights."""
     adapter_rank_sum: int = 0
-    """Ranks of all adapters of one layer, added up: what they keep of a token."""
+    """Sum of the ranks of all adapters of one layer: the numbers that they keep of a token."""
 
     @property
     def num_trained(self) -> int:
@@ -52,7 +52,7 @@ class ModelShape:
 
     @property
     def num_root_parameters(self) -> int:
-        """Outside the layers: embeddings, head and the last norm."""
+        """Parameters outside the layers: embeddings, head and the last norm."""
         return self.num_parameters - self.num_layers * self.num_layer_parameters
 
 
@@ -66,13 +66,13 @@ class LearnerPlan:
     weights: int
     """Float32 shards, and what FSDP gathers in the compute dtype: everything outside the layers, and two layers."""
     reference: int
-    """The frozen reference's, when there is a KL loss."""
+    """Weights of the frozen reference, when there is a KL loss."""
     gradients: int
     """Float32 shards, and one layer's before it is reduced, in the compute dtype and in float32."""
     optimizer: int
     """AdamW's two moments."""
     activations: int
-    """What the backward of a full micro-batch needs."""
+    """Activations that the backward of a full micro-batch needs."""
     head: int
     """Logits of the chunks that exist at once, and the head's gradient while it is summed."""
     resident: int
@@ -92,7 +92,7 @@ class ServerPlan:
 
     weights: int
     kv_cache: int
-    """What server.gpu_memory_utilization leaves."""
+    """KV cache: what server.gpu_memory_utilization leaves beside the weights."""
     runtime: int
     kv_tokens: int
     """Tokens that the cache holds, over all GPUs of the server."""
@@ -105,9 +105,9 @@ class SharedPlan:
     """Bytes on each GPU that a learner and a server share (`cluster.placement: colocated`)."""
 
     training: int
-    """A step's peak, beside a server that sleeps: it keeps its runtime."""
+    """The learner's peak in a step, plus the runtime of the sleeping server."""
     generating: int
-    """The server's share, beside what stays of the learner."""
+    """The server's share, plus what stays of the learner between steps."""
     host: int
     """Weights of the sleeping server, in host memory."""
 
@@ -117,7 +117,7 @@ class SharedPlan:
 
 
 def plan_learner(shape: ModelShape, config: Config) -> LearnerPlan:
-    """Of one learner."""
+    """Memory of one learner."""
     section = config.learner
     element = ELEMENT_BYTES[section.compute_dtype]
     layer_adapters = shape.num_adapter_parameters // shape.num_layers
@@ -146,7 +146,7 @@ def _shard(num_parameters: int, config: Config) -> int:
 
 
 def plan_shared(learner: LearnerPlan, server: ServerPlan, config: Config, gpu_bytes: int) -> SharedPlan:
-    """Of a GPU that both have."""
+    """Memory of a GPU that a learner and a server share."""
     return SharedPlan(
         training=learner.total + server.runtime,
         generating=int(gpu_bytes * config.server.gpu_memory_utilization) + learner.resident,
@@ -155,9 +155,10 @@ def plan_shared(learner: LearnerPlan, server: ServerPlan, config: Config, gpu_by
 
 
 def with_token_budget(shape: ModelShape, config: Config, gpu_bytes: int) -> Config:
-    """A number in place of `learner.max_tokens_per_microbatch: auto`: the largest power of two that fits, if one does.
+    """The config with a number in place of `learner.max_tokens_per_microbatch: auto`, if any fits.
 
-    A learner measures it instead (`rayapp.learner.memory.token_budget`); this is the plan's word for it.
+    The number is the largest power of two that fits by this plan's formulas. A learner measures it instead, see
+    `rayapp.learner.memory.token_budget`.
     """
     if config.learner.max_tokens_per_microbatch != "auto":
         return config
@@ -173,19 +174,19 @@ def with_token_budget(shape: ModelShape, config: Config, gpu_bytes: int) -> Conf
 
 
 def activation_bytes(shape: ModelShape, config: Config) -> int:
-    """What one forward of `learner.max_tokens_per_microbatch` tokens keeps for its backward, without the head."""
+    """Bytes that a forward of `learner.max_tokens_per_microbatch` tokens keeps for its backward, without the head."""
     tokens, element = config.learner.token_budget, ELEMENT_BYTES[config.learner.compute_dtype]
     per_layer = tokens * (layer_bytes_per_token(shape, element) + adapter_bytes_per_token(shape, element))
-    # Its input in float32, the normed values, and those of them that the head reads.
+    # The last norm: its input in float32, its output, and the part of that which the head reads.
     last_norm = tokens * (FLOAT32 + 2 * element) * shape.hidden
     if config.learner.activation_checkpointing:
-        # The inputs of all layers, and everything of the one that is being computed again.
+        # With checkpointing: the inputs of all layers, and everything of the one that is being computed again.
         return shape.num_layers * tokens * element * shape.hidden + per_layer + last_norm
     return shape.num_layers * per_layer + last_norm
 
 
 def layer_bytes_per_token(shape: ModelShape, element: int) -> int:
-    """What a layer of the Llama kind keeps of one token.
+    """Bytes that a layer of the Llama kind keeps of one token.
 
     Two norms: the input in float32, and the normed values before their weight. Their outputs feed the projections.
     Attention: queries, keys, values, and its output. The MLP: gate, its activation, up, and their product.
@@ -198,7 +199,7 @@ def layer_bytes_per_token(shape: ModelShape, element: int) -> int:
 
 
 def adapter_bytes_per_token(shape: ModelShape, element: int) -> int:
-    """What a layer keeps more of a token (or, below 0, less) because only its adapters are trained.
+    """Bytes that a layer keeps more of a token (below 0: less) when only its adapters are trained.
 
     The output of each first matrix comes on top. The normed values are not needed: a frozen norm has no gradient.
     """
@@ -223,18 +224,18 @@ def head_bytes(shape: ModelShape, config: Config) -> int:
 
 
 def head_bytes_per_token(shape: ModelShape, config: Config) -> int:
-    """Beside the logits: a predicted position's hidden state, its gradient, and eight indices and scores."""
+    """Bytes of a predicted position beside its logits: hidden state, its gradient, eight indices and scores."""
     return 2 * ELEMENT_BYTES[config.learner.compute_dtype] * shape.hidden + 64
 
 
 def gathered_bytes(shape: ModelShape, config: Config, num_layers: int = 2) -> int:
-    """What FSDP gathers in the compute dtype: all outside the layers, and of those two at once (on CPU all)."""
+    """Bytes that FSDP gathers in the compute dtype: all outside the layers, and two layers at once (on CPU all)."""
     layer = shape.num_layer_parameters + shape.num_adapter_parameters // shape.num_layers
     return ELEMENT_BYTES[config.learner.compute_dtype] * (shape.num_root_parameters + num_layers * layer)
 
 
 def plan_server(shape: ModelShape, config: Config, gpu_bytes: int) -> ServerPlan:
-    """Of one GPU of a server; `kv_cache` is negative when the weights don't fit."""
+    """Memory of one GPU of a server; `kv_cache` is negative when the weights don't fit."""
     section, parallel = config.server, config.server.tensor_parallel_size
     element = ELEMENT_BYTES[section.dtype]
     weights = element * shape.num_parameters // parallel
@@ -252,7 +253,7 @@ def plan_server(shape: ModelShape, config: Config, gpu_bytes: int) -> ServerPlan
 
 
 def model_shape(config: Config) -> ModelShape:
-    """Of `config.model.path`, with every tensor on torch's meta device: nothing is allocated.
+    """Shape of the model at `config.model.path`, made on torch's meta device: nothing is allocated.
 
     Raises:
         InputError: there is no such model.

@@ -28,12 +28,12 @@ from rayapp.learner.policy import PolicyModel, reduce_gradients, to_device
 log = logging.getLogger(__name__)
 MIB = 2**20
 ROOM_SHARE = {"cpu": 0.5, "cuda": 0.9}
-"""The margin: of what is free, what a micro-batch may take. On CPU servers, sandboxes and the page cache want memory
-too, and malloc holds back freed pieces; on GPU the allocator does."""
+"""Share of the free memory that a micro-batch may take. The rest: on CPU servers, sandboxes and the page cache want
+memory too, and malloc holds back freed pieces; on GPU the allocator does."""
 PROBE_TOKENS = {"cpu": 128, "cuda": 1024}
-"""Of the shorter of two probes. On CPU 128 tokens of a model of 135M parameters take a third of a second."""
+"""Tokens of the shorter of two probes. On CPU 128 tokens of a 135M-parameter model take a third of a second."""
 LARGEST = 65536
-"""Matrix products are as fast as they get long before."""
+"""Upper limit: matrix products reach their full speed with far fewer tokens."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,19 +46,19 @@ class MemoryNeed:
     """(K,)"""
 
     def of(self, num_tokens: int) -> int:
-        """At the worst moment. Which one that is depends on the number: with few tokens it is where weights are."""
+        """Bytes for so many tokens at the worst moment. Which moment that is depends on their number."""
         return int((self.fixed + num_tokens * self.per_token).max())
 
     def fits(self, room_bytes: int) -> int:
-        """Most tokens for this room; below 1 when there is none."""
+        """Most tokens that fit into this room; below 1 when none do."""
         return int(((room_bytes - self.fixed) / self.per_token).min())
 
 
 def find_token_budget(config: Config, ranks: Ranks, model: PolicyModel, room_bytes: int | None = None) -> int:
-    """A power of two, so that a few megabytes more or less free don't change the run. The same on every rank.
+    """The token budget: a power of two, so that a few megabytes don't change the run. The same on every rank.
 
     Args:
-        room_bytes: that may be taken; None measures it.
+        room_bytes: memory that may be taken; None measures what is free.
     Raises:
         LearnerError: the longest trajectory alone needs more.
     """
@@ -98,7 +98,7 @@ def measure_need(config: Config, ranks: Ranks, model: PolicyModel) -> MemoryNeed
             f"and {second.size} for {2 * few}: what more tokens take does not follow from that. Set a number."
         )
     shape, per_token = model_shape(config), (second - first) / few
-    # The reference scored just before, and what it gathered is still there.
+    # The reference scores just before the update, and the weights that it gathered are still there.
     on_cpu, has_reference = ranks.device.type == "cpu", config.algorithm.kl_loss_coef > 0
     reference = gathered_bytes(shape, config, shape.num_layers if on_cpu else 2) if has_reference else 0
     return MemoryNeed(
@@ -128,7 +128,7 @@ def _run_layers(config: Config, ranks: Ranks, model: PolicyModel, num_tokens: in
 
 
 def _sequence(num_tokens: int) -> MicroBatch:
-    """One sequence: of several, attention on CPU would run more operators."""
+    """A micro-batch of one sequence: for several, attention on CPU would run more operators."""
     none, no_rows = np.zeros(0, np.int64), np.zeros((0, 1), np.int64)
     return MicroBatch(
         items=(),
@@ -143,7 +143,7 @@ def _sequence(num_tokens: int) -> MicroBatch:
 
 
 def free_bytes(ranks: Ranks, model: PolicyModel) -> int:
-    """This rank's part of what is free, less the moments that the first step will make. Gradients are measured."""
+    """This rank's part of the free memory, less AdamW's moments, which the first step makes. Gradients are measured."""
     trained = sum(_local(p).numel() for p in model.parameters() if p.requires_grad)
     if ranks.device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(ranks.device)
@@ -154,14 +154,14 @@ def free_bytes(ranks: Ranks, model: PolicyModel) -> int:
 
 
 def available_bytes() -> int:
-    """Of this machine, or of the cgroup that this process may use."""
+    """Free memory of this machine, or of the cgroup where that allows less."""
     lines = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
     machine = int(lines["MemAvailable"].split()[0]) * 1024
     return min([machine, *_cgroup_bytes()])
 
 
 def _cgroup_bytes() -> list[int]:
-    """What the cgroup (v2, v1) leaves; nothing where it sets no limit."""
+    """Memory that the cgroup (v2, v1) leaves; an empty list where it sets no limit."""
     root, old = Path("/sys/fs/cgroup"), "memory/memory"
     for limit, usage in (("memory.max", "memory.current"), (f"{old}.limit_in_bytes", f"{old}.usage_in_bytes")):
         if (root / limit).exists() and (text := (root / limit).read_text().strip()) != "max":

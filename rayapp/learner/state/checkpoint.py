@@ -31,7 +31,7 @@ class SaveInProgress:
 
     Args:
         folder: for messages.
-        writing: one per thread.
+        writing: one future per thread.
     """
 
     def __init__(self, folder: str, writing: Sequence[Future[Any]]) -> None:
@@ -41,7 +41,7 @@ class SaveInProgress:
         return all(future.done() for future in self._writing)
 
     def wait(self) -> None:
-        """Until all of it is written.
+        """Wait until all of it is written.
 
         Raises:
             CheckpointError: it can't be written whole, e.g. because the disk is full.
@@ -59,7 +59,7 @@ def begin_save(learner: PolicyLearner, folder: str, version: int) -> SaveInProgr
     """Copy what `checkpoint.save_contents` names to the host, then write it in the background. Collective.
 
     Args:
-        folder: for the learner's state; the Hugging Face folder is `hf_model` beside it.
+        folder: where the learner's state goes; the Hugging Face folder is `hf_model` beside it.
     Raises:
         CheckpointError: a weight or a moment is not finite: it would take the place of a checkpoint that is good.
     """
@@ -83,7 +83,7 @@ def begin_save(learner: PolicyLearner, folder: str, version: int) -> SaveInProgr
 
 
 def _async_save(state: dict[str, Any], folder: str, group: Any) -> Future[Any]:
-    """torch's; the copies are made when it returns."""
+    """torch's `async_save`; the copies are made when it returns."""
     future = async_save(state, checkpoint_id=folder, process_group=group)
     assert isinstance(future, Future), f"async_save gave a {type(future).__name__}"
     return future
@@ -116,7 +116,7 @@ def load_learner(learner: PolicyLearner, folder: str) -> int:
 
 
 def _not_finite_anywhere(learner: PolicyLearner, state: dict[str, Any]) -> str:
-    """What some rank holds; each gets the same answer, so that none waits for another in a collective. Collective."""
+    """The tensors that are not finite on some rank; all ranks get the same answer and so act alike. Collective."""
     return next(filter(None, learner.ranks.gather(not_finite(state))), "")
 
 
@@ -161,7 +161,7 @@ def _moments(optimizer: torch.optim.Optimizer, parameter: torch.nn.Parameter) ->
 
 
 def _reason(error: BaseException) -> str:
-    """DCP wraps what happened on each rank; the cause is one line of it."""
+    """The cause in one line: DCP wraps what happened on each rank in a report."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     causes = [line for line in lines if "Error" in line or "error" in line]
     return (causes or lines or [type(error).__name__])[-1]

@@ -23,10 +23,10 @@ _WEIGHTS = "model."
 
 
 def checkpoint_to_hf(config: Config, learner_folder: Path, out: Path) -> None:
-    """Write what transformers and vLLM load.
+    """Write the checkpoint's weights as a Hugging Face folder, which transformers and vLLM load.
 
     Args:
-        config: of the run that saved it: its base model, its adapters.
+        config: config of the run that saved it, for its base model and adapters.
         learner_folder: `learner/` of the checkpoint.
     Raises:
         CheckpointError: it holds no weights, or those of another model.

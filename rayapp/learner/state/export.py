@@ -28,10 +28,10 @@ EXPORT_DTYPE = torch.bfloat16
 def export_buckets(
     model: PolicyModel, bucket_bytes: int, *, rank: int, lora: LoraSection | None = None
 ) -> Iterator[WeightBucket]:
-    """What servers get, in buckets of at most `bucket_bytes` (or of one larger tensor).
+    """The weights for the servers, in buckets of at most `bucket_bytes` (or of one larger tensor).
 
     Args:
-        lora: of the adapters, which go alone or merged in; None or rank 0 where the model has none.
+        lora: settings of the adapters, which go alone or merged in; None or rank 0 where the model has none.
     """
     tensors = sent_weights(model, lora or LoraSection())
     if rank == 0:
@@ -46,7 +46,7 @@ class HfFolder:
     """Weights gathered on rank 0, ready to be written by any thread while training goes on."""
 
     weights: dict[str, Tensor]
-    """On the host, under their Hugging Face names: parameters in bfloat16, persistent buffers in their own dtype."""
+    """Host tensors by Hugging Face name: parameters in bfloat16, persistent buffers in their own dtype."""
     causal_lm: Any
     """A transformers model of its own config over the learner's parameters: only its config and names are read."""
     tokenizer_path: str
@@ -65,9 +65,9 @@ class HfFolder:
             raise CheckpointError(f"the model for {folder} is not written: it has {wrong}")
         try:
             self.causal_lm.save_pretrained(folder, state_dict=self.weights)
-        except SafetensorError as error:  # its name for whatever the disk says, a full one too
+        except SafetensorError as error:  # safetensors raises it for any error of the disk, a full one too
             raise CheckpointError(f"the model can't be written to {folder}: {error}") from error
-        # It wrote down the dtype of the learner's own parameters; the weights in the folder are narrower.
+        # The config names the dtype of the learner's own parameters; the weights in the folder are narrower.
         self.causal_lm.config.dtype = EXPORT_DTYPE
         self.causal_lm.config.save_pretrained(folder)
         tokenizer = AutoTokenizer.from_pretrained(self.tokenizer_path, trust_remote_code=self.trust_remote_code)
@@ -75,8 +75,8 @@ class HfFolder:
 
 
 def not_finite(state: Mapping[str, Any]) -> str:
-    """Names what is infinite or not a number; empty when nothing is. Of sharded tensors the part that is here."""
-    # The least and the greatest value: unlike a mask of all values they take no memory, and NaN is both.
+    """Names of tensors with an infinity or NaN, empty when there is none. Looks at this rank's shards."""
+    # Look at the least and the greatest value: they take no memory, unlike a mask, and NaN shows in both.
     bounds = {
         name: torch.stack(torch.aminmax(local)).isfinite().all()
         for name, tensor in state.items()
@@ -90,12 +90,12 @@ def not_finite(state: Mapping[str, Any]) -> str:
 def stage_hf(config: Config, model: PolicyModel, *, rank: int) -> HfFolder | None:
     """Gather the weights. Collective; None on ranks other than 0."""
     weights = dict(whole_weights(model, config.learner.lora))
-    # Not trained, and part of the model all the same: routers' correction biases, layers' scalars.
+    # Buffers belong to the model though they are not trained: routers' correction biases, layers' scalars.
     weights |= {name: buffer.to("cpu", copy=True) for name, buffer in persistent_buffers(model.causal_lm).items()}
     if rank != 0:
         return None
     causal_lm: Any = copy.copy(model.causal_lm)
-    # A config of its own: the learner's names an attention that only this process knows, and must keep naming it.
+    # Copy the config, to change it: the learner's must keep naming our attention, which only this process knows.
     causal_lm.config = copy.deepcopy(causal_lm.config)
     causal_lm.config._attn_implementation = "sdpa"  # noqa: SLF001 - transformers offers no public name for it
     return HfFolder(
@@ -114,8 +114,8 @@ def export_hf(config: Config, model: PolicyModel, folder: str, *, rank: int) -> 
 
 
 def sent_weights(model: PolicyModel, lora: LoraSection) -> Iterator[tuple[str, Tensor]]:
-    """What servers are given, in bfloat16 on the host: all weights under their Hugging Face names, or the adapters
-    under peft's. Collective."""
+    """The bfloat16 host tensors for the servers: all weights under their Hugging Face names, or the adapters under
+    peft's. Collective."""
     if lora.sends_adapter:
         return ((name, weight.to(EXPORT_DTYPE).cpu()) for name, weight in adapter_weights(model.causal_lm, lora))
     return whole_weights(model, lora)
@@ -124,14 +124,14 @@ def sent_weights(model: PolicyModel, lora: LoraSection) -> Iterator[tuple[str, T
 def whole_weights(model: PolicyModel, lora: LoraSection) -> Iterator[tuple[str, Tensor]]:
     """Every weight in bfloat16 on the host, adapters merged in. Collective."""
     if lora.rank > 0:
-        # Merged in float32 and rounded once, as training all weights would be.
+        # Merge in float32 and round once, as for weights that are trained directly.
         yield from ((name, weight.to(EXPORT_DTYPE).cpu()) for name, weight in merged_weights(model.causal_lm, lora))
         return
     yield from ((name, _whole(parameter)) for name, parameter in named_weights(model))
 
 
 def weight_shapes(model: PolicyModel) -> list[tuple[str, tuple[int, ...]]]:
-    """What `device_weights` yields, without gathering anything: names and whole shapes, in its order."""
+    """Names and whole shapes of what `device_weights` yields, in its order, without gathering anything."""
     named = ((name, parameter) for name, parameter in named_weights(model) if ADAPTER not in name)
     return [(name.replace(BASE, ""), tuple(parameter.shape)) for name, parameter in named]
 
@@ -145,7 +145,7 @@ def device_weights(model: PolicyModel, lora: LoraSection) -> Iterator[tuple[str,
 
 
 def _gathered(parameter: torch.nn.Parameter) -> Tensor:
-    """The full tensor in bfloat16. Cast before gathering: half the bytes travel."""
+    """The full tensor in bfloat16. It is cast before it is gathered, so that half the bytes travel."""
     narrow: Any = parameter.detach().to(EXPORT_DTYPE)
     full: Tensor = narrow.full_tensor() if hasattr(narrow, "full_tensor") else narrow
     return full
@@ -154,7 +154,7 @@ def _gathered(parameter: torch.nn.Parameter) -> Tensor:
 def _whole(parameter: torch.nn.Parameter) -> Tensor:
     """The full tensor in bfloat16 on the host."""
     full = _gathered(parameter)
-    # A copy even on CPU: what is being written must not change with the next step.
+    # Copy even on CPU: the next step must not change what is being written.
     return full.to("cpu", copy=True) if full.data_ptr() == _local(parameter).data_ptr() else full.cpu()
 
 

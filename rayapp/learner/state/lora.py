@@ -1,4 +1,4 @@
-"""LoRA: the learner trains low-rank adapters (peft) on frozen weights, and sends out them alone, or merged in.
+"""LoRA: the learner trains low-rank adapters (peft) on frozen weights, and sends them alone or merged in.
 
 `load_policy` adds the adapters. `adapter_weights` gives them to servers that hold the model's own weights;
 `merged_weights` takes them out again under the model's own names, for Hugging Face folders and for servers that have no
@@ -20,7 +20,7 @@ PEFT_PREFIX = "base_model.model."
 
 
 def add_adapters(causal_lm: nn.Module, section: LoraSection) -> None:
-    """Adapters beside the target modules, the second matrix 0, so that the policy is the model's; all else frozen.
+    """Add adapters to the target modules and freeze all else. Their second matrix is 0: the policy is the model's.
 
     Raises:
         InputError: the model has none of the target modules.
@@ -42,7 +42,7 @@ def add_adapters(causal_lm: nn.Module, section: LoraSection) -> None:
 
 
 def linear_names(causal_lm: Any) -> list[str]:
-    """Last names of the linear layers of the decoder: the head is shared with the embedding and stays as it is."""
+    """Last names of the decoder's linear layers. Without the head, which may be shared with the embedding."""
     decoder = causal_lm.get_decoder()
     return sorted({name.rpartition(".")[2] for name, m in decoder.named_modules() if isinstance(m, nn.Linear)})
 

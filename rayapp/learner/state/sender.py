@@ -25,7 +25,7 @@ WIRE_DTYPE = torch.bfloat16
 
 
 class LearnerSource:
-    """vLLM's `WeightSource` over a learner: one pass per sync, with what it counted on the way."""
+    """A learner's weights as vLLM's `WeightSource`: one pass per sync; it counts what it gave."""
 
     def __init__(self, model: PolicyModel, lora: LoraSection) -> None:
         self._model = model
@@ -52,8 +52,8 @@ class WeightSender:
     """One learner rank's end of the group. Made once; `send` for every sync.
 
     Args:
-        client: reaches every server; only rank 0's is called.
-        address: where rank 0 lets the servers' workers find it.
+        client: calls every server; only rank 0's is used.
+        address: rank 0's address, where the servers' workers find it.
     Raises:
         ConfigError: the transport needs a GPU and there is none.
         WeightSyncError: somebody did not join.
@@ -104,7 +104,7 @@ class WeightSender:
 
     @contextmanager
     def _aborted_after_deadline(self) -> Iterator[None]:
-        """NCCL waits for a peer that is gone without end, and only aborting the group from outside ends that."""
+        """Abort the group when the deadline passes: NCCL waits without end for a peer that is gone."""
         group = getattr(self._engine, "model_update_group", None)
         if group is None:
             yield

@@ -173,7 +173,7 @@ class RunMirror:
             if self._stuck_at is None:
                 self._stuck_at = uploader.uploaded_bytes
                 log.warning("nothing can be uploaded now; training goes on, and uploads are tried again: %s", error)
-        # A round that had nothing to send succeeds in every outage.
+        # An outage is over only after bytes were uploaded.
         if self._stuck_at is not None and uploader.uploaded_bytes > self._stuck_at:
             self._stuck_at = None
             log.warning("uploads to %s go on", self.uri)

@@ -15,7 +15,7 @@ import pyarrow.fs as pafs
 
 from rayapp.core.errors import InputError, StorageUnreachableError
 from rayapp.core.location import Location
-from rayapp.runs import format as run_format
+from rayapp.runs.format import FORMAT_FILE, check_format_text
 from rayapp.storage.settings import settings_from_environment
 
 _STEP_FILE = re.compile(r"step=(\d+)\.parquet")
@@ -105,9 +105,9 @@ def open_source(uri: str) -> RunSource:
             f"{uri} is no run folder: it has neither config.yaml nor metrics.jsonl nor trajectories/. "
             "Give the folder of one run, e.g. outputs/coding_cpu"
         )
-    version = source.read_bytes(run_format.NAME)
+    version = source.read_bytes(FORMAT_FILE)
     if version is not None:
-        run_format.check_format_text(version, uri)
+        check_format_text(version, uri)
     return source
 
 

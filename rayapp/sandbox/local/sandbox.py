@@ -54,7 +54,7 @@ class LocalSandbox:
 
     @property
     def slot(self) -> Slot:
-        """For the provider, which takes it back."""
+        """The slot, for the provider, which takes it back."""
         return self._slot
 
     async def run_code(
@@ -135,7 +135,7 @@ class LocalSandbox:
             self._on_end(self)
 
     def _end_now(self) -> None:
-        """The time to live is over: no await here, so whatever runs dies with its slot."""
+        """End the sandbox when its time to live is over. Without an await, so that whatever runs dies with its slot."""
         if not self._is_ended:
             self._is_ended = True
             self._slot.close()

@@ -24,11 +24,11 @@ from rayapp.sandbox.verdict.harness import HASH_SEED
 from rayapp.sandbox.verdict.results import Answer
 
 GRACE_S = 5.0
-"""The zygote enforces the deadline of a job; past this much more it is not answering and is killed."""
+"""Seconds past a job's deadline, which the zygote keeps, after which the zygote itself is killed as not answering."""
 BOOT_TIMEOUT_S = 60.0
 _CODE_PATH = str(Path(__file__).resolve().parents[3])
 _ENVIRONMENT = {"LD_BIND_NOW": "1", **HASH_SEED}
-"""LD_BIND_NOW: else each child would look up the functions of libc that it is the first to call. Not passed on to any.
+"""LD_BIND_NOW: look up libc's functions at the start, not in each child; it is not passed on to code.
 HASH_SEED: the same for every zygote, see there."""
 _PROGRAM = (
     "import sys; sys.path.insert(0, {path!r}); from rayapp.sandbox.local.inside.boot import main; main({descriptor})"
@@ -59,7 +59,7 @@ class Slot:
 
     @classmethod
     async def start(cls, level: str, *, packages: tuple[str, ...] = (), paths: tuple[str, ...] = ()) -> Slot:
-        """A zygote that is ready.
+        """Start a zygote and wait until it is ready.
 
         Raises:
             BootError: it can't enter this level on this node, or can't import a package.
@@ -99,7 +99,7 @@ class Slot:
             wire.send(self._channel, {"cancel": self._num_jobs})
 
     def reset(self) -> None:
-        """The sandbox on this slot has ended: its files and its session are forgotten."""
+        """Forget the files and the session of the sandbox that ended on this slot."""
         with contextlib.suppress(OSError):
             wire.send(self._channel, {"reset": True})
 
@@ -138,7 +138,7 @@ class Slot:
         return _read_answer(reply, bodies, self._num_jobs)
 
     async def _finish_cancelled(self) -> None:
-        """If the last call was cancelled, its execution is being killed: wait for that."""
+        """Wait for the end of the last execution, if its call was cancelled and it is being killed."""
         if self._pending is None:
             return
         try:
@@ -172,7 +172,7 @@ class Slot:
             too_late.cancel()
 
     def _abandon(self, pending: asyncio.Future[Packet]) -> None:
-        """Its caller was cancelled: kill the execution, unless its answer is there already."""
+        """Kill the execution of a cancelled caller, unless its answer is there already."""
         if self._pending is pending:
             self.cancel()
             self._pending = self._loop.create_future()
@@ -259,7 +259,7 @@ def _spawn() -> tuple[subprocess.Popen[bytes], socket.socket, int]:
 
 
 def _discard(abandoned: asyncio.Future[Packet]) -> None:
-    """Of a call that was cancelled: nobody wants its answer."""
+    """Close the answer of a cancelled call, which nobody wants."""
     if abandoned.exception() is None:
         _close_all(abandoned.result()[1])
 

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 MAX_HEADER_BYTES = 32768
 _FIXED = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL
 MAX_BODIES = 2
-"""The job and its standard input."""
+"""Most memfds in one message: the job and its standard input."""
 
 
 def send(channel: socket.socket, header: dict[str, object], *bodies: int) -> None:
@@ -47,8 +47,7 @@ def receive(channel: socket.socket) -> tuple[dict[str, object], list[int]]:
 
 
 def memory_file(data: bytes) -> int:
-    """A memfd with these bytes that nobody can change: else it would be memory that no limit of the candidate
-    covers."""
+    """A memfd with these bytes, sealed: a writable one would be memory that no limit of the candidate covers."""
     descriptor = os.memfd_create("rayapp", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         _write_all(descriptor, data)
@@ -60,7 +59,7 @@ def memory_file(data: bytes) -> int:
 
 
 def read_memory_file(descriptor: int) -> bytes:
-    """All of its bytes, wherever its offset is."""
+    """All bytes of a memfd, wherever its offset is."""
     size = os.lseek(descriptor, 0, os.SEEK_END)
     data = os.pread(descriptor, size, 0) if size else b""
     while len(data) < size:

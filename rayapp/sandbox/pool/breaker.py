@@ -1,4 +1,4 @@
-"""When to leave a failing provider alone, and for how long. Pure; used by `supply.py`."""
+"""Circuit breaker: when to leave a failing provider alone, and for how long. Pure; used by `supply.py`."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ class CircuitBreaker:
     """Closed: calls go through, each failure waits longer. Open: none. After the cool-down: one trial, that decides.
 
     Args:
-        failures: in a row, that open it.
-        cooldown_s: of the first opening; doubled with each failed trial, up to ten minutes.
+        failures: number of failures in a row that open it.
+        cooldown_s: how long the first opening lasts; doubled with each failed trial, up to ten minutes.
         clock: monotonic seconds.
         rng: for the jitter of pauses, so that many pools do not come back in the same moment.
     """
@@ -46,13 +46,13 @@ class CircuitBreaker:
         return max(0.0, self._open_until - self._clock()) if self._open_until is not None else 0.0
 
     def succeeded(self) -> None:
-        """A call came through: closed, as if nothing had been."""
+        """Note that a call came through: the breaker is closed, and past failures are forgotten."""
         self._num_failed = 0
         self._open_until = None
         self._next_cooldown_s = self._cooldown_s
 
     def failed(self) -> float:
-        """A call failed. Returns the seconds to wait before the next one: exponential, with jitter, while closed."""
+        """Note that a call failed. Returns seconds until the next one: exponential, with jitter, while closed."""
         was_on_trial = self.is_on_trial
         self._num_failed += 1
         if was_on_trial or (self._open_until is None and self._num_failed >= self._failures):

@@ -21,7 +21,7 @@ class TokenBucket:
         self._blocked_until = 0.0
 
     def block_for(self, seconds: float) -> None:
-        """No token before then: the provider asked to wait. A shorter wait never lifts a longer one."""
+        """Give no token for so long, as the provider asked to wait. A shorter wait never lifts a longer one."""
         self._blocked_until = max(self._blocked_until, self._clock() + seconds)
 
     def wait_s(self) -> float:
@@ -35,7 +35,7 @@ class TokenBucket:
 
     def take(self) -> bool:
         """Take a token, if there is one."""
-        # Rounding may leave a billionth of a token missing for ever.
+        # Tolerate rounding, which may leave a billionth of a token missing for ever.
         if self.wait_s() > 1e-9:
             return False
         self._tokens -= 1.0

@@ -1,4 +1,4 @@
-"""From configuration to a pool with its sources, in order. Called by the sandbox-pool actor and by benchmarks."""
+"""Builds a pool and its sources from the configuration. Called by the sandbox-pool actor and by benchmarks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from rayapp.sandbox.providers.table import num_local_sandboxes, remote_providers
 
 
 def labels_of(run_name: str) -> dict[str, str]:
-    """What every remote sandbox of a run on this host carries."""
+    """Labels of every remote sandbox of a run on this host."""
     return {APP_LABEL: APP_NAME, RUN_LABEL: run_name, HOST_LABEL: socket.gethostname()[:63]}
 
 
@@ -35,7 +35,7 @@ def build_pool(
 
     Args:
         run_name: labels the sandboxes.
-        providers: by name, in place of those of the configuration; for tests.
+        providers: provider objects by name, in place of those of the configuration; for tests.
         grace_s: how long past its own deadline a provider is waited for.
     Raises:
         SandboxConfigError: a provider's package or key is not there.

@@ -1,4 +1,4 @@
-"""Whether a sandbox that was used looks as it did when it was new. Called by the keeper before a second lease.
+"""Checks that a used sandbox looks as it did when it was new. Called by the keeper before a second lease.
 
 It compares what a candidate can leave behind: processes, and files where its user may write. The program that looks
 runs in the sandbox itself, so a candidate that controls the interpreter there can lie to it: that is why sandboxes

@@ -32,7 +32,7 @@ class Pool(Protocol):
     async def acquire(self, holder: str, spec: SandboxSpec, *, timeout_s: float, lease_id: int) -> Lease: ...
 
     async def release(self, lease_id: int, fate: Fate) -> None:
-        """Idempotent; of a lease that is still waited for, or not heard of yet, it takes the wish back."""
+        """Give a lease back, or the wish for one that was not granted or has not arrived yet. Idempotent."""
         ...
 
     async def heartbeat(self, holder: str) -> None: ...
@@ -96,19 +96,19 @@ class PoolClient:
         return lease, LeasedSandbox(sandbox, lease.fallback_from, self._on_exec)
 
     async def _lease(self, spec: SandboxSpec, timeout_s: float) -> Lease:
-        # The id is ours, so that a lease whose grant never arrives can be given up all the same.
+        # Choose the id here, so that a lease whose grant never arrives can be given up all the same.
         lease_id = secrets.randbits(62)
         try:
             return await self._pool.acquire(self._holder, spec, timeout_s=timeout_s, lease_id=lease_id)
         except SandboxError:
             raise  # the pool's own answer: there is no lease
         except (RayappError, asyncio.CancelledError):
-            # The pool may still grant it, or has: a sandbox that nobody uses and nobody gives back.
+            # Give the lease up: the pool may still grant it, or has, and nobody would use it or give it back.
             self._in_background(self._give_back(lease_id, Fate.DIRTY), f"give up lease {lease_id} of {self._holder}")
             raise
 
     async def _give_back(self, lease_id: int, fate: Fate) -> None:
-        """Now, or by and by if the pool does not answer: what ran in the sandbox has its result meanwhile."""
+        """Give a lease back; while the pool does not answer, try again in the background."""
         try:
             await self._pool.release(lease_id, fate)
         except (DeadlineError, ProcessUnavailableError) as error:
@@ -151,13 +151,13 @@ class PoolClient:
         return await maker.create(spec, labels={"holder": self._holder}, ttl_s=self._ttl_s, timeout_s=wait_s)
 
     async def release(self, lease: Lease, sandbox: LeasedSandbox) -> None:
-        """Give the lease back. A local sandbox is ended first: the other order would let one too many run."""
+        """Give the lease back. A local sandbox is ended before that: in the other order one too many would run."""
         fate = sandbox.fate
         try:
             if lease.connection is None:
                 await sandbox.kill()
         except SandboxError as error:
-            # What ran in it has its result, and that is worth keeping. The provider's own time limit ends the sandbox.
+            # Keep the result of what ran in it. The provider's own time limit ends the sandbox.
             log.warning("%s: sandbox %s was not ended: %s", self._holder, sandbox.id, error)
         finally:
             await self._give_back(lease.lease_id, fate)
@@ -167,7 +167,7 @@ class PoolClient:
             try:
                 await self._pool.heartbeat(self._holder)
             except RayappError as error:
-                # A pool that is gone fails the next lease, which has a caller to tell.
+                # Only log: if the pool is gone, the next lease fails, and that one has a caller to tell.
                 log.warning("%s: the sandbox pool does not answer: %s", self._holder, error)
             await asyncio.sleep(self._heartbeat_every_s)
 

@@ -1,4 +1,4 @@
-"""How many sandboxes of one kind were in use at once lately: what the next step will want at once. Pure; for `pool.py`.
+"""Predicts how many sandboxes of a kind the next step wants at once: as many as the last. Pure; for `pool.py`.
 
 step: in use 0 1 2 … 32 … 3 0 -> training -> the next step finds 32 ready instead of asking for 32
 """
@@ -25,19 +25,19 @@ class Demand:
         self._window_ends_at = clock() + window_s
 
     def taken(self) -> None:
-        """One more is in use."""
+        """Note that one more is in use."""
         self._turn_over()
         self.num_in_use += 1
         self._peak = max(self._peak, self.num_in_use)
 
     def returned(self) -> None:
-        """One less is."""
+        """Note that one less is in use."""
         self._turn_over()
         self.num_in_use -= 1
 
     @property
     def num_ahead(self) -> int:
-        """How many to have ready now, so that with those in use it is as many as lately."""
+        """How many to have ready now: with those in use they make the largest number of late."""
         self._turn_over()
         return max(self._peak, self._peak_before) - self.num_in_use
 

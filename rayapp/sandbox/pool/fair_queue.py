@@ -1,4 +1,4 @@
-"""Who is next: holders take turns, and each holder's own callers are served in the order they came.
+"""A queue that says who is next: holders take turns, and each holder's own callers are served in the order they came.
 
 A worker that asks for a thousand sandboxes at once does not make the others wait for all of them. Pure; used by
 `pool.py`.
@@ -24,7 +24,7 @@ class FairQueue(Generic[T]):
         return self._size
 
     def push(self, holder: str, key: int, item: T) -> None:
-        """`key` is the item's own, for `remove`."""
+        """Add an item under a key of its own, with which `remove` finds it."""
         self._waiting.setdefault(holder, OrderedDict())[key] = item
         self._size += 1
 
@@ -46,7 +46,7 @@ class FairQueue(Generic[T]):
         return item
 
     def first(self) -> T:
-        """What `pop` would return; it stays.
+        """The item that `pop` would return, left in the queue.
 
         Raises:
             IndexError: nobody waits.

@@ -47,16 +47,16 @@ class KeeperRules:
     min_ready: int
     max_uses: int
     kill_timeout_s: float = 20.0
-    """`answer_within_s` of the provider."""
+    """Deadline for ending a sandbox: `answer_within_s` of the provider."""
     grace_s: float = GRACE_S
-    """A provider object keeps its own deadlines; this much later we stop waiting for it."""
+    """Seconds past a provider object's own deadline after which we stop waiting for it."""
 
 
 class Keeper:
     """See the module.
 
     Args:
-        supply: the books; shared with the pool.
+        supply: the books on this provider's sandboxes; shared with the pool.
         labels: of every sandbox made here; they find our sandboxes again when all else is lost.
         clock: monotonic seconds.
         on_change: called when a sandbox became ready or room was made.
@@ -227,7 +227,7 @@ class Keeper:
             await self._kill(sandbox_id)
             self.num_ended += 1
         except SandboxError as error:
-            # From here on it is a stray: the sweep tries again, and the provider's own time limit comes last.
+            # Leave it as a stray: the sweep tries again, and the provider's own time limit ends it at last.
             self.supply.failures["kill"] += 1
             self.supply.last_error = f"{type(error).__name__}: {error}"
         finally:
@@ -235,7 +235,7 @@ class Keeper:
             self._on_change()
 
     async def _kill(self, sandbox_id: str) -> None:
-        """End one by id, trying a few times.
+        """End a sandbox by id, trying a few times.
 
         Raises:
             SandboxError: it may still be alive.
@@ -269,7 +269,7 @@ class Keeper:
         """Fingerprint of a sandbox.
 
         Raises:
-            SandboxError: it can't be told. Whoever asked has to go on: what stays CHECKING serves nobody, and counts.
+            SandboxError: there is no telling. The caller must go on: a sandbox left CHECKING serves nobody, but counts.
         """
         try:
             return await fingerprint(attach(), timeout_s=_CHECK_TIMEOUT_S)
@@ -282,15 +282,15 @@ class Keeper:
         return SandboxProtocolError(f"provider {self.supply.name}: {type(error).__name__}: {error}")
 
     def tend(self, kinds_in_use: Collection[SandboxSpec]) -> None:
-        """Keep those in use alive, end those nobody needs. Called every few seconds.
+        """Extend the sandboxes in use, and end those that nobody needs. Called every few seconds.
 
         Args:
-            kinds_in_use: kinds of which `min_ready` stay.
+            kinds_in_use: kinds of which `min_ready` sandboxes are kept.
         """
         now = self._clock()
         for member in tuple(self.supply.members.values()):
             if member.state in (State.READY, State.LEASED) and member.expires_at - now < self._rules.sandbox_ttl_s / 2:
-                # Counted from now and not from the answer: the next turn must not ask again meanwhile.
+                # Set before the answer comes, so that the next turn does not ask again meanwhile.
                 member.expires_at = now + self._rules.sandbox_ttl_s
                 self._spawn(self._extend(member), "extend a sandbox")
         for member in self.supply.idle_members():
@@ -313,10 +313,10 @@ class Keeper:
         """Compare what lives at the provider with the books.
 
         Args:
-            labels: whose sandboxes; default: those of this pool.
+            labels: labels of the sandboxes to look at; default: those of this pool.
             stray_after_s: end what has been unknown for so long; default: long enough for any creation to be entered.
         Returns:
-            How many strays were ended.
+            Number of strays that were ended.
         """
         patience_s = self._rules.create_timeout_s + 2 * self._rules.grace_s if stray_after_s is None else stray_after_s
         known_before = set(self.supply.members)
@@ -366,7 +366,7 @@ class Keeper:
             if member.state is not State.CHECKING:
                 self.retire(member)
         deadline = self._clock() + timeout_s
-        # A creation that is cancelled may leave a sandbox that nobody knows; one that answers is ended at once.
+        # Wait for creations: a cancelled one may leave a sandbox that nobody knows, one that answers is ended at once.
         await self._settle(min(timeout_s / 2, 10.0))
         for task in (*self._arrivals, *self._tasks):
             task.cancel()
@@ -376,7 +376,7 @@ class Keeper:
 
     async def _end_all(self, deadline: float) -> set[str]:
         """End what the provider lists until it lists nothing. Returns what may be left."""
-        # What is listed, and not what the books say: lost replies are in no book.
+        # Go by what the provider lists: sandboxes whose creation reply was lost are not in our books.
         left = {"an unknown number: they could not be listed"} if self._has_asked else set()
         for is_last in (*[False] * _CLOSE_ROUNDS, True):
             try:

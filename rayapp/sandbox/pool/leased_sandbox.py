@@ -19,7 +19,7 @@ from rayapp.sandbox.leases import Fate
 
 T = TypeVar("T")
 MARGIN_S = 65.0
-"""Providers keep their own deadlines, `answer_within_s` among them; past all of those we stop waiting for them."""
+"""Seconds past a call's deadline after which we stop waiting: longer than all deadlines that providers keep."""
 
 
 class LeasedSandbox:
@@ -54,7 +54,7 @@ class LeasedSandbox:
         self, code: str, *, timeout_s: float, stdin: str = "", stateful: bool = False, max_output_bytes: int = 65536
     ) -> ExecResult:
         if stateful:
-            # Names live on in the interpreter, where no check can see them.
+            # Not to be used again: names live on in the interpreter, where no check can see them.
             self.fate = Fate.DIRTY
         run = self._inner.run_code(
             code, timeout_s=timeout_s, stdin=stdin, stateful=stateful, max_output_bytes=max_output_bytes
@@ -113,7 +113,7 @@ class LeasedSandbox:
                 f"sandbox {self.id}: no answer within {timeout_s + MARGIN_S:g} s, though {timeout_s:g} s were given"
             ) from None
         except asyncio.CancelledError:
-            # What it was doing may still go on.
+            # Not to be used again: what it was doing may still go on.
             self.fate = Fate.DIRTY
             raise
 

@@ -38,12 +38,12 @@ class _Lane:
     """Callers that want the same kind of sandbox."""
 
     queue: FairQueue[tuple[str, int, Turn]]
-    """Holder, id of the lease, turn."""
+    """Items are (holder, id of the lease, turn)."""
     used_at: float
     """When somebody last asked for this kind."""
     demand: Demand
     num_wanted_ready: int = 0
-    """Asked for ahead of time (`prefetch`)."""
+    """Sandboxes to have ready ahead of time, set by `prefetch`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +91,7 @@ class LeasePool:
         self._idle_timeout_s = idle_timeout_s
         self._is_ahead = is_ahead
         self._clock = clock
-        # Not from 1: a pool that replaces a dead one must not give the ids that its predecessor's callers still hold.
+        # Start at a random id: a pool that replaces a dead one must not reuse ids that its callers still hold.
         self._ids = itertools.count(secrets.randbits(40) << 20)
         self._leases: dict[int, _Held] = {}
         self._turns: dict[int, Turn] = {}
@@ -106,7 +106,7 @@ class LeasePool:
     async def acquire(
         self, holder: str, spec: SandboxSpec | None = None, *, timeout_s: float, lease_id: int | None = None
     ) -> Lease:
-        """A lease, once it is this caller's turn.
+        """Wait for this caller's turn, and return its lease.
 
         Args:
             lease_id: chosen at random by a caller in another process: with it the lease can be given up by `release`
@@ -134,7 +134,7 @@ class LeasePool:
                 raise SandboxUnavailableError(
                     f"{self._num_waiting - 1} callers wait for a sandbox already, the limit is sandbox.max_waiting"
                 )
-            # Not wait_for: on 3.11 it swallows a cancellation that arrives together with the grant.
+            # timeout() instead of wait_for, which on 3.11 swallows a cancellation that arrives together with the grant.
             async with asyncio.timeout(timeout_s):
                 await turn
             return self._granted(turn, started_at)
@@ -153,7 +153,7 @@ class LeasePool:
         return lease
 
     def _give_up(self, lane: _Lane, holder: str, key: int, turn: Turn) -> None:
-        """The caller keeps neither its place nor a lease granted in the moment it gave up."""
+        """Take back the caller's place, or the lease that was granted in the moment it gave up."""
         if lane.queue.remove(holder, key):
             self._num_waiting -= 1
         elif turn.done() and not turn.cancelled() and turn.exception() is None:
@@ -184,7 +184,7 @@ class LeasePool:
     def _withdraw(self, lease_id: int) -> None:
         turn = self._turns.get(lease_id)
         if turn is None:
-            # Calls may overtake each other: should it still be asked for, nobody would be there to use it.
+            # release() may arrive before acquire(): remember the id, as nobody would use that lease.
             self._given_up[lease_id] = None
             if len(self._given_up) > _GIVEN_UP_KEPT:
                 del self._given_up[next(iter(self._given_up))]
@@ -192,7 +192,7 @@ class LeasePool:
             turn.set_exception(SandboxUnavailableError(f"lease {lease_id} was given up while it was waited for"))
 
     def heartbeat(self, holder: str) -> None:
-        """The holder lives."""
+        """Note that the holder lives."""
         self._heard_of[holder] = self._clock()
 
     def prefetch(self, spec: SandboxSpec, num_ready: int) -> None:
@@ -203,7 +203,7 @@ class LeasePool:
     def reclaim_expired(self) -> int:
         """Take back leases past their time to live. Returns how many."""
         now = self._clock()
-        # Granted in this order and all equally long: the first that has time left ends the search.
+        # Leases stand in the order of their grants and last equally long: stop at the first that has time left.
         expired = [*itertools.takewhile(lambda held: held.lease.expires_at <= now, self._leases.values())]
         return self._reclaim([held.lease.lease_id for held in expired])
 
@@ -227,7 +227,7 @@ class LeasePool:
     def pump(self) -> None:
         """Grant what can be granted, and have made what is missing. Called after every event; never waits."""
         if self._is_closed:
-            # Each sandbox that ends makes room: for the stock of a pool that is closing, another would be made.
+            # A closing pool makes nothing: each sandbox that ends makes room, which the stock would fill again.
             return
         is_progress = True
         while is_progress and self._num_waiting and len(self._leases) < self._max_leases:
@@ -248,13 +248,13 @@ class LeasePool:
                 self._grant(lane, source, member, tuple(skipped))
                 return True
             if supply.is_usable:
-                # It only has its hands full: the next provider is for when this one can't, not for when it is busy.
+                # It is only busy: callers turn to the next provider when this one can't serve, not when it is full.
                 return False
             skipped.append(supply.name)
         return False
 
     def _drop_gone(self, lane: _Lane) -> None:
-        # A caller that gave up leaves the queue only when its own task runs again: a grant must not go to it meanwhile.
+        # Skip callers that gave up: they leave the queue only when their own task runs again.
         while lane.queue and lane.queue.first()[2].done():
             lane.queue.pop()
             self._num_waiting -= 1
@@ -279,7 +279,7 @@ class LeasePool:
         turn.set_result(lease)
 
     def _stock_up(self, spec: SandboxSpec, lane: _Lane) -> float:
-        """Have sandboxes made for who waits and for the stock. Returns seconds until there may be more to do."""
+        """Have sandboxes made for waiting callers and the stock. Returns seconds until there may be more to do."""
         num_ahead = lane.demand.num_ahead if self._is_ahead else 0
         num_wanted = len(lane.queue) + max(self._min_ready, lane.num_wanted_ready, num_ahead)
         nap_s = float("inf")
@@ -289,7 +289,7 @@ class LeasePool:
                 return nap_s
             num_missing = num_wanted - supply.num_ready(spec) - supply.num_creating[spec]
             if supply.is_on_trial:
-                # Nobody waits for it while the next one serves, so nobody would find out that it works again.
+                # Create one on trial: while the next provider serves, no caller would notice that this one works again.
                 num_missing = max(num_missing, 1)
             if num_missing > 0 and not supply.has_room:
                 self._make_room(source, spec)
@@ -301,12 +301,12 @@ class LeasePool:
                 source.keeper.create(spec)
             if is_usable:
                 return nap_s
-            # A provider in trouble gets its trial creation; who waits is served by the next one meanwhile.
+            # A provider in trouble gets no more than its trial creation; the next one serves the callers meanwhile.
             num_wanted = len(lane.queue)
         return nap_s
 
     def _make_room(self, source: Source, spec: SandboxSpec) -> None:
-        """A sandbox of a kind nobody waits for makes way for one that somebody wants."""
+        """Retire a sandbox of a kind that nobody waits for, to make room for one that somebody wants."""
         for member in source.supply.idle_members():
             lane = self._lanes.get(member.spec)
             if member.spec != spec and (lane is None or not lane.queue) and source.keeper is not None:
@@ -324,7 +324,7 @@ class LeasePool:
     def _lane(self, spec: SandboxSpec) -> _Lane:
         lane = self._lanes.get(spec)
         if lane is None:
-            # Forgotten before a sandbox is idle for too long: what is ended then must not be made again.
+            # Half the idle timeout, or demand recreates what was just retired.
             demand = Demand(window_s=self._idle_timeout_s / 2, clock=self._clock)
             lane = self._lanes[spec] = _Lane(FairQueue(), self._clock(), demand)
         lane.used_at = self._clock()

@@ -30,18 +30,18 @@ class Reaped:
     """Empty where the provider could not be listed."""
     ended: bool
     error: SandboxError | None = None
-    """Why it was not ended, if it should have been."""
+    """Why it was not ended, where that failed."""
 
 
 def labels_to_reap(run_name: str | None) -> dict[str, str]:
-    """Of one run, or of every run of this application."""
+    """Labels of one run's sandboxes, or of those of every run of this application."""
     return {RUN_LABEL: run_name} if run_name is not None else {APP_LABEL: APP_NAME}
 
 
 async def reap(
     providers: Mapping[str, SandboxProvider], labels: Mapping[str, str], *, dry_run: bool = False
 ) -> AsyncIterator[Reaped]:
-    """End every sandbox with these labels. Never raises for a provider: what failed is said."""
+    """End every sandbox with these labels. A provider that fails is reported, not raised."""
     for name, provider in providers.items():
         try:
             found = [sandbox_id async for sandbox_id in provider.list(labels)]
@@ -68,7 +68,7 @@ class Reaper:
     Args:
         providers: remote ones, by name; closed when done.
         grace_s: silence that means the run is dead. Longer than any pause of a living run.
-        pause_s: after the first sweep; doubled after each.
+        pause_s: pause after the first sweep; doubled after each.
         clock: monotonic seconds.
     """
 
@@ -89,16 +89,16 @@ class Reaper:
         self._is_dismissed = asyncio.Event()
 
     def beat(self, labels: Mapping[str, str]) -> None:
-        """The run lives, and its sandboxes carry these labels. Its pool beats before it makes the first."""
+        """Note that the run lives; its sandboxes carry these labels. Its pool beats before it makes the first."""
         self._labels = dict(labels)
         self._heard_at = self._clock()
 
     def dismiss(self) -> None:
-        """The run has ended in order: there is nothing to do any more."""
+        """Note that the run has ended in order: there is nothing to do any more."""
         self._is_dismissed.set()
 
     async def watch(self) -> int:
-        """Returns when the run has ended in order, or is dead and its sandboxes are gone: then how many were ended."""
+        """Wait until the run ends in order, or is dead and its sandboxes are gone. Returns how many were ended."""
         ended: set[str] = set()
         try:
             while await self._falls_silent():
@@ -128,12 +128,12 @@ class Reaper:
         return not self._is_dismissed.is_set()
 
     async def _sweep(self, ended: set[str]) -> None:
-        """A provider that fails now may work in a minute, so try for a while; their own time limits come last.
+        """End the run's sandboxes, in several rounds: a provider that fails now may work in a minute.
 
         A run that was only stopped (a debugger, a suspended machine) and is heard again keeps what it has left.
         """
         pause_s = self._pause_s
-        # No labels: the run never got as far as making a sandbox, and listing by no label would find everybody's.
+        # Without labels there is nothing to do: the run made no sandbox, and listing by no label finds everybody's.
         for _ in range(_ROUNDS if self._labels else 0):
             found = [each async for each in reap(self._providers, self._labels)]
             ended.update(each.sandbox_id for each in found if each.ended)

@@ -27,7 +27,7 @@ class PoolStats:
         self._clock = clock
 
     def waited(self, seconds: float, *, is_fallback: bool) -> None:
-        """A caller got its lease."""
+        """Note that a caller got its lease after so many seconds."""
         self._waits_s.append(seconds)
         self._num_fallbacks += is_fallback
 
@@ -47,7 +47,7 @@ class PoolStats:
         return numbers
 
     def _percentile(self, share: float) -> float:
-        """Nearest rank; 0 before the first lease."""
+        """Percentile of the waits by nearest rank; 0 before the first lease."""
         waits_s = sorted(self._waits_s)
         return waits_s[min(len(waits_s) - 1, int(share * len(waits_s)))] if waits_s else 0.0
 

@@ -22,7 +22,7 @@ class State(StrEnum):
     READY = "ready"
     LEASED = "leased"
     CHECKING = "checking"
-    """Given back clean; looked at before it may serve again."""
+    """Given back, and being looked at before it may serve again."""
     ENDING = "ending"
 
 
@@ -36,7 +36,7 @@ class Member:
     """The provider ends it then, unless extended. On the pool's clock, in seconds."""
     idle_since: float
     fingerprint: str = ""
-    """What it looked like when new; empty when it is never used twice."""
+    """Fingerprint from when it was new; empty when it is never used twice."""
     num_uses: int = 0
     state: State = State.READY
 
@@ -45,8 +45,8 @@ class Supply:
     """One provider's sandboxes.
 
     Args:
-        name: of the provider.
-        max_sandboxes: alive at once.
+        name: name of the provider.
+        max_sandboxes: most sandboxes alive at once.
         bucket, breaker: None where the holders make sandboxes in their own processes (`local`): then only places count.
         cooldown_s: after a quota was met, how long until one more is tried.
         clock: monotonic seconds.
@@ -137,13 +137,13 @@ class Supply:
         return max(self.bucket.wait_s(), self.breaker.reopens_in_s, 0.0 if self.has_room else grows_in_s)
 
     def quota_met(self) -> None:
-        """The provider refuses more than there are: keep to that, and try one more after a while."""
+        """Note that the provider refuses more than there are: keep to that number, and try one more after a while."""
         self._step = 1
         self._ceiling = min(self._ceiling, len(self.members))
         self._grow_at = self._clock() + self._cooldown_s
 
     def lend_place(self) -> None:
-        """A holder makes a sandbox itself."""
+        """Count a place as lent: its holder makes a sandbox itself."""
         self.num_places_taken += 1
         self.has_trial_place = not self.is_usable
 
@@ -158,7 +158,7 @@ class Supply:
                 self.breaker.failed()
 
     def created(self) -> None:
-        """A creation came through."""
+        """Note that a creation came through."""
         if self.breaker is not None:
             self.breaker.succeeded()
 
@@ -166,7 +166,7 @@ class Supply:
         return len(self._ready.get(spec, ()))
 
     def put_ready(self, member: Member) -> None:
-        """A sandbox may be leased from now on."""
+        """Let a sandbox be leased from now on."""
         member.state = State.READY
         member.idle_since = self._clock()
         self._ready.setdefault(member.spec, deque()).append(member)
@@ -183,7 +183,7 @@ class Supply:
         return member
 
     def withdraw(self, member: Member) -> None:
-        """A ready sandbox will not be leased any more."""
+        """Take a sandbox out of the ready ones: it will not be leased any more."""
         waiting = self._ready.get(member.spec)
         if waiting and member in waiting:
             waiting.remove(member)

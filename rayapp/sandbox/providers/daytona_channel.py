@@ -122,7 +122,7 @@ class DaytonaChannel:
             return gone
         except SandboxError:
             return SandboxDeadlineError(f"{mapped} (and whether it still lives could not be found out)")
-        # It lives, so what went wrong is this call: an answer that fits no question, or none in time.
+        # The sandbox lives, so this call failed: its answer made no sense, or did not come in time.
         if isinstance(mapped, SandboxDeadlineError):
             return mapped
         return SandboxProtocolError(f"sandbox {self._id}: status {_status_of(error)}: {mapped}")

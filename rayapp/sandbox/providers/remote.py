@@ -15,8 +15,7 @@ from typing import Protocol, TypeVar
 from rayapp.core.errors import SandboxDeadlineError, SandboxGoneError, SandboxProtocolError
 from rayapp.core.types import CallReport, ExecResult, SandboxSpec
 from rayapp.sandbox.leases import Connection
-from rayapp.sandbox.verdict import program as remote_program
-from rayapp.sandbox.verdict import results
+from rayapp.sandbox.verdict import program, results
 from rayapp.sandbox.verdict.codec import encode_inputs, off_the_loop
 from rayapp.sandbox.verdict.watcher import MAX_FRAME_BYTES
 
@@ -108,7 +107,7 @@ class RemoteSandbox:
         await self._in_time(self._channel.write_file(path, data, timeout_s=timeout_s), timeout_s)
 
     async def read_file(self, path: str, *, max_bytes: int = 1 << 20, timeout_s: float = 10.0) -> bytes:
-        nonce = remote_program.new_nonce()
+        nonce = program.new_nonce()
         job = {"kind": "read", "path": path, "max_bytes": max_bytes, "nonce": nonce}
         found = await self._find_report(job, nonce, timeout_s, max_bytes)
         if found is None:
@@ -116,7 +115,7 @@ class RemoteSandbox:
         if (error := found.get("error")) is not None:
             kind = FileNotFoundError if str(error).startswith("FileNotFoundError") else OSError
             raise kind(f"sandbox {self.id}: {path!r} can't be read: {str(error)[:200]}")
-        return remote_program.read_bytes(found, "data", max_bytes)
+        return program.read_bytes(found, "data", max_bytes)
 
     async def alive(self, *, timeout_s: float = 5.0) -> bool:
         try:
@@ -140,7 +139,7 @@ class RemoteSandbox:
     async def _report(
         self, job: Mapping[str, object], timeout_s: float, max_output_bytes: int
     ) -> results.Answer | ExecResult:
-        nonce = remote_program.new_nonce()
+        nonce = program.new_nonce()
         full = {
             **job,
             "nonce": nonce,
@@ -151,7 +150,7 @@ class RemoteSandbox:
         max_bytes = MAX_FRAME_BYTES + 2 * max_output_bytes
         found = await self._find_report(full, nonce, timeout_s + self._margin_s, max_bytes)
         if found is not None:
-            return remote_program.read_report(found, max_output_bytes=max_output_bytes)
+            return program.read_report(found, max_output_bytes=max_output_bytes)
         # The program ended and said nothing: the code killed its watcher, or the whole sandbox.
         if not await self.alive():
             raise SandboxGoneError(f"sandbox {self.id} ended while code ran in it")
@@ -160,12 +159,12 @@ class RemoteSandbox:
     async def _find_report(
         self, job: Mapping[str, object], nonce: str, timeout_s: float, max_bytes: int
     ) -> dict[str, object] | None:
-        max_chars = remote_program.max_report_chars(max_bytes)
-        run = self._channel.run_python(remote_program.source(job), timeout_s=timeout_s, max_chars=max_chars)
+        max_chars = program.max_report_chars(max_bytes)
+        run = self._channel.run_python(program.source(job), timeout_s=timeout_s, max_chars=max_chars)
         said = await self._in_time(run, timeout_s)
         if len(said) > max_chars:
             return None  # the watcher writes no such; the code did, past it
-        return await off_the_loop(len(said), lambda: remote_program.find_report(said, nonce))
+        return await off_the_loop(len(said), lambda: program.find_report(said, nonce))
 
     async def _in_time(self, call: Coroutine[object, object, T], timeout_s: float) -> T:
         try:

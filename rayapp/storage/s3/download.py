@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rayapp.core.aio import to_the_end
+from rayapp.core.aio import finish_despite_cancels
 from rayapp.core.errors import StorageCorruptError, StorageExistsError, StorageUnreachableError, one_error
 from rayapp.core.files import storage_errors, stored
 from rayapp.core.location import Location
@@ -52,7 +52,7 @@ class _Target:
         """Raises StorageFullError and the like: the disk does not take them."""
         # Not left behind when this is cancelled: the file is closed then, and its number may be another file's.
         with storage_errors(self.path):
-            await to_the_end(asyncio.to_thread(_write, self.descriptor, chunks, start))
+            await finish_despite_cancels(asyncio.to_thread(_write, self.descriptor, chunks, start))
 
 
 async def _fetch(storage: S3Requests, location: Location, path: Path, num_bytes: int, etag: str) -> str:
@@ -65,7 +65,7 @@ async def _fetch(storage: S3Requests, location: Location, path: Path, num_bytes:
             target = _Target(path=path, descriptor=file.fileno())
             found = await _fetch_ranges(storage, location, target, ranges, etag)
             # In a thread, since the one when `stored` ends is on the event loop: it finds nothing left to write.
-            await to_the_end(asyncio.to_thread(os.fsync, file.fileno()))
+            await finish_despite_cancels(asyncio.to_thread(os.fsync, file.fileno()))
     except StorageExistsError as changed:
         raise StorageCorruptError(f"{location} was replaced while it was read; read it again") from changed
     return found
@@ -80,7 +80,7 @@ async def _fetch_ranges(
             written = [group.create_task(_fetch_range(storage, location, target, *ends, etag)) for ends in ranges]
             for ends, task in zip(ranges, written, strict=True):
                 await task
-                await to_the_end(asyncio.to_thread(hashing.read, *ends))
+                await finish_despite_cancels(asyncio.to_thread(hashing.read, *ends))
     return hashing.hexdigest()
 
 

@@ -22,7 +22,7 @@ class DataRow:
     ground_truth: Any
     """What `reward_model.ground_truth` holds: a text for GSM8K."""
     tools_kwargs: Mapping[str, Any] = field(default_factory=dict)
-    """By tool, e.g. {"calc_gsm8k_reward": {"create_kwargs": {"ground_truth": "2"}}}."""
+    """Arguments by tool, e.g. {"calc_gsm8k_reward": {"create_kwargs": {"ground_truth": "2"}}}."""
     extra_info: Mapping[str, Any] = field(default_factory=dict)
     """Everything else that the row says, for custom rewards."""
     agent_name: str = ""
@@ -74,7 +74,7 @@ def _mapping(value: object, name: str, where: str) -> Mapping[str, Any]:
 
 
 def _without_none(value: Any) -> Any:
-    """Parquet gives every row the keys of all rows: those of other rows' tools are None here, and must not be seen."""
+    """The value without keys that are None: parquet gives every row the keys of all rows, also of other rows' tools."""
     if isinstance(value, Mapping):
         return {key: _without_none(item) for key, item in value.items() if item is not None}
     if isinstance(value, list):

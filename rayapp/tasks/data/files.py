@@ -25,13 +25,13 @@ _OPTIONAL = ("extra_info", "agent_name")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowGroup:
-    """What is read at once."""
+    """A row group of a parquet file: what is read at once."""
 
     path: Path
     index: int
     """Number of the group within its file."""
     first_row: int
-    """Of the file."""
+    """Number of its first row within the file."""
     num_rows: int
 
 
@@ -76,7 +76,7 @@ def read_group(group: RowGroup, columns: Sequence[str] = (*COLUMNS, *_OPTIONAL))
 
 
 def read_groups(groups: Sequence[RowGroup], columns: Sequence[str]) -> Iterator[tuple[RowGroup, Any]]:
-    """As `read_group`, one after the other; each file is opened once.
+    """Read row groups as `read_group` does, one after the other; each file is opened once.
 
     Args:
         columns: `a.b` is the field b of the structs in column a.
@@ -130,7 +130,7 @@ def _check_schema(path: Path, schema: Any) -> None:
 
 
 def _check_no_images(path: Path, metadata: Any) -> None:
-    """A policy that reads text would be trained on problems whose pictures it never sees."""
+    """Refuse files with images: a policy that reads text would be trained on problems whose pictures it never sees."""
     for index in range(metadata.num_row_groups):
         group = metadata.row_group(index)
         chunks = (group.column(column) for column in range(group.num_columns))
@@ -142,7 +142,7 @@ def _check_no_images(path: Path, metadata: Any) -> None:
 
 
 def _has_values(chunk: Any) -> bool:
-    # An empty list counts as one null.
+    # In parquet's statistics an empty list counts as one null.
     statistics = chunk.statistics
     return statistics is None or statistics.null_count < chunk.num_values
 
@@ -176,7 +176,7 @@ def plain(kind: Any) -> Any:
 
 @contextmanager
 def _reading(path: Path) -> Iterator[None]:
-    """Whatever goes wrong while a file is read, with its name and what to do."""
+    """Turn any error of the block, which reads a file, into one that names the file and says what to do."""
     import pyarrow as pa
 
     try:
@@ -189,7 +189,7 @@ def _reading(path: Path) -> Iterator[None]:
 
 
 def _cached(location: Location, cache: Path) -> Path:
-    # Two buckets may hold files of one name.
+    # A hash of the location goes into the path: two buckets may hold files of one name.
     folder = hashlib.sha256(str(location).encode()).hexdigest()[:16]
     return cache / folder / Path(location.key).name
 

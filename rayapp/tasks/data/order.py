@@ -1,4 +1,4 @@
-"""In which order training reads rows: a pure function of seed, epoch and the files' layout, so nothing is saved.
+"""The order in which training reads rows: a pure function of seed, epoch and the files' layout, so nothing is saved.
 
 Row groups are shuffled, then rows within *windows* of whole row groups, so that a reader holds one window and not the
 data set. Data that fits one window (the default is 65,536 rows) is shuffled as a whole.
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Window:
-    """Row groups that are held, and shuffled, together."""
+    """Row groups that are held in memory, and shuffled, together."""
 
     start: int
     """Position in the epoch of the window's first row."""

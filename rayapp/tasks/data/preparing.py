@@ -33,7 +33,7 @@ Progress = Callable[[str, int, int], None]
 
 @dataclass(slots=True, kw_only=True)
 class SplitReport:
-    """What became of one split's rows."""
+    """How many rows of one split were mapped, and which were not."""
 
     split: str
     num_written: int = 0
@@ -47,7 +47,7 @@ class SplitReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Preparation:
-    """What to do.
+    """What `prepare` is asked to do.
 
     Example: `Preparation(name="gsm8k", source="openai/gsm8k", out="s3://bucket/gsm8k")`.
     """
@@ -61,13 +61,13 @@ class Preparation:
     """Share of a split's rows that may fail to map."""
     overwrite: bool = False
     revision: str = ""
-    """Of a source on the hub; empty is its newest."""
+    """Revision of a source on the hub; empty is its newest."""
     data_source: str = ""
     """Scoring goes by it; empty is the data set's hub id, whatever the source is."""
 
 
 async def prepare(job: Preparation, progress: Progress = lambda *_: None) -> list[SplitReport]:
-    """Do it.
+    """Map the source's rows and put the files where they belong.
 
     Raises:
         InputError: the source can't be read, has no rows, or too many that can't be mapped.
@@ -76,7 +76,7 @@ async def prepare(job: Preparation, progress: Progress = lambda *_: None) -> lis
     if job.name not in DATASETS:
         raise InputError(f"data set {job.name!r}: there are {', '.join(DATASETS)}")
     async with open_storage(job.out) as storage:
-        # Before the work: an hour of mapping must not end at a wrong key.
+        # Check the target before the work: an hour of mapping must not end at a wrong key.
         await storage.check()
         with tempfile.TemporaryDirectory(prefix="rayapp-data-") as scratch:
             reports = await asyncio.to_thread(_map_all, job, Path(scratch), progress)

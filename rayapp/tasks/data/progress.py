@@ -1,4 +1,4 @@
-"""How far a preparation is: a bar on a terminal, a line per tenth elsewhere, where a bar would fill the log."""
+"""Shows how far a preparation is: a bar on a terminal, a line per tenth elsewhere, where a bar would fill the log."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What becomes of a prompt that is too long: an error, or a cut, by verl's names. Pure."""
+"""Prompts that are too long: an error, or a cut, by verl's names. Pure."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ class ReadOptions:
     shuffle: bool = True
     """False: the order of the files, as for validation."""
     max_prompt_tokens: int | None = None
-    """None measures nothing."""
+    """Longest prompt; None measures nothing."""
     filter_overlong_prompts: bool = True
     """Drop prompts above the maximum, counted in `num_overlong`; False: do as `truncation` says."""
     truncation: Truncation = "error"
@@ -125,7 +125,7 @@ class TrainingData:
         return replace(row, prompt_ids=tuple(ids))
 
     def _measure(self, group: RowGroup) -> Sequence[int]:
-        """Rows of the group that are used. Measured up front: the length of an epoch must be known, and a run must not
+        """Rows of the group that are used. Measured before the run, which must know the length of an epoch and must not
         stop at its thousandth step over a prompt."""
         options = self._options
         if options.max_prompt_tokens is None:
@@ -177,7 +177,7 @@ async def open_data(
 
 
 def _check_agents(groups: Sequence[RowGroup], check: CheckAgent) -> None:
-    """All names before the first step, at the cost of one small column."""
+    """Check every agent_name before the first step; that reads one small column."""
     seen: set[str | None] = set()
     for group, table in read_groups(groups, ("agent_name",)):
         names = table.column("agent_name").to_pylist() if table.num_columns else []

@@ -22,7 +22,7 @@ GSM8K_SYSTEM = (
     "before generate final answer at least once and refine your answer if necessary. "
     "Put your final answer in the format of `#### <answer>`."
 )
-"""Word for word as in the job this application runs unchanged: runs stay comparable with it."""
+"""GSM8K's system prompt, word for word that of verl's multi-turn job, so that runs stay comparable with it."""
 GSM8K_INSTRUCTION = "Let's think step by step and output the final answer after `####`."
 GEOMETRY3K_INSTRUCTION = (
     "First think about the problem, and write your reasoning between <think> and </think>. "

@@ -23,7 +23,7 @@ def load_splits(source: str, *, hub_configuration: str | None, revision: str = "
 
     Args:
         source: a path or a hub id.
-        revision: of the hub's repository; empty is its newest.
+        revision: revision of the hub's repository; empty is its newest.
         cache: folder for what `datasets` converts from local files.
     Raises:
         InputError: it can't be found, reached or read.
@@ -83,7 +83,7 @@ def _load_file(path: Path, cache: Path) -> Any:
 
 
 def _without_decoding(split: Any) -> Any:
-    """Images stay the bytes they are: decoding and encoding again would cost time and change them."""
+    """The split with images left as bytes: decoding and encoding them again would cost time and change them."""
     from datasets import Image, Sequence
 
     for name, feature in split.features.items():

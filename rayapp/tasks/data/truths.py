@@ -1,4 +1,4 @@
-"""The start check of what rows are scored by: `data_source` and `reward_model.ground_truth` of every row of every file.
+"""Checks what rows are scored by, before a run: `data_source` and `reward_model.ground_truth` of all rows of all files.
 
 Column by column with pyarrow: a million rows take about a second. A row that can't be scored would end the run at its
 step, and every resume of it at the same one.
@@ -14,7 +14,7 @@ from rayapp.tasks.answer_rules import TruthKind
 from rayapp.tasks.data.files import RowGroup, is_text, plain, read_groups
 
 KindOf = Callable[[str], TruthKind]
-"""What the rows of a data source must have as their ground_truth. Raises InputError where no rule scores them."""
+"""Data source -> the form that its rows' ground_truth must have. Raises InputError where no rule scores them."""
 _WANTED = {"text": "a text or a whole number", "targets": "a struct whose `target` is a text or a list of texts"}
 
 
@@ -81,7 +81,7 @@ def _is_list(kind: Any) -> bool:
 
 
 def _without_target(targets: Any) -> Any:
-    """Per row: no target, or a list of none or with a null in it."""
+    """True for each row without a target: null, an empty list, or a list with a null in it."""
     import numpy as np
     import pyarrow as pa
     import pyarrow.compute as pc

@@ -51,13 +51,13 @@ PROGRAMS = (
 )
 
 
-def draw(rng: random.Random) -> Program:
+def draw_program(rng: random.Random) -> Program:
     """One program."""
     return rng.choices(PROGRAMS, weights=[program.weight for program in PROGRAMS])[0]
 
 
-def task(*, timeout_s: float) -> CodingTask:
-    """What all of them try: four tests, of which `half` passes two."""
+def square_task(*, timeout_s: float) -> CodingTask:
+    """The task that every program tries: four tests, of which `half` passes two."""
     return CodingTask(
         name="square",
         prompt="Write square(x).",
@@ -70,6 +70,6 @@ def task(*, timeout_s: float) -> CodingTask:
     )
 
 
-def prompt() -> Prompt:
-    """No model reads it."""
+def square_prompt() -> Prompt:
+    """The prompt of `square_task`: empty, as no model reads it."""
     return Prompt(task="square", text="", token_ids=np.zeros(0, np.int32))

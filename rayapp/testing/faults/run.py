@@ -25,8 +25,8 @@ from rayapp.sandbox.pool.pool import LeasePool
 from rayapp.sandbox.providers.daytona import DaytonaProvider
 from rayapp.sandbox.providers.e2b import E2BProvider
 from rayapp.sandbox.providers.mcp import McpProvider
-from rayapp.testing.faults import programs as fault_programs
 from rayapp.testing.faults.outcome import Outcome
+from rayapp.testing.faults.programs import Program, draw_program, square_prompt, square_task
 from rayapp.testing.stubs import daytona_stub, e2b_stub, mcp_stub
 from rayapp.testing.stubs.boxes import Boxes
 from rayapp.testing.stubs.faults import Faults
@@ -160,7 +160,7 @@ async def _run_pool(
         chores = asyncio.create_task(_tend(pool, config.sweep_every_s))
         stack.callback(chores.cancel)
         rng = random.Random(f"{run.seed} {order[0]}")
-        await _execute_all(client, run, [fault_programs.draw(rng) for _ in range(executions)], services.deaths, outcome)
+        await _execute_all(client, run, [draw_program(rng) for _ in range(executions)], services.deaths, outcome)
 
 
 def _all(services: _Services, config: SandboxConfig) -> Mapping[str, RemoteProvider]:
@@ -169,7 +169,7 @@ def _all(services: _Services, config: SandboxConfig) -> Mapping[str, RemoteProvi
 
 
 async def _execute_all(
-    client: PoolClient, run: FaultRun, programs: Sequence[fault_programs.Program], deaths: _Deaths, outcome: Outcome
+    client: PoolClient, run: FaultRun, programs: Sequence[Program], deaths: _Deaths, outcome: Outcome
 ) -> None:
     waiting = iter(programs)
 
@@ -183,13 +183,13 @@ async def _execute_all(
             group.create_task(work())
 
 
-async def _execute(client: PoolClient, run: FaultRun, program: fault_programs.Program, outcome: Outcome) -> None:
+async def _execute(client: PoolClient, run: FaultRun, program: Program, outcome: Outcome) -> None:
     source = _Counting(client)
-    task = fault_programs.task(timeout_s=_ENDLESS_TIMEOUT_S if program.is_endless else run.timeout_s)
+    task = square_task(timeout_s=_ENDLESS_TIMEOUT_S if program.is_endless else run.timeout_s)
     reward: Reward | None = None
     try:
         async with asyncio.timeout(run.hung_after_s):
-            reward = await task.score(fault_programs.prompt(), program.code, source, seed=0)
+            reward = await task.score(square_prompt(), program.code, source, seed=0)
     except TimeoutError:
         outcome.hung += 1
     outcome.executions += 1

@@ -15,7 +15,7 @@ import yaml
 from rayapp.cli.jobs.submit import _state, plan
 from rayapp.cli.main import run
 from rayapp.config.config import Config
-from rayapp.core.aio import uninterrupted
+from rayapp.core.aio import finish_then_cancel
 from rayapp.core.errors import ConfigError, RunFolderError
 from rayapp.driver.saving import CheckpointSaver, saving, saving_when_stopped
 from rayapp.driver.store import TrajectoryStore
@@ -119,7 +119,7 @@ async def test_what_has_begun_ends_before_a_cancellation_takes_effect() -> None:
         await may_end.wait()
         ended.set()
 
-    task = asyncio.create_task(uninterrupted(work()))
+    task = asyncio.create_task(finish_then_cancel(work()))
     await begun.wait()
     task.cancel()
     may_end.set()
@@ -136,7 +136,7 @@ async def test_second_cancellation_does_not_wait() -> None:
         begun.set()
         await asyncio.Event().wait()
 
-    task = asyncio.create_task(uninterrupted(work()))
+    task = asyncio.create_task(finish_then_cancel(work()))
     await begun.wait()
     task.cancel()
     await asyncio.sleep(0)  # the first one arrives, and waits for the work
@@ -151,7 +151,7 @@ async def test_error_of_the_work_comes_out_as_itself() -> None:
         raise ValueError("no gradient")
 
     with pytest.raises(ValueError, match="no gradient"):
-        await uninterrupted(work())
+        await finish_then_cancel(work())
 
 
 class Learners:

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from rayapp.core.aio import to_the_end, uninterrupted
+from rayapp.core.aio import finish_despite_cancels, finish_then_cancel
 from rayapp.core.errors import LearnersLostError
 from rayapp.driver import loop
 
@@ -24,7 +24,7 @@ async def test_cleanup_that_is_cancelled_twice_ends_first_and_the_cancellation_c
         await may_end.wait()
         done.append("cleaned")
 
-    task = asyncio.create_task(to_the_end(cleanup()))
+    task = asyncio.create_task(finish_despite_cancels(cleanup()))
     for _ in range(2):
         await asyncio.sleep(0)
         task.cancel()
@@ -43,9 +43,9 @@ async def test_cleanup_gives_its_result_and_its_error() -> None:
     async def fails() -> None:
         raise ValueError("the disk is full")
 
-    assert await to_the_end(works()) == 7
+    assert await finish_despite_cancels(works()) == 7
     with pytest.raises(ValueError, match="the disk is full"):
-        await to_the_end(fails())
+        await finish_despite_cancels(fails())
 
 
 async def test_cleanup_that_is_itself_ended_does_not_wait_for_ever() -> None:
@@ -53,7 +53,7 @@ async def test_cleanup_that_is_itself_ended_does_not_wait_for_ever() -> None:
         raise asyncio.CancelledError
 
     with pytest.raises(asyncio.CancelledError):
-        await asyncio.wait_for(to_the_end(cleanup()), 5)
+        await asyncio.wait_for(finish_despite_cancels(cleanup()), 5)
 
 
 RUN = """
@@ -124,7 +124,7 @@ async def test_a_stop_is_not_lost_when_its_step_loses_a_learner_too() -> None:
         await may_end.wait()
         raise LearnersLostError("learner-1 is gone")
 
-    task = asyncio.create_task(uninterrupted(step()))
+    task = asyncio.create_task(finish_then_cancel(step()))
     await begun.wait()
     task.cancel()
     await asyncio.sleep(0)
@@ -142,7 +142,7 @@ async def test_cleanup_that_fails_after_a_stop_leaves_the_stop_with_its_error() 
         await may_end.wait()
         raise ValueError("the disk is full")
 
-    task = asyncio.create_task(to_the_end(cleanup()))
+    task = asyncio.create_task(finish_despite_cancels(cleanup()))
     await asyncio.sleep(0)
     task.cancel()
     await asyncio.sleep(0)

@@ -13,7 +13,7 @@ import pytest
 from rayapp.core.errors import DeadlineError, EngineDeadError, EngineError, StaleVersionError
 from rayapp.core.protocols import SandboxSource, Tokenizer
 from rayapp.core.types import Completion, Group, GroupSummary, Prompt, Reward, RolloutStatus, SamplingParams
-from rayapp.engine.vllm import whole_completion
+from rayapp.engine.vllm_completions import whole_completion
 from rayapp.rollout.group import run_group
 from rayapp.rollout.order import GroupRequest, prompt_index, sampling_seed, scoring_seed
 from rayapp.rollout.task_groups import TaskGroups

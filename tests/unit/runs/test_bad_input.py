@@ -25,8 +25,8 @@ from rayapp.core.errors import (
     StorageUnreachableError,
     UserError,
 )
-from rayapp.runs import format as run_format
 from rayapp.runs.folder import RunFolder
+from rayapp.runs.format import FORMAT, check_format
 from rayapp.runs.trajectories import write_trajectories
 from rayapp.runs.view.run import ViewedRun
 from rayapp.runs.view.source import open_source
@@ -132,7 +132,7 @@ def test_a_model_with_an_impossible_bucket_name(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["folder", "bucket"])
 def test_a_run_folder_from_a_newer_version(kind: str, tmp_path: Path) -> None:
-    newer = json.dumps({"format": run_format.FORMAT + 1, "written_by": "rayapp 9.0"}).encode()
+    newer = json.dumps({"format": FORMAT + 1, "written_by": "rayapp 9.0"}).encode()
     metrics = b'{"step": 1}\n'
     if kind == "folder":
         settings = config(tmp_path, str(tmp_path / "outputs"), "newer")
@@ -201,7 +201,7 @@ def test_a_format_file_that_is_cut_short(tmp_path: Path) -> None:
     (tmp_path / "format.json").write_text('{"form')
 
     with pytest.raises(RunFolderError, match=r"can't be read .*: the folder is damaged, or no run"):
-        run_format.check_format(tmp_path)
+        check_format(tmp_path)
 
 
 def test_sync_of_what_is_no_staging_folder_ends_with_the_users_exit_code(

@@ -74,21 +74,21 @@ def attack(given):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Expected:
-    """How the execution has to end. All that is given has to hold; by default it returns an empty list."""
+    """How an attack must end if the sandbox holds. All given fields must hold; by default it returns an empty list."""
 
     stopped: tuple[str, ...] = ()
-    """Ended by us for one of these causes."""
+    """We must have ended it, for one of these causes."""
     ended: bool = False
     """It may end itself or be ended in any way, as long as it returns nothing."""
     any_end: bool = False
-    """Whatever it returns: only the state afterwards counts."""
+    """It may return anything: only the state afterwards counts."""
     within_s: float | None = None
-    """By the clock; None is as long as code with this time limit may take on a busy machine."""
+    """Most seconds by the clock; None allows what code with this time limit may take on a busy machine."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attack:
-    """One program."""
+    """One program that tries to get out."""
 
     family: str
     name: str
@@ -135,5 +135,5 @@ def _attack(family: str, entry: dict[str, object]) -> Attack:
 
 
 def _fields(entry: dict[str, object]) -> dict[str, Any]:
-    """Keys and values of YAML as those of a dataclass."""
+    """The YAML entry as arguments of the dataclass."""
     return {key.replace("-", "_"): tuple(value) if isinstance(value, list) else value for key, value in entry.items()}

@@ -31,19 +31,19 @@ _SETTLED_AFTER_S = 2.0
 
 
 class Canary:
-    """Everything is made on entry and gone on exit."""
+    """The things to attack: made on entry, gone on exit."""
 
     def __init__(self, slot: Slot) -> None:
         """
         Args:
-            slot: of the sandbox that attacks will run in.
+            slot: slot of the sandbox that attacks will run in.
         """
         self._uid = slot.uid
         self._zygote = slot.pid
         self._is_nested = slot.level.startswith("ns")
         self._stack = contextlib.ExitStack()
         self.facts: dict[str, object] = {}
-        """What attacks are told: plain data."""
+        """Plain data that each attack is given: where the things are."""
 
     def __enter__(self) -> Canary:
         with contextlib.ExitStack() as stack:
@@ -73,7 +73,7 @@ class Canary:
         self._stack.close()
 
     def damage(self) -> list[str]:
-        """What is different from before; empty when nothing is.
+        """What attacks have changed; empty when nothing has.
 
         What an execution leaves behind is killed just after its answer came, so this waits a moment for that.
         """

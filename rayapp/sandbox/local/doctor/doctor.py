@@ -1,4 +1,4 @@
-"""What this node's isolation is worth, found by attacking it. Called by `rayapp sandbox doctor` and by the tests.
+"""Finds out what this node's isolation is worth, by attacking it. Called by `rayapp sandbox doctor` and by the tests.
 
     for each level: start a zygote -> for each attack: run it, judge it, run an honest program -> IsolationReport
 
@@ -26,7 +26,7 @@ def f(items):
     return json.loads(json.dumps([math.floor(item) for item in sorted(items)]))
 """
 _BATTERY_FAMILIES = ("files", "kernel", "network", "processes", "secrets")
-"""Quick ones: the doctor's whole battery takes about a second."""
+"""Families of quick attacks: the whole battery takes about a second."""
 _BOOT_TIMEOUT_S = 60.0
 _GRACE_S = 1.0
 
@@ -64,7 +64,7 @@ async def run_doctor(*, levels: tuple[str, ...] = LEVELS, families: tuple[str, .
     """Attack the strongest of these levels that this node offers.
 
     Args:
-        families: of attacks; None is all that are quick.
+        families: families of attacks to run; None runs all that are quick.
     """
     families = _BATTERY_FAMILIES if families is None else families
     provider = LocalProvider(levels=levels)
@@ -98,13 +98,13 @@ async def try_attack(sandbox: LocalSandbox, attack: Attack, canary: Canary) -> C
         report = await sandbox.call_function(attack.source, "attack", [[facts]], timeout_s=attack.timeout_s)
         problems = [*judge(attack, report), *canary.damage(), *await _honest_problems(sandbox)]
     except SandboxError as error:
-        # Code that can end its sandbox can cost others theirs: that is a finding, not an accident.
+        # Count it as a finding: code that can end its sandbox can cost others theirs.
         problems = [f"the sandbox failed: {error}"]
     return Check(name=attack.name, passed=not problems, found="; ".join(problems))
 
 
 def judge(attack: Attack, report: CallReport) -> list[str]:
-    """What is wrong with how it ended; empty when the sandbox held."""
+    """What is wrong with how an attack ended; empty when the sandbox held."""
     expect, ran, call = attack.expect, report.exec, report.calls[0]
     problems = []
     within_s = expect.within_s if expect.within_s is not None else longest_s(attack.timeout_s) + _GRACE_S
@@ -127,7 +127,7 @@ def judge(attack: Attack, report: CallReport) -> list[str]:
 
 
 async def _earlier_execution(sandbox: LocalSandbox, attack: Attack) -> dict[str, object]:
-    """Where an attack looks for what another execution left: run that, with a mark to look for."""
+    """Run the execution whose traces the attack looks for, if it does, and return the mark that it left."""
     if "previous" not in attack.needs:
         return {}
     mark = secrets.token_hex(24)
@@ -147,7 +147,7 @@ async def _honest_problems(sandbox: LocalSandbox) -> list[str]:
 
 
 def format_report(report: IsolationReport) -> str:
-    """For a person."""
+    """The report as text for a person."""
     lines = [
         f"isolation level  {report.level}",
         f"user id of code  {report.uid}",

@@ -51,10 +51,10 @@ def main(descriptor: int) -> None:
 
 
 def _forget_inherited() -> None:
-    """What a service manager or a shell gave this application: code and its sandbox are the same under all of them.
+    """Reset the umask and signals that a service manager or shell gave this application, so that all give alike.
 
-    With a umask of 077 the folders of the sandbox's view could not be entered by the code's user, and no level but the
-    weakest would be offered; a blocked or ignored signal would reach the code so.
+    With a umask of 077 the code's user could not enter the folders of the sandbox's view, and only the weakest level
+    would be offered; a signal that is blocked or ignored here would be so in the code too.
     """
     os.umask(0o022)
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
@@ -69,15 +69,15 @@ def _prepare(settings: dict[str, object]) -> levels.Level:
         importlib.import_module(name)
     sys.path[:] = [entry for entry in sys.path if entry != settings["code_path"]]
     _import_packages(packages, paths)
-    # Only now: packages have loaded libraries of their own, which the view has to show.
+    # After the packages: they have loaded libraries of their own, which the view has to show.
     here = visible_files.of_this_interpreter(paths)
     level = make_level(str(settings["level"]), here)
     if level.name != "unisolated":
         privileges.leave_root([here.library, *here.shared, *here.packages])
     mapped_bytes()
     set_standing_limits()
-    # Out of the collector's sight: a collection in a child would write to, and so copy, every page of the warm heap.
-    # Now, because entering may fork: what is written to after that is there twice.
+    # Freeze the heap: a garbage collection in a child would write to, and so copy, every page of it.
+    # Freeze before enter(): it may fork, and later writes copy pages.
     gc.collect()
     gc.freeze()
     level.enter()

@@ -33,7 +33,7 @@ from rayapp.sandbox.verdict import harness
 DESCRIPTORS = (1, 2, 3, 4, 5)
 """Numbers that a child's descriptors get: the template keeps them free, and the kernel gives out the lowest."""
 _STREAM_FDS = DESCRIPTORS[:2]
-"""The others are none of the business of a command that the candidate starts: they come closing on exec."""
+"""Standard output and error. Only these stay open in a command that the candidate executes."""
 _RESULT_FD, _DONE_FD, _CONTROL_FD = DESCRIPTORS[2:]
 _JOB_FD = _CONTROL_FD + 1
 """The first number that is free in a child, and so the number of the job's memory file; standard input is the next."""
@@ -42,12 +42,12 @@ _TWO_FDS = 2 * 4
 _MAX_FD = 1 << 16
 _SPACE = socket.CMSG_SPACE(_TWO_FDS)
 _MAX_ORDER_BYTES = 400
-"""Python makes room for as much before it reads: little enough here not to disturb the heap."""
+"""Size of the buffer that Python makes for each read: small, so that it does not disturb the heap."""
 
 Job = tuple[str, Mapping[str, str], tuple[object, ...]]
 """Kind, environment, and what the kind needs: see `_run`."""
 Order = tuple[Bounds, bool, bytes]
-"""From the zygote: resource limits, whether this begins a session, and the token that goes before a status."""
+"""The zygote's order with a job: resource limits, whether it begins a session, the token before a status."""
 _HARMLESS: Order = ((resource.RLIMIT_MEMLOCK, 0),), False, b""
 _REHEARSALS = 10
 _CODE = """
@@ -61,7 +61,7 @@ print("{}")
 """
 _PIECES: tuple[Job, ...] = (("calls", {}, (_CODE, "f", ['[[1, 2.5, null, "a"]]'])), ("script", {}, (_CODE,)))
 _seed: Callable[[], None] = super(random.Random, random.seed.__self__).seed  # type: ignore[attr-defined]
-"""Of the generator behind the functions of `random`, without their checks."""
+"""Seeds the generator behind the functions of `random`, without `random.seed`'s own checks."""
 
 
 def run(level: Level, place: Place, control: _socket.socket) -> NoReturn:
@@ -71,7 +71,7 @@ def run(level: Level, place: Place, control: _socket.socket) -> NoReturn:
         _confine(level, place, control)
         status = _obey(control)
     finally:
-        # No interpreter shutdown: atexit handlers and daemon threads of the candidate have nothing more to say.
+        # Skip the interpreter's shutdown, which would run the candidate's atexit handlers.
         os._exit(status)
 
 
@@ -85,8 +85,14 @@ def _confine(level: Level, place: Place, control: _socket.socket) -> None:
 
 
 def rehearse(control: _socket.socket) -> None:
-    """In the template, once: do what its children will do, until the interpreter has settled on how. Else each of them
-    settles anew, in pages of its own."""
+    """Run sample jobs as a child would, in the template itself and once, so that each child writes to fewer pages.
+
+    CPython prepares itself as it runs code: it specializes bytecode, fills caches, makes objects on their first use,
+    takes memory for them. All of that writes to memory. What the template has done before it forks, its children find
+    done; what it has not, each child does anew, and every page that it writes to is copied for it alone. After some
+    repetitions (`_REHEARSALS`) nothing more changes. The streams go to /dev/null meanwhile, and modules that the sample
+    jobs imported are forgotten.
+    """
     modules = dict(sys.modules)
     with Path(os.devnull).open("w") as nowhere:
         for piece in _PIECES * _REHEARSALS:
@@ -105,7 +111,7 @@ def rehearse(control: _socket.socket) -> None:
 
 
 def _obey(control: _socket.socket) -> int:
-    """One job, from its arrival until "done". Returns the exit status."""
+    """Do one job, from its arrival until "done". Returns the exit status."""
     try:
         for stream in _STREAM_FDS:
             os.set_inheritable(stream, True)
@@ -128,13 +134,13 @@ def _obey(control: _socket.socket) -> int:
 
 
 def _give_up(control: _socket.socket, error: BaseException) -> NoReturn:
-    """Whatever fails before candidate code is the sandbox's failure."""
+    """Report an error from before candidate code, which is the sandbox's failure, and end."""
     control.send(harness.describe(error).encode("utf-8", "replace")[:MAX_CONTROL_BYTES])
     os._exit(1)
 
 
 def _serve(job: Job, control: _socket.socket, token: bytes) -> NoReturn:
-    """One script after the other in the same names, until killed."""
+    """Serve a session: run one script after the other in the same names, until killed."""
     names = harness.main_names()
     control.send(READY)
     while True:
@@ -147,7 +153,7 @@ def _serve(job: Job, control: _socket.socket, token: bytes) -> NoReturn:
 
 
 def _next_job(control: _socket.socket) -> tuple[Job, Order]:
-    """The packet has the order; the job is in the first memory file, standard input in the second, if there is one."""
+    """Wait for a job. The packet holds the order; the first memory file the job, a second one standard input."""
     packet, ancillary, _, _ = control.recvmsg(_MAX_ORDER_BYTES, _SPACE)
     if not ancillary:
         os._exit(0)  # the zygote has closed its end: there will be no job
@@ -161,14 +167,14 @@ def _next_job(control: _socket.socket) -> tuple[Job, Order]:
 
 
 def _set_input(stdin: int) -> None:
-    """Standard input, which is /dev/null unless there is some."""
+    """Make this memory file standard input, which is /dev/null otherwise."""
     os.lseek(stdin, 0, os.SEEK_SET)
     os.dup2(stdin, 0)
     os.close(stdin)
 
 
 def _set_environment(job: Job) -> None:
-    """It holds `harness.HASH_SEED` until now."""
+    """Add the job's variables to the environment, which held only `harness.HASH_SEED` until now."""
     if job[1]:
         os.environ.update(job[1])
 
@@ -181,7 +187,7 @@ def send(payload: bytes) -> None:
 
 
 def _run(job: Job) -> int:
-    """Returns the exit status."""
+    """Run the job by its kind. Returns the exit status."""
     kind, _, given = job
     if kind == "calls":
         code, function, inputs = given
@@ -205,7 +211,7 @@ def _execute(argv: Sequence[str]) -> int:
 
 
 def _join_threads() -> None:
-    """As at the end of any script, where Python waits for threads that are no daemons."""
+    """Wait for threads that are no daemons, as Python does at the end of any script."""
     for thread in threading.enumerate():
         if not thread.daemon and thread is not threading.current_thread():
             thread.join()

@@ -15,8 +15,9 @@ _NUM_STREAMS = 3
 
 
 class Ends:
-    """Pipes for stdout, stderr, results and "done", and a control socket. Made before they are needed, while a child
-    runs: whoever waits for the next fork does not wait for these."""
+    """Pipes for stdout, stderr, results and "done", and a control socket.
+
+    They are made ahead, while a child runs, so that whoever waits for the next fork does not wait for them too."""
 
     def __init__(self) -> None:
         pipes = [os.pipe() for _ in range(_NUM_STREAMS + 1)]
@@ -26,16 +27,16 @@ class Ends:
         self.control.setblocking(False)
         self.done = Done(done, os.urandom(16))
         self.given = (*(write for _, write in pipes), self._theirs.fileno())
-        """The child's, in the order of `child.DESCRIPTORS`."""
+        """The child's ends, in the order of `child.DESCRIPTORS`."""
 
     def close_given(self) -> None:
-        """Our copies, or the end of the child would not show."""
+        """Close our copies of the child's ends: else the end of the child would not show."""
         self._theirs.close()
         for descriptor in self.given[:-1]:
             os.close(descriptor)
 
     def close(self) -> None:
-        """What the child has not."""
+        """Close our own ends."""
         self.control.close()
         for source in (*self.sources, self.done.source):
             os.close(source)
@@ -47,14 +48,14 @@ class Child:
 
     ends: Ends
     place: Place
-    """Where it works."""
+    """The folder it works in, and what it may write."""
     pid: int = 0
     """0 while it is being forked, and again when it is reaped."""
     max_processes: int = 0
-    """Of a session only."""
+    """Limit of processes and threads; set for a session only."""
 
     def forget_what_it_said(self) -> None:
-        """Between two jobs of a session only candidate code speaks."""
+        """Drop what came between two jobs of a session: only candidate code can have written it."""
         with contextlib.suppress(EOFError):
             while self.ends.done.hear() is not None:
                 pass

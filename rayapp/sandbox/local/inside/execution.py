@@ -26,7 +26,7 @@ MAX_CONTROL_BYTES = 4096
 _CHUNK = 1 << 16
 _LISTEN_AFTER_S = 0.005
 _LOOK_EVERY_S = 0.05
-"""Between looks at the tree's memory: time enough to write 100 MiB past the limit, and little work for us."""
+"""Seconds between looks at the tree's memory. Code can write 100 MiB past its limit meanwhile; more looks cost more."""
 
 
 @dataclass(slots=True)
@@ -100,9 +100,9 @@ class Execution:
     end: Callable[[int], int]
     """Kills and reaps that process, and says how it ended."""
     control: _socket.socket
-    """Where its first process says that it is ready."""
+    """Socket on which its first process says that it is ready."""
     done: Done
-    """Where it says that it is done, and goes on to exit while the answer is on its way."""
+    """Pipe on which it says that it is done; it exits while the answer is on its way."""
     streams: list[Stream]
     target: int
     """The answer's memory file."""
@@ -111,11 +111,11 @@ class Execution:
     look: Callable[[], None]
     """Brings `use` up to date."""
     started: float = 0.0
-    """By the monotonic clock."""
+    """Time of its start on the monotonic clock."""
     timeout_s: float = 0.0
     stopped: str | None = None
     exit_code: int = 0
-    """What it says itself, if it said that it is done; negative is the signal that ended it."""
+    """The status it reported with "done", else that of its process; negative is the signal that ended it."""
     is_ready: bool = False
     is_done: bool = False
     problem: str = ""
@@ -127,12 +127,12 @@ class Execution:
 
     @property
     def goes_on(self) -> bool:
-        """The job is over, and its process lives."""
+        """True when the job is over and its process lives, as in a session."""
         return self.is_done and self.pid != 0
 
     def watch(self, channel: socket.socket) -> None:
-        """Until the job is over, by itself or by us. Its processes are dead then, unless it said itself that it is
-        done."""
+        """Return when the job is over, by itself or ended by us. Its processes are dead then, unless it reported
+        "done"."""
         poll = select.poll()
         pidfd = os.pidfd_open(self.pid)
         self._look_at, self._ends_at = time.monotonic() + _LOOK_EVERY_S, self.started + self.timeout_s
@@ -176,12 +176,12 @@ class Execution:
         if channel.fileno() in ready:
             self._take_cancel(channel)
             return False
-        # First whether it has ended: this process may have waited for a processor, too.
+        # Ask first whether it has ended: this process may itself have waited for a processor past the deadline.
         return pidfd not in ready and not self.is_done and not self._has_to_end()
 
     def _begin_to_listen(self, poll: select.poll) -> None:
-        """Most executions are over before this, and what they wrote fits into their pipes: woken by each line, we would
-        only take the processor from them."""
+        """Watch the output pipes from now on. Not from the start: most executions end before, with all output still in
+        their pipes, and waking for each line would take the processor from them."""
         self._is_listening = True
         for source in self._open:
             poll.register(source, select.POLLIN)
@@ -207,7 +207,7 @@ class Execution:
         return None
 
     def _hear_ready(self) -> None:
-        """What the child said before candidate code began, and nothing that came later: its end is closed since."""
+        """Read what the child said before candidate code began; it closed its end then, so nothing can come later."""
         with contextlib.suppress(OSError):
             said = self.control.recv(MAX_CONTROL_BYTES)
             self.is_ready = said == READY
@@ -239,7 +239,7 @@ class Execution:
             os.close(descriptor)
 
     def _drain_all(self) -> None:
-        """What was in the pipes at the end."""
+        """Read what is left in the pipes at the end."""
         for stream in self._open.values():
             try:
                 if stream.drain(self.target) and self.stopped is None:

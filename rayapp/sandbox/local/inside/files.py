@@ -17,10 +17,10 @@ KINDS = ("write", "read")
 
 
 def run(path: str, given: bytes | int, emit: Callable[[bytes], None]) -> int:
-    """Do it, and send one frame: that it is done (a file's content goes to standard output), or why not.
+    """Read or write one file, and send one frame: done, or why not. A file's content goes to standard output.
 
     Args:
-        given: what to write, or the most bytes to read.
+        given: the bytes to write, or the number of bytes to read at most.
     """
     try:
         if isinstance(given, bytes):
@@ -43,7 +43,7 @@ def _write(path: str, data: bytes) -> None:
 
 
 def _read(path: str, max_bytes: int) -> None:
-    # Not blocking: the candidate may have put a pipe there.
+    # Open without blocking: the candidate may have put a pipe there.
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     try:
         while max_bytes > 0 and (data := os.read(descriptor, min(max_bytes, 1 << 16))):

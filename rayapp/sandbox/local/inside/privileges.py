@@ -1,4 +1,4 @@
-"""From root to nobody in particular: a zygote started by root first becomes a user of its own. Called at boot.
+"""Leaving root: a zygote started by root first becomes an unprivileged user of its own. Called at boot.
 
 Root inside a user namespace made by root still is the machine's root to every file it owns, `/proc/sys` included, and
 RLIMIT_NPROC does not hold for it. So no candidate code ever runs with kernel user id 0.
@@ -17,7 +17,7 @@ from pathlib import Path
 from rayapp.sandbox.local.levels import kernel
 
 _HIGH_UIDS = range(2_000_000_000, 2_000_000_000 + (1 << 24))
-"""Above what distributions, containers and subuid ranges hand out."""
+"""User ids to choose from, above those that distributions, containers and subuid ranges hand out."""
 _LOW_UIDS = range(20_000, 60_000)
 
 
@@ -41,7 +41,7 @@ def leave_root(paths: Sequence[str]) -> None:
         OSError: a path lies in a directory that only root may enter and this node forbids mounting it elsewhere.
     """
     with contextlib.suppress(OSError):
-        # So that the kernel, short of memory, ends a sandbox and not the trainer.
+        # When memory runs out, the kernel shall end a sandbox and not the trainer.
         Path("/proc/self/oom_score_adj").write_text("1000")
     if os.geteuid() != 0:
         return
@@ -80,7 +80,7 @@ def _expose(paths: Sequence[str]) -> None:
 
 
 def make_mount_point(path: str, *, is_dir: bool) -> None:
-    """An empty file or directory at this path."""
+    """Make an empty file or directory at this path."""
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     if is_dir:
         Path(path).mkdir(exist_ok=True)

@@ -28,11 +28,11 @@ from rayapp.sandbox.local.levels.level import Level, Place, adopt_orphans
 from rayapp.sandbox.verdict.harness import describe
 
 _MAX_REQUEST_BYTES = 64
-"""Python makes room for as much before it reads: little enough here not to disturb the heap."""
+"""Size of the buffer that Python makes for each read: small, so that it does not disturb the heap."""
 _MAX_REPLY_BYTES = 4096
 _NUMBERS = struct.pack(f"={len(DESCRIPTORS)}i", *DESCRIPTORS)
 _SPACE = socket.CMSG_SPACE(len(_NUMBERS))
-# Enumerations are objects with a page each.
+# Plain integers: using an enumeration would touch pages of its objects in each child.
 _CLOSE_ON_EXEC, _SIGKILL = int(socket.MSG_CMSG_CLOEXEC), int(signal.SIGKILL)
 
 # Requests and replies, in the form that costs the template least to read and write.
@@ -42,11 +42,11 @@ _PLACE = struct.Struct("=??i")
 _NUMBER = struct.Struct("=i")
 _ENDED = struct.Struct("=i?")
 _PROBLEM_BYTES = 8
-"""At least: more than any reply, so that it can't be taken for one."""
+"""Least length of a reported problem: longer than any reply, so that it can't be taken for one."""
 
 
 class Template:
-    """Requests are answered in order. Its failure is the zygote's: any method raises OSError then."""
+    """The zygote's handle of the template, which answers in order. Any method raises OSError when it has failed."""
 
     def __init__(self, channel: socket.socket) -> None:
         self._channel = channel
@@ -56,7 +56,7 @@ class Template:
 
     @classmethod
     def start(cls, level: Level, outside: socket.socket) -> Template:
-        """Fork it. It ends with this process.
+        """Fork the template. It ends with this process.
 
         Args:
             outside: the provider's channel. Only the zygote may hold it open: its end tells that the zygote is dead.
@@ -70,7 +70,7 @@ class Template:
         return cls(ours)
 
     def fork(self, child: Child) -> None:
-        """Ask for it. Its process id is known after `settle`."""
+        """Ask for a child. Its process id is known after `settle`."""
         self._ask(_PLACE.pack(child.place.home, child.place.writable, child.place.disk_mib), child.ends.given)
         self._asked.append(child)
 
@@ -84,8 +84,8 @@ class Template:
         """Kill this child, reap it and sweep; `session` is the child that goes on, if one does.
 
         Returns:
-            how it ended, as from `os.waitstatus_to_exitcode`, 0 without a pid; and whether children forked before can
-            still be given a job, as their place is what it was.
+            How it ended, as from `os.waitstatus_to_exitcode`, 0 without a pid; and whether children forked before can
+            still be given a job, as their place is unchanged.
         """
         self.settle()
         self._ask(_END.pack(pid, session))
@@ -93,7 +93,7 @@ class Template:
         return status, is_as_new
 
     def reset(self) -> None:
-        """The sandbox was given back: its own folder is gone."""
+        """Remove the sandbox's own folder: it was given back."""
         self.settle()
         self._ask(_RESET)
         self._number()
@@ -132,7 +132,7 @@ def _live(level: Level, channel: socket.socket) -> NoReturn:
 
 
 def _serve(level: Level, channel: socket.socket, control: socket.socket) -> None:
-    """Until the zygote is gone. Few calls, and all of them short: see the top of this file."""
+    """Answer requests until the zygote is gone, with few and short calls: see the top of this file."""
     receive, send, run = channel.recvmsg, channel.send, child.run
     place_of = functools.cache(_place_of)
     while True:

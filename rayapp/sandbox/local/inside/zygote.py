@@ -29,9 +29,9 @@ from rayapp.sandbox.local.levels.limits import Limits
 from rayapp.sandbox.local.levels.usage import Use
 
 MAX_RESULT_BYTES = 8 << 20
-"""All frames of one execution."""
+"""Most bytes of all frames of one execution."""
 _SESSION_CPU_S = 600
-"""Of all runs in one session together; each run has its own deadline."""
+"""Processor time of all runs of a session together; each run has its own deadline."""
 _OWN_PROCESSES = 2
 """The zygote and its template."""
 _USUAL_PLACE = Place(home=False, writable=False, disk_mib=16)
@@ -113,7 +113,7 @@ class Zygote:
         wire.send(self._channel, answer, execution.target)
 
     def _clean_up(self, ran: Child, execution: Execution) -> None:
-        """After the answer, so that nobody waits for it; before the next job, so that nothing meets it."""
+        """End what the execution left: after the answer, so that nobody waits for it, and before the next job."""
         ran.pid = execution.pid
         if ran is not self._session:
             _, is_as_new = self._end(ran.pid)
@@ -146,7 +146,7 @@ class Zygote:
             self._spares.append(self._fork(place))
 
     def _fork(self, place: Place) -> Child:
-        """A child that is on its way."""
+        """Have a child forked; its process id is known later."""
         ends, self._next_ends = self._next_ends or Ends(), None
         child = Child(ends=ends, place=place)
         self._template.fork(child)
@@ -181,7 +181,7 @@ class Zygote:
         return {child.pid for child in (*self._spares, self._session) if child is not None and child is not running}
 
     def _end(self, pid: int) -> tuple[int, bool]:
-        """As `Template.end`; a session that is another child goes on."""
+        """End a child with `Template.end`; a session that is another child goes on."""
         return self._template.end(pid, session=self._session.pid if self._session else 0)
 
     def _end_spares(self) -> None:
@@ -198,7 +198,7 @@ class Zygote:
             self._template.end(session.pid)
 
     def _reset(self) -> None:
-        """The sandbox was given back."""
+        """Forget the sandbox that was given back."""
         if self._home_is_used:
             self.forget()
             self._fork_spares(_USUAL_PLACE)

@@ -53,19 +53,18 @@ def syscall(number: int, *args: int | ctypes._SimpleCData[int] | object, name: s
 
 
 def fork() -> int:
-    """As os.fork, without what Python modules hang on it, which takes as long again: new locks for threads that a
-    process with one thread can't have, and a new seed for `random`, which the child has to see to."""
+    """Fork without Python's fork handlers, which take as long as the fork: they make new locks for threads, of which
+    there is only one here, and seed `random`, which the child does itself."""
     pid: int = _plain_fork()
     return pid if pid >= 0 else _check(pid, "fork")
 
 
 Step = tuple[Callable[..., int], tuple[object, ...], str]
-"""A call with its arguments, made beforehand, and its name."""
+"""A prepared call: function, arguments, and the name for messages."""
 
 
 def take(steps: Iterable[Step]) -> None:
-    """Make these calls. In a child each function and object that Python touches first is a page to copy, so there is
-    little of either here.
+    """Make these calls. Written with few functions and objects: in a child each one touched is a page to copy.
 
     Raises:
         OSError: one was refused; those after it were not made.
@@ -85,7 +84,7 @@ def prctl_step(option: int, *arguments: object) -> Step:
 
 
 def statx_step(path: str, target: ctypes.Array[ctypes.c_char]) -> Step:
-    """All there is to know of a file or folder, into STATX_BYTES."""
+    """A call that writes all facts about a file or folder into `target`, of STATX_BYTES."""
     mask = ctypes.c_uint(_STATX_BASIC_STATS)
     return _libc.statx, (ctypes.c_int(AT_FDCWD), path.encode(), ctypes.c_int(0), mask, target), "statx"
 
@@ -148,7 +147,9 @@ def effective_capabilities() -> int:
 
 
 def limit_bounding_set() -> None:
-    """Nothing executed from here on can gain a capability. Where CAP_SETPCAP is missing there is none to gain."""
+    """Drop all capabilities from the bounding set, so that no program executed later can gain one.
+
+    Where CAP_SETPCAP is missing there is none to gain."""
     prctl(PR_CAP_AMBIENT, PR_CAP_AMBIENT_CLEAR_ALL)
     if effective_capabilities() >> _CAP_SETPCAP & 1:
         prctl(PR_SET_SECUREBITS, SECURE_ALL_LOCKED)

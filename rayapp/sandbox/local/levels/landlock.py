@@ -46,15 +46,15 @@ def file_rights() -> int:
 
 
 def read_write() -> int:
-    """Everything but making device files."""
+    """All rights on files except making device files."""
     return file_rights() & ~_MAKE_DEVICES
 
 
 def create_ruleset() -> int:
-    """A descriptor of a ruleset that forbids all; `allow` makes exceptions.
+    """A descriptor of a ruleset that forbids everything; `allow` makes exceptions.
 
     Raises:
-        OSError: no Landlock here.
+        OSError: this kernel has no Landlock.
     """
     version = abi()
     if version < 1:

@@ -28,9 +28,9 @@ class Landlocked:
         self._view = view
         self._home = ""
         self._rulesets: dict[tuple[bool, bool], int] = {}
-        """By (home, writable)."""
+        """(home, writable) -> descriptor of the ruleset for such a place."""
         self._steps: dict[tuple[bool, bool], list[kernel.Step]] = {}
-        """What a child takes to confine itself, by the same."""
+        """(home, writable) -> the calls with which a child confines itself."""
 
     def enter(self) -> None:
         if landlock.abi() < 1:

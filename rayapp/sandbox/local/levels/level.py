@@ -1,4 +1,4 @@
-"""What an isolation level does at each point of an execution, and the level that does nothing.
+"""The interface of isolation levels, called at each point of an execution, and the level that does nothing.
 
     zygote boot: enter() -> in the template, for each execution: prepare(), fork()
                               -> in the child: confine -> candidate code
@@ -25,7 +25,7 @@ from rayapp.sandbox.local.levels.usage import Usage
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """Where an execution works."""
+    """Where an execution works, and whether it may write there."""
 
     home: bool
     """In the sandbox's own folder, which lasts until `Level.reset`; else in a fresh one, where the level has any."""
@@ -35,7 +35,7 @@ class Place:
 
 
 class Level(Protocol):
-    """How candidate code is kept in."""
+    """One way to keep candidate code in."""
 
     name: str
     num_spares: int
@@ -51,7 +51,7 @@ class Level(Protocol):
         """
 
     def fork(self) -> int:
-        """As os.fork; the child is the root of everything the execution starts."""
+        """Fork, as os.fork does; the child is the root of everything the execution starts."""
 
     def prepare(self, place: Place) -> None:
         """Before each fork: make the place to work in."""
@@ -67,13 +67,13 @@ class Level(Protocol):
         """
 
     def reset(self) -> None:
-        """The sandbox was given back: its own folder is gone."""
+        """Remove the sandbox's own folder: it was given back."""
 
     def sweep(self, session: int) -> bool:
-        """After an execution: nothing of it is left, nor of anything but the session with this process id, if any.
+        """End everything that an execution left, except the session with this process id, if any.
 
         Returns:
-            whether children forked before may be given a job, as their place is what it was then.
+            True if children forked before may be given a job, as their place is unchanged.
         """
 
 
@@ -115,7 +115,7 @@ class Unisolated:
 
 
 def adopt_orphans() -> None:
-    """Descendants whose parent died become this process's children, so that `kill_descendants` finds them."""
+    """Make this process the parent of descendants whose own parent dies, so that `kill_descendants` finds them."""
     kernel.prctl(kernel.PR_SET_CHILD_SUBREAPER, 1)
 
 
@@ -149,7 +149,7 @@ def make_folder(prefix: str) -> str:
 
 
 def remove_folder(path: str) -> None:
-    """With all that is in it; candidate code may have put anything there."""
+    """Remove a folder and all that is in it; candidate code may have put anything there."""
     for folder, names, files in os.walk(path, topdown=False):
         for name in (*names, *files):
             entry = Path(folder, name)

@@ -9,11 +9,11 @@ from pathlib import Path
 
 MIB = 1 << 20
 MAX_OPEN_FILES = 128
-"""Of one execution. Not of the zygote: its own limit is also how many descriptors of its user may be in flight before
-it can send none, see unix(7), ETOOMANYREFS."""
+"""Open files of one execution. The zygote's own limit stays higher: with as many descriptors of its user in flight as
+that limit it could send none, see unix(7), ETOOMANYREFS."""
 _NO_CORE = 1
-"""Bytes. With 0 the kernel still starts a helper that core_pattern names, as root and outside; 1 means none
-(fs/coredump.c)."""
+"""Limit of core dumps in bytes that switches them off. With 0 the kernel still starts a helper that core_pattern names,
+as root and outside; 1 means none (fs/coredump.c)."""
 _MAX_SIGNALS = 128
 
 
@@ -36,7 +36,7 @@ class Limits:
     memory_mib: int
     """Address space beyond what the warm interpreter has mapped already."""
     disk_mib: int
-    """Of its private tmpfs, and of one file."""
+    """Size of its private tmpfs, and of one file."""
     max_processes: int
     """Processes and threads."""
 
@@ -78,7 +78,7 @@ def resource_bounds(limits: Limits, *, num_running: int | None) -> Bounds:
 
 
 def lower(bounds: Bounds) -> None:
-    """Of this process and all it starts; lowered hard, so nothing can raise them again."""
+    """Lower the limits of this process and all it starts, soft and hard, so that nothing can raise them again."""
     for what, value in bounds:
         resource.setrlimit(what, (value, value))
 

@@ -51,15 +51,15 @@ class Namespaces:
         self._below_tmp = [path for path in view.extra() if path.startswith(f"{_TMP}/")]
         self._with_proc = with_proc
         self._disk_mib = 0
-        """Of /tmp; 0 while there is none."""
+        """Size of /tmp; 0 while there is none."""
         self._tmp_is_new = False
         self._tmp_is_home = False
         self._untouched = b""
-        """What the kernel says of a /tmp that nobody has touched."""
+        """The kernel's facts about /tmp (statx) while nobody has touched it."""
         self._ruleset = -1
         self._filter = bytearray(rules.closing())
         self._steps: list[kernel.Step] = []
-        """What a child takes to confine itself."""
+        """The calls with which a child confines itself."""
         self._enter_pid_namespace: list[kernel.Step] = []
         self._leave_pid_namespace: list[kernel.Step] = []
         self.usage = Usage(-1)
@@ -87,7 +87,7 @@ class Namespaces:
         kernel.take(self._enter_pid_namespace)
         pid = kernel.fork()
         if pid:
-            # Or the next child would be born into this execution.
+            # Leave its pid namespace: else the next child would be born into this execution.
             kernel.take(self._leave_pid_namespace)
         return pid
 
@@ -97,7 +97,7 @@ class Namespaces:
         self._tmp_is_home |= place.home
 
     def confine(self, place: Place) -> None:
-        # Else it would be in the zygote's process group, and a signal to group 0 passes the border of a pid namespace.
+        # A process group of its own: a signal to group 0 passes the border of a pid namespace, up to the zygote.
         os.setsid()
         own = self._mounts_of_its_own(place)
         if own:
@@ -124,18 +124,19 @@ class Namespaces:
         self._tmp_is_home = self._tmp_is_new = False
 
     def sweep(self, session: int) -> bool:
-        """The execution's pid namespace died with its first process. Whether it has touched /tmp is looked at now, when
-        nobody works there, as the one after the next is forked while the next one runs."""
+        """See `Level.sweep`. The execution's pid namespace died with its first process, so only /tmp is looked at.
+
+        Now, while nobody works there: the child after the next is forked while the next one runs."""
         if not self._tmp_is_home:
             self._tmp_is_new = self._untouched == _look_at_tmp()
         return self._tmp_is_home or self._tmp_is_new
 
     def _renew_tmp(self, disk_mib: int) -> None:
-        """An empty /tmp. One that nobody has touched is as good as new, and most code touches nothing."""
+        """Give the next execution an empty /tmp. Most code touches nothing there, and then the old one stays."""
         if self._disk_mib:
             kernel.umount(_TMP, kernel.MNT_DETACH)
             os.close(self._ruleset)
-        # That it was read does not count.
+        # Without access times: reading must not make it look touched.
         self._mount_tmp(_PLAIN | kernel.MS_NOATIME, disk_mib)
         os.chdir(_TMP)
         self._disk_mib, self._tmp_is_new, self._untouched = disk_mib, True, _look_at_tmp()
@@ -195,7 +196,7 @@ def _become_init() -> None:
 
 
 def _look_at_tmp() -> bytes:
-    """Changes whenever anything in /tmp does."""
+    """Facts about /tmp that change whenever anything in it does."""
     kernel.take(_LOOK)
     return _seen.raw
 
@@ -205,8 +206,7 @@ def _tmpfs_options(disk_mib: int) -> str:
 
 
 def _keep_hidden_proc(root: str) -> None:
-    """A /proc that no path leads to. The kernel lets a namespace mount a fresh one only where it has a whole one
-    already.
+    """Keep a /proc that no path leads to: the kernel lets a namespace mount a fresh one only if it has a whole one.
 
     Raises:
         OSError: this machine's own /proc is partly masked, as in most pods.

@@ -74,7 +74,7 @@ _ZYGOTE_ONLY = (
     "setuid", "setgid", "setreuid", "setregid", "setresuid", "setresgid", "setfsuid", "setfsgid", "setgroups",
     "landlock_create_ruleset", "landlock_add_rule", "landlock_restrict_self", "setsid", "sendmsg", "sendmmsg",
 )  # fmt: skip
-"""What the zygote calls to start an execution, and nothing in it may call. Memory files are memory that no
+"""Calls that the zygote makes to start an execution, and nothing in it may make. Memory files are memory that no
 limit of the candidate counts. Each session is a group of its own to the scheduler, so fourteen would get fourteen
 neighbours' time. Messages can hold descriptors, which the kernel counts by user until they arrive: more than
 RLIMIT_NOFILE of them, and the zygote can send none. `send` and `sendto` remain."""
@@ -84,8 +84,8 @@ _OWNERS_ONLY = (
     "futimesat", "utimensat", "setxattr", "lsetxattr", "fsetxattr", "setxattrat", "removexattr", "lremovexattr",
     "fremovexattr", "removexattrat", "file_setattr", "truncate",
 )  # fmt: skip
-"""What only a file's owner may do; in a pod that is the user of the whole run. Landlock has no rule for mode, owner,
-times and attributes, and none for truncation below ABI 3 (kernel 6.2)."""
+"""Calls that only a file's owner may make; in a pod that is the user of the whole run. Landlock has no rule for mode,
+owner, times and attributes, and none for truncation below ABI 3 (kernel 6.2)."""
 
 
 def standing(machine: str | None = None) -> bytes:
@@ -123,7 +123,7 @@ def closing(*, own_pid: int | None = None, machine: str | None = None) -> bytes:
     rules["prctl"] = not_with(0, *_PRCTL_NEVER)
     rules["clone"] = without_bits(0, _NAMESPACES)
     if own_pid is None:
-        # As pid 1 of its namespace it would survive killing itself, unlike anywhere else.
+        # Let it die when it kills itself: as pid 1 of its namespace the kernel would let it survive.
         rules["kill"] = dies_with((0, _INIT), (1, signal.SIGKILL))
         rules["tgkill"] = dies_with((0, _INIT), (2, signal.SIGKILL))
     else:

@@ -21,7 +21,7 @@ _FARTHEST = 255
 """Instructions that a conditional jump can skip."""
 
 INSTRUCTION = struct.Struct("<HBBI")
-"""How the kernel reads one: its fields as in `Instruction`."""
+"""Layout of an instruction for the kernel; the fields are those of `Instruction`."""
 Instruction = tuple[int, int, int, int]
 """Code, jump if true, jump if false, constant."""
 Block = tuple[Instruction, ...]
@@ -166,7 +166,7 @@ def installation(code: bytearray) -> kernel.Step:
     """Puts a filter on the process that takes this step, and all it will fork. Needs no_new_privs.
 
     Args:
-        code: may be written to until then, but keeps its length.
+        code: the filter; it may be written to until the step is taken, but keeps its length.
     """
     shared = (ctypes.c_char * len(code)).from_buffer(code)
     filtering = _Program(len(code) // INSTRUCTION.size, ctypes.addressof(shared))
@@ -176,7 +176,7 @@ def installation(code: bytearray) -> kernel.Step:
 
 
 def install(code: bytes) -> None:
-    """Now.
+    """Put a filter on this process now.
 
     Raises:
         OSError: the kernel has no seccomp filters.

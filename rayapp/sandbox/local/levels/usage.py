@@ -14,20 +14,20 @@ from dataclasses import dataclass, field
 _PAGE = resource.getpagesize()
 _TICK_S = 1 / os.sysconf("SC_CLK_TCK")
 _CPU_FIELDS, _ALL_CPU_FIELDS, _THREADS_FIELD, _RESIDENT_FIELD = slice(11, 13), slice(11, 15), 17, 21
-"""Of /proc/PID/stat, from the state on, see proc(5): its own ticks, and with those of children it has waited for."""
+"""Fields of /proc/PID/stat from the state on, see proc(5): own ticks, and with those of children it has waited for."""
 
 
 @dataclass(slots=True)
 class Use:
-    """Of one execution so far."""
+    """Memory, threads and processor time that one execution has used so far."""
 
     memory_bytes: int = 0
     num_threads: int = 0
     """Threads of all processes together."""
     cpu_s: float = 0.0
-    """Of all processes together, those that have ended included."""
+    """Processor time of all processes together, those that have ended included."""
     waited_s: float = 0.0
-    """What the thread that waited longest for a processor, able to run, has waited."""
+    """Longest time that one of its threads, able to run, has waited for a processor."""
     _cpu: dict[str, int] = field(default_factory=dict)
     """Ticks by process id."""
     _ticks_before: int = 0
@@ -35,8 +35,8 @@ class Use:
     """Nanoseconds by thread."""
 
     def take(self, stats: dict[str, list[str]], waited: dict[str, int], warm_pages: int) -> None:
-        """A look at all processes that live: their /proc/PID/stat, and how long each thread has waited."""
-        # Each is a fork of the warm interpreter: what they share with it is no memory of theirs.
+        """Take in a look at all living processes: their /proc/PID/stat, and how long each thread has waited."""
+        # Subtract the warm interpreter's pages, which each of its forks shares with it.
         pages = sum(max(0, int(stat[_RESIDENT_FIELD]) - warm_pages) for stat in stats.values())
         self.memory_bytes = pages * _PAGE
         self.num_threads = sum(int(stat[_THREADS_FIELD]) for stat in stats.values())
@@ -46,12 +46,12 @@ class Use:
 
     def _ticks(self, stats: dict[str, list[str]]) -> int:
         self._cpu |= {pid: sum(map(int, stat[_CPU_FIELDS])) for pid, stat in stats.items()}
-        # The kernel's own sum leaves out children that nobody waited for, ours those that no look has seen.
+        # Take the larger of two sums: the kernel's lacks children that nobody waited for, ours those never looked at.
         of_kernel = sum(sum(map(int, stat[_ALL_CPU_FIELDS])) for stat in stats.values())
         return max(of_kernel, sum(self._cpu.values()))
 
     def forget(self, stats: dict[str, list[str]], waited: dict[str, int]) -> None:
-        """What was until now: that was an earlier job of the same session."""
+        """Drop what was used until now, by an earlier job of the same session."""
         self._ticks_before, self._waited_before = self._ticks(stats), waited
 
 
@@ -78,7 +78,7 @@ class Usage:
         return usage
 
     def look_at_children_of(self, pid: str) -> None:
-        """From now on: of this process, which they are forked from."""
+        """Set the process whose children are looked at: the one that executions are forked from."""
         self.own_pid = pid
         if self.proc >= 0:
             self._warm_pages = int(self._stat(pid)[_RESIDENT_FIELD])
@@ -89,7 +89,7 @@ class Usage:
         return os.readlink("self", dir_fd=self.proc) if self.proc >= 0 else ""
 
     def look(self, use: Use, apart: Collection[int]) -> None:
-        """At everything that the execution has running now.
+        """Look at everything that the execution has running now.
 
         Args:
             apart: process ids, as that process knows them, of children that are not the execution's.
@@ -123,7 +123,7 @@ class Usage:
         return int(ids[self._depth]) if ids else 0
 
     def _ids(self, pid: str) -> list[str]:
-        """In that /proc's pid namespace first, in its own last."""
+        """Process ids in each pid namespace: first in that of /proc, last in its own."""
         _, _, after = self._read(f"{pid}/status").partition("\nNSpid:")
         return after.partition("\n")[0].split()
 
@@ -132,7 +132,7 @@ class Usage:
         return self._read(f"{pid}/stat").rpartition(")")[2].split()
 
     def _threads(self, pid: str, num_threads: int) -> list[str]:
-        """Where each has its files in that /proc."""
+        """Folder of each thread in that /proc."""
         if num_threads < 2:
             return [f"{pid}/task/{pid}"]
         try:

@@ -32,7 +32,7 @@ class View:
     """Folders and files of extra packages."""
 
     def extra(self) -> tuple[str, ...]:
-        """What is shown besides the system's folders."""
+        """Paths that are shown besides the system's folders."""
         return (self.library, *self.shared, *self.packages)
 
     def sources(self) -> tuple[str, ...]:

@@ -1,0 +1,60 @@
+"""Sampling in vLLM's terms and back: our `SamplingParams` as vLLM's, vLLM's output as our `Completion`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from rayapp.core.errors import EngineError
+from rayapp.core.types import Completion, SamplingParams, VersionSpan
+
+
+def vllm_sampling_params(sampling: SamplingParams) -> Any:
+    """vLLM's `SamplingParams`: whole completions only, each token with its own log-prob."""
+    from vllm import SamplingParams as VllmSamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    return VllmSamplingParams(
+        max_tokens=sampling.max_tokens,
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        stop=list(sampling.stop),
+        logprobs=0,
+        flat_logprobs=True,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+    )
+
+
+def whole_completion(
+    request_id: str,
+    output: Any,
+    spans: tuple[VersionSpan, ...],
+    policy_version: int,
+    queued_s: float,
+    generate_s: float,
+) -> Completion:
+    """The `Completion` of an output that the policy itself ended, or the limit of tokens did.
+
+    Raises:
+        EngineError: the engine ended it (abort, error, repetition): half an answer that nobody may judge or train on.
+    """
+    if output.finish_reason not in ("stop", "length"):
+        raise EngineError(
+            f"vLLM gave {request_id} up after {len(output.token_ids)} tokens (finish reason {output.finish_reason})"
+        )
+    token_ids = np.array(output.token_ids, np.int32)
+    log_probs = np.array(output.logprobs.logprobs, np.float32)
+    if log_probs.size != token_ids.size:
+        raise EngineError(f"vLLM gave {log_probs.size} log-probs for {token_ids.size} sampled tokens")
+    return Completion(
+        token_ids=token_ids,
+        log_probs=log_probs,
+        text=output.text,
+        finish_reason=output.finish_reason,
+        policy_version=spans[0].policy_version if spans else policy_version,
+        version_spans=spans if len(spans) > 1 else (),
+        time_queued_s=queued_s,
+        time_generate_s=generate_s,
+    )
