@@ -40,7 +40,7 @@ LONGEST_FIRST = (
     "adversarial/test_attacks.py",
     "unit/test_mirror.py",
     "unit/test_token_budget.py",
-    "unit/test_sandbox_local.py",
+    "unit/test_provider.py",
     "contracts",
     "adversarial",
     "unit",
@@ -72,28 +72,41 @@ def pytest_configure() -> None:
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
 
 
-@pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
+@pytest.hookimpl(optionalhook=True)  # of xdist, where it is on
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    # xdist has groups of its own (`--dist loadgroup`), which xdist 3.8 does not see under pytest 9.2.
+    from xdist.scheduler import LoadFileScheduling
+
+    class Together(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return _group(nodeid)
+
+    return Together(config, log) if config.getoption("dist") == "loadfile" else None
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    items.sort(key=_place)
+    items.sort(key=lambda item: _place(item.nodeid))
     for item in items:
-        item.add_marker(pytest.mark.xdist_group(_group(item)))
         if item.get_closest_marker("gpu") and not _has_gpu():
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
 
 
-def _place(item: pytest.Item) -> int:
+def _place(nodeid: str) -> int:
     """Of its group, else its file, else its folder in LONGEST_FIRST; what is not there comes first."""
-    names = (_group(item), _file(item), _file(item).partition("/")[0])
+    file = _file(nodeid)
+    names = (_group(nodeid), file, file.partition("/")[0])
     return next((LONGEST_FIRST.index(name) for name in names if name in LONGEST_FIRST), -1)
 
 
-def _group(item: pytest.Item) -> str:
-    """Of tests that one process runs: a file, or several that share something."""
-    return TOGETHER.get(_file(item), _file(item))
+def _group(nodeid: str) -> str:
+    """Of tests that one process runs, one after the other: those of a file, or of files that share something."""
+    return TOGETHER.get(_file(nodeid), nodeid.partition("::")[0])
 
 
-def _file(item: pytest.Item) -> str:
-    return item.path.relative_to(Path(__file__).parent).as_posix()
+def _file(nodeid: str) -> str:
+    """`unit/test_x.py`, in whatever folder of unit/ it is."""
+    parts = nodeid.partition("::")[0].removeprefix("tests/").split("/")
+    return f"{parts[0]}/{parts[-1]}"
 
 
 def _has_gpu() -> bool:

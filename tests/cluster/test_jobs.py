@@ -129,11 +129,8 @@ def test_stopped_job_has_the_time_to_save(head: Any, tmp_path: Path) -> None:
     assert (tmp_path / "slow" / "checkpoints" / "step=000003" / "manifest.json").exists()
 
 
-@pytest.mark.parametrize(
-    ("head", "then", "status", "code"),
-    [("token", "exit 0", "SUCCEEDED", 0), ("disabled", "sleep 600", "STOPPED", 130)],
-    indirect=["head"],
-)
+@with_token
+@pytest.mark.parametrize(("then", "status", "code"), [("exit 0", "SUCCEEDED", 0), ("sleep 600", "STOPPED", 130)])
 def test_following_a_job_ends_as_the_job_does(head: Any, tmp_path: Path, then: str, status: str, code: int) -> None:
     # given: as the cluster's python a program that says that it is there
     began, program = tmp_path / "began", tmp_path / "python"
