@@ -48,6 +48,15 @@ LONGEST_FIRST = (
 """Groups, files and folders in the order of their time: what is last is short, and no process ends minutes after the
 others."""
 
+SLOW_UNITS = frozenset(
+    f"unit/test_{name}.py"
+    for name in (
+        "token_budget", "mirror", "provider", "s3", "traces", "kuberay", "step", "trackers", "bad_input", "exactness",
+        "view_queries", "tracking", "view_server", "model_prefetch", "hostile_texts", "family", "text_process",
+    )
+)  # fmt: skip
+"""Files of unit/ that take over ten seconds each, three quarters of all: `make test-fast` leaves them out."""
+
 TOGETHER = {
     f"cluster/{name}.py": "vllm"
     for name in (
@@ -84,9 +93,12 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     return Together(config, log) if config.getoption("dist") == "loadfile" else None
 
 
+@pytest.hookimpl(tryfirst=True)  # before `-m` chooses
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: _place(item.nodeid))
     for item in items:
+        if _file(item.nodeid) in SLOW_UNITS:
+            item.add_marker(pytest.mark.slow)
         if item.get_closest_marker("gpu") and not _has_gpu():
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
 

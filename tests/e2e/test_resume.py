@@ -16,6 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
 import pytest
 import yaml
 
@@ -163,23 +164,45 @@ class Interrupted:
     """Those of them that nothing ends any more."""
 
 
-@pytest.fixture(scope="module")
-def interrupted(
-    config_file: Path, descendants: Callable[[], dict[int, str]], settled: Callable[..., dict[int, str]]
-) -> Interrupted:
-    """A run whose driver is killed with SIGKILL inside step 4, after the checkpoint of step 2, and started again in a
-    terminal; there Ctrl-C is pressed inside step 7 or later.
+OVERRIDES = ("eval.every_steps=2", "checkpoint.keep_last=100")
+"""Of the run that is killed and interrupted: evaluated after steps 2, 4 and 6, unlike the uninterrupted one."""
 
-    It is evaluated after steps 2, 4 and 6: other steps than the uninterrupted run, which must make no difference.
-    """
-    folder, overrides = run_folder(config_file, "killed"), ("eval.every_steps=2", "checkpoint.keep_last=100")
-    process = train(config_file, "killed", *overrides)
+
+@pytest.fixture(scope="module")
+def killed(config_file: Path) -> Path:
+    """A run whose driver is killed with SIGKILL inside step 4, after the checkpoint of step 2; its engine is gone."""
+    folder = run_folder(config_file, "killed")
+    process = train(config_file, "killed", *OVERRIDES)
     try:
         wait_for_step(process, folder, KILL_AFTER)
+        started = psutil.Process(process.pid).children(recursive=True)
+        engines = [child for child in started if "VLLM" in child.name()]
+        assert engines, started
     finally:
         os.kill(process.pid, signal.SIGKILL)
         process.wait()
-    endless = ("run.name=killed", *overrides, f"train.num_steps={MANY_STEPS}")
+    # An engine whose server has died ends its parent, which would be this process once `descendants` adopts orphans.
+    deadline = time.monotonic() + STOP_S
+    while any(is_alive(engine) for engine in engines):
+        assert time.monotonic() < deadline, engines
+        time.sleep(0.1)
+    return folder
+
+
+def is_alive(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+@pytest.fixture(scope="module")
+def interrupted(
+    config_file: Path, killed: Path, descendants: Callable[[], dict[int, str]], settled: Callable[..., dict[int, str]]
+) -> Interrupted:
+    """The killed run, started again in a terminal, where Ctrl-C is pressed inside step 7 or later."""
+    folder = killed
+    endless = ("run.name=killed", *OVERRIDES, f"train.num_steps={MANY_STEPS}")
     terminal = Terminal([sys.executable, "-m", "rayapp", "train", str(config_file), *endless])
     try:
         deadline = time.monotonic() + DEADLINE_S

@@ -7,6 +7,9 @@ Writing happens in threads, on copies in host memory: training goes on meanwhile
 
 from __future__ import annotations
 
+import errno
+import os
+import shutil
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
@@ -24,6 +27,9 @@ from rayapp.core.errors import CheckpointDamagedError, CheckpointError
 from rayapp.learner.policy import named_weights
 from rayapp.learner.state.export import not_finite, stage_hf
 from rayapp.learner.step import PolicyLearner
+
+FULL_BYTES = 1 << 16
+"""Free bytes of a disk below which a write that failed there failed for want of space."""
 
 
 class SaveInProgress:
@@ -49,8 +55,11 @@ class SaveInProgress:
         wait(self._writing)
         errors = [error for future in self._writing if (error := future.exception()) is not None]
         if errors:
+            # torch may tell of a full disk only that its file has another length than it wrote.
+            is_full = shutil.disk_usage(self._folder).free < FULL_BYTES
+            reason = f"{os.strerror(errno.ENOSPC)} ({_reason(errors[0])})" if is_full else _reason(errors[0])
             raise CheckpointError(
-                f"the checkpoint in {self._folder} can't be written: {_reason(errors[0])}. Mend this (on a full disk: "
+                f"the checkpoint in {self._folder} can't be written: {reason}. Mend this (on a full disk: "
                 "free some space) and start the same command again."
             ) from errors[0]
 
