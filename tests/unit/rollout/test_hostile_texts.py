@@ -30,8 +30,8 @@ from rayapp.runs.view.source import open_source
 from rayapp.tasks.answers import Answer, AnswerRewards, score_answer
 from rayapp.tasks.coding import CodingTask
 from rayapp.testing.engine import ScriptedEngine
+from rayapp.testing.hermes import HermesParser
 from rayapp.tools.base import ToolBase, ToolOutput, ToolSchema
-from rayapp.tools.calls import HermesParser
 from rayapp.tools.toolset import ToolSet
 
 LOOP_HOLD_S = 0.2
