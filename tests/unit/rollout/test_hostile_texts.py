@@ -21,7 +21,7 @@ from rayapp.core.types import Group, Prompt, SamplingParams, SandboxSpec
 from rayapp.rollout.agent.chat import ChatFormat, load_template
 from rayapp.rollout.agent.episode import AgentLimits, AgentPrompt, Episode
 from rayapp.rollout.agent.loop import AgentLoop
-from rayapp.rollout.agent.outcome import to_trajectory
+from rayapp.rollout.agent.outcome import to_trajectory, with_terms
 from rayapp.runs.trajectories import write_trajectories
 from rayapp.runs.view.details import read_group, read_trajectory
 from rayapp.runs.view.groups import GroupFilter, Page, find_groups
@@ -155,7 +155,7 @@ async def play(tokenizer: Any, turns: list[str], result: str) -> Episode:
         lambda request_id, prompt_ids: next(said),
         end_id=tokenizer.eos_token_id,
     )
-    prompt = AgentPrompt(messages=messages, token_ids=tuple(chat.prompt_ids(messages)))
+    prompt = AgentPrompt(token_ids=tuple(chat.prompt_ids(messages)))
     return await loop.run(prompt, engine=engine, sampling=SamplingParams(max_tokens=100_000), request_id="t")
 
 
@@ -189,7 +189,7 @@ async def test_whatever_a_policy_and_its_tools_write_is_data(
 
     folder = tmp_path_factory.mktemp("run")
     (folder / "trajectories").mkdir()
-    trajectories = (to_trajectory(episode, reward), to_trajectory(episode, code_reward))
+    trajectories = tuple(to_trajectory(episode, with_terms(one, episode)) for one in (reward, code_reward))
     group = Group(
         group_id=0,
         prompt=Prompt(task="t", text=result, token_ids=episode.token_ids[: episode.num_prompt_tokens]),
