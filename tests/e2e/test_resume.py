@@ -225,8 +225,8 @@ def killed_and_resumed(interrupted: Interrupted) -> Path:
 
 
 def deterministic(record: dict[str, float]) -> dict[str, float]:
-    """What comes from training and does not measure the clock."""
-    others = ("timing_s/", "throughput/", "weight_sync/", "time", "eval/")
+    """What comes from training, and neither measures the clock nor what is in flight or waiting at one moment."""
+    others = ("timing_s/", "throughput/", "weight_sync/", "time", "eval/", "routing/", "queue/oldest_ready_s")
     return {key: value for key, value in record.items() if not key.startswith(others)}
 
 
