@@ -107,7 +107,7 @@ def test_long_code_is_read_in_linear_time(lines: list[str]) -> None:
     started = time.process_time()
 
     assert find_banned(source, ("sorted", "os.path")) is None
-    assert time.process_time() - started < 1.5  # quadratic: 3 to 60 s
+    assert time.process_time() - started < 3.0  # quadratic: 3 to 60 s on a quiet core
 
 
 @pytest.mark.parametrize("code", ["import a.os.path.b", "import os.path.b.c.d", "from os.path.b import c"])
