@@ -158,7 +158,11 @@ def _become_candidate(job: Job, harness: Job, writers: Job, watcher: int) -> Non
     status = 70
     try:
         _end_with(watcher)
-        os.setsid()
+        try:
+            os.setsid()
+        except PermissionError:
+            # A local sandbox of ours, behind an MCP server say, refuses sessions: a group of its own ends as well.
+            os.setpgid(0, 0)
         _open_stdin(job["stdin"])
         os.dup2(writers["stdout"], 1)
         os.dup2(writers["stderr"], 2)
