@@ -104,10 +104,10 @@ def test_code_nested_too_deeply_to_read_counts_as_a_dynamic_lookup() -> None:
 )
 def test_long_code_is_read_in_linear_time(lines: list[str]) -> None:
     source = "\n".join(["def f(x):", *lines])
-    started = time.process_time()
+    started = time.thread_time()
 
     assert find_banned(source, ("sorted", "os.path")) is None
-    assert time.process_time() - started < 3.0  # quadratic: 3 to 60 s on a quiet core
+    assert time.thread_time() - started < 1.5  # quadratic: 3 to 60 s
 
 
 @pytest.mark.parametrize("code", ["import a.os.path.b", "import os.path.b.c.d", "from os.path.b import c"])
