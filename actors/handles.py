@@ -16,7 +16,15 @@ from ray.exceptions import RayActorError
 
 from actors.calls import answer
 from rayapp.core.errors import EngineDeadError, ProcessDiedError
-from rayapp.core.types import Completion, FloatArray, GroupSummary, Int32Array, SamplingParams, SandboxSpec
+from rayapp.core.types import (
+    Completion,
+    FloatArray,
+    GroupSummary,
+    Int32Array,
+    SamplingParams,
+    SandboxSpec,
+    Trajectory,
+)
 from rayapp.engine.weights.transfer_plan import TransferPlan
 from rayapp.rollout.order import GroupRequest
 from rayapp.sandbox.leases import Fate, Lease
@@ -134,6 +142,18 @@ class LearnerHandle(Handle):
         ref = method.remote(step, summaries, assignment, *groups)
         metrics: dict[str, float] = await self.call("train_step", ref, self.step_timeout_s)
         return metrics
+
+    async def supervised_step(self, step: int, rows: Sequence[Trajectory]) -> dict[str, float]:
+        method = self.actor.supervised_step.options(name=f"{self.name}.supervised_step step={step}")
+        metrics: dict[str, float] = await self.call(
+            "supervised_step", method.remote(step, tuple(rows)), self.step_timeout_s
+        )
+        return metrics
+
+    async def supervised_loss(self, rows: Sequence[Trajectory]) -> float:
+        ref = self.actor.supervised_loss.remote(tuple(rows))
+        loss: float = await self.call("supervised_loss", ref, self.step_timeout_s)
+        return loss
 
     async def log_probs_before(self, step: int) -> dict[int, FloatArray]:
         method = self.actor.log_probs_before.options(name=f"{self.name}.log_probs_before step={step}")

@@ -19,7 +19,7 @@ from actors.weight_client import ServersClient
 from rayapp.config.config import Config
 from rayapp.core.errors import LearnerError
 from rayapp.core.logs import about, label_logs
-from rayapp.core.types import FloatArray, Group, GroupSummary
+from rayapp.core.types import FloatArray, Group, GroupSummary, Trajectory
 from rayapp.engine.weights.buckets import WeightBucket
 from rayapp.engine.weights.transfer_plan import TransferPlan
 from rayapp.learner.build import build_learner
@@ -27,6 +27,7 @@ from rayapp.learner.distributed import end_ranks, start_ranks
 from rayapp.learner.scoring import log_probs_of
 from rayapp.learner.state.checkpoint import SaveInProgress, begin_save, load_learner
 from rayapp.learner.state.export import export_buckets, export_hf
+from rayapp.learner.supervised import supervised_loss, supervised_step
 from rayapp.storage.models.prefetch import with_local_model
 
 if TYPE_CHECKING:
@@ -93,6 +94,17 @@ class Learner:
             metrics = self._learner.train_step(step, summaries, assignment[self._learner.ranks.rank], groups)
             log.info("trained on %d groups: loss %.4g", len(groups), metrics.get("learner/loss", math.nan))
         return metrics
+
+    def supervised_step(self, step: int, rows: tuple[Trajectory, ...]) -> dict[str, float]:
+        """One step on this rank's demonstrations; see `rayapp.learner.supervised`."""
+        with about(step=step):
+            metrics = supervised_step(self._learner, step, rows)
+            log.info("learned from %d demonstrations: loss %.4g", len(rows), metrics["sft/loss"])
+        return metrics
+
+    def supervised_loss(self, rows: tuple[Trajectory, ...]) -> float:
+        """The loss of demonstrations that are dealt to the ranks, without learning from them."""
+        return supervised_loss(self._learner, rows)
 
     def log_probs_before(self) -> dict[int, FloatArray]:
         """What the weights before the last step thought of its sampled tokens; see `PolicyLearner.log_probs_before`."""

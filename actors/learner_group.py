@@ -12,7 +12,7 @@ from ray.exceptions import RayActorError
 
 from actors.handles import LearnerHandle, VllmServerHandle
 from rayapp.core.errors import CheckpointError, DeadlineError, LearnersLostError, ObjectsLostError, ProcessDiedError
-from rayapp.core.types import FloatArray, Group, GroupSummary
+from rayapp.core.types import FloatArray, Group, GroupSummary, Trajectory
 from rayapp.engine.weights.transfer_plan import TransferPlan
 
 DEATH_NOTICE_S = 10.0
@@ -57,6 +57,26 @@ class LearnerGroup:
         import ray
 
         return await self.train_step(step, summaries, [ray.put(group) for group in groups])
+
+    async def supervised_step(self, step: int, rows: Sequence[Trajectory]) -> dict[str, float]:
+        """One optimizer step on demonstrations, dealt out as `train_step` deals groups."""
+        self._version = None
+        results = await self._all(
+            handle.supervised_step(step, dealt) for handle, dealt in zip(self.handles, self._dealt(rows), strict=True)
+        )
+        self._version = step
+        return dict(results[0])
+
+    async def supervised_loss(self, rows: Sequence[Trajectory]) -> float:
+        """The loss of these demonstrations under the weights as they are."""
+        losses = await self._all(
+            handle.supervised_loss(dealt) for handle, dealt in zip(self.handles, self._dealt(rows), strict=True)
+        )
+        return float(losses[0])
+
+    def _dealt(self, rows: Sequence[Trajectory]) -> list[list[Trajectory]]:
+        assignment = assign_by_tokens([row.num_tokens for row in rows], len(self.handles))
+        return [[rows[position] for position in positions] for positions in assignment]
 
     async def log_probs_before(self, step: int) -> dict[int, FloatArray]:
         """Log-probs of the step's response tokens before its update, by the trajectory's position in the step.

@@ -1,18 +1,15 @@
-"""`rayapp data`: training data in verl's schema. Wired into `rayapp.cli.main`; the work is in `preparing.py`."""
+"""`rayapp data`: rows in verl's schema (`rayapp.tasks.data.preparing`), and demonstrations out of a run's trajectories
+(`rayapp.runs.selecting`)."""
 
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
 app = typer.Typer(no_args_is_help=True, help="Prepare training data.")
-
-
-@app.callback()
-def _data() -> None:
-    """A callback keeps `prepare` a command of its own while it is the only one."""
 
 
 @app.command(
@@ -57,3 +54,29 @@ def prepare(
     for report in reports:
         typer.echo(f"{report.split}.parquet: {report.num_written} rows, {len(report.bad)} that could not be mapped")
     typer.echo(f"written to {out}")
+
+
+@app.command(
+    name="from-run",
+    epilog="Example: rayapp data from-run outputs/mine --min-reward 1 --out best.parquet, then rayapp sft CONFIG "
+    "warmup.files='[best.parquet]'",
+)
+def from_run(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run that kept its trajectories")],
+    out: Annotated[Path, typer.Option(help="Parquet file to write")],
+    min_reward: Annotated[float, typer.Option(help="Reward that a trajectory needs")] = 1.0,
+    max_per_prompt: Annotated[int | None, typer.Option(min=1, help="Trajectories of each prompt; default: all")] = None,
+    first_step: Annotated[int, typer.Option(min=1, help="Take steps from this one on")] = 1,
+    last_step: Annotated[int | None, typer.Option(min=1, help="Take steps up to this one; default: all")] = None,
+) -> None:
+    """Write a run's best trajectories as demonstrations for `rayapp sft` and `warmup`: rejection sampling."""
+    from rayapp.runs.selecting import Selection, select_from_run
+
+    selection = Selection(
+        min_reward=min_reward, max_per_prompt=max_per_prompt, first_step=first_step, last_step=last_step
+    )
+    count = select_from_run(run, out, selection)
+    typer.echo(
+        f"{out}: {count.num_written} of {count.num_read} trajectories with a reward of {min_reward:g} or more, "
+        f"{count.num_repeated} repeated ones left out"
+    )

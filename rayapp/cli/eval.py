@@ -60,13 +60,14 @@ def _whole(path: Path, config: Config) -> Checkpoint:
 
 def _convert(path: Path, out: Path) -> None:
     from rayapp.config.loading import load_config
+    from rayapp.driver.sft import after_warmup
     from rayapp.learner.state.convert import checkpoint_to_hf  # loads torch: seconds
 
     file = path.parent.parent / "config.yaml"
     if not file.is_file():
         raise InputError(f"checkpoint {path} was saved without hf_model, and its run's {file}, which names the base "
                          "model, is not there: evaluate it in its run folder")  # fmt: skip
-    checkpoint_to_hf(load_config(file), path / "learner", out)
+    checkpoint_to_hf(after_warmup(load_config(file)), path / "learner", out)
 
 
 def _with_model(config: Config, folder: Path) -> Config:

@@ -14,7 +14,7 @@ import sys
 
 import typer
 
-from rayapp.cli import config, data, doctor, mcp, model, plan, score, sync, train, view
+from rayapp.cli import config, data, doctor, mcp, model, plan, score, sft, sync, train, view
 from rayapp.cli import eval as evaluate
 from rayapp.cli.arguments import EXIT_FAILED, EXIT_USER_ERROR
 from rayapp.cli.jobs import command as jobs
@@ -33,7 +33,7 @@ app = typer.Typer(
     add_completion=False,
 )
 GROUPS = {"config": config, "model": model, "sandbox": sandbox, "mcp": mcp, "data": data}
-for command in (kuberay, jobs, train, evaluate, score, doctor, view, sync, plan):
+for command in (kuberay, jobs, train, sft, evaluate, score, doctor, view, sync, plan):
     app.add_typer(command.app)
 for name, group in GROUPS.items():
     app.add_typer(group.app, name=name)

@@ -32,6 +32,7 @@ from rayapp.config.sections import (
     ServerSection,
     TrackingSection,
     TrainSection,
+    WarmupSection,
 )
 from rayapp.core.location import Location
 
@@ -50,6 +51,7 @@ class Config(FrozenModel):
     algorithm: AlgorithmSection = AlgorithmSection()
     rollout: RolloutSection = RolloutSection()
     train: TrainSection = TrainSection()
+    warmup: WarmupSection = WarmupSection()
     learner: LearnerSection = LearnerSection()
     server: ServerSection = ServerSection()
     sandbox: SandboxConfig = SandboxConfig()
@@ -68,6 +70,11 @@ class Config(FrozenModel):
     def max_model_tokens(self) -> int:
         """Longest sequence the engine must hold."""
         return self.rollout.max_prompt_tokens + self.rollout.max_completion_tokens
+
+    @property
+    def max_demonstration_tokens(self) -> int:
+        """Longest row that the warm-up takes."""
+        return self.warmup.max_tokens or self.max_model_tokens
 
     @property
     def run_uri(self) -> str:
@@ -154,6 +161,7 @@ def _check_agreement(config: Config) -> None:
     _gpus_suffice(config)
     _minibatches_divide(config)
     _sequence_fits_microbatch(config)
+    _warmup_fits(config)
     _dapo_fits(config)
     _best_metric_exists(config)
 
@@ -164,6 +172,22 @@ def _best_metric_exists(config: Config) -> None:
         raise ValueError(
             f"checkpoint.best_metric is {metric}, but eval.every_steps is 0: nothing is evaluated during training, "
             f"and checkpoint.keep_best = {keep_best} would keep nothing. Set eval.every_steps, or use reward/mean."
+        )
+
+
+def _warmup_fits(config: Config) -> None:
+    warmup, budget = config.warmup, config.learner.max_tokens_per_microbatch
+    if not warmup.num_steps:
+        return
+    if isinstance(budget, int) and config.max_demonstration_tokens > budget:
+        raise ValueError(
+            f"warmup.max_tokens is {config.max_demonstration_tokens}, but learner.max_tokens_per_microbatch is "
+            f"{budget}: the longest demonstration would fit in no micro-batch. Raise it, or lower warmup.max_tokens."
+        )
+    if not warmup.files and not config.tasks:
+        raise ValueError(
+            f"warmup.num_steps is {warmup.num_steps}, but warmup.files is empty and there are no tasks whose "
+            "demonstrations could be taken: name the files to learn from (docs/sft.md), or set warmup.num_steps to 0."
         )
 
 

@@ -8,6 +8,7 @@ from typing import Any, Literal
 from pydantic import Field, field_validator, model_validator
 
 from rayapp.config.base import Dtype, FrozenModel
+from rayapp.config.learner import OptimizerSection
 from rayapp.core.errors import StorageConfigError
 from rayapp.core.location import Location
 
@@ -98,6 +99,28 @@ class TrainSection(FrozenModel):
     than max_staleness. None: as many as a step has. 0: strictly in order. Synchronous runs are in order anyway."""
 
 
+class WarmupSection(FrozenModel):
+    """Supervised steps on demonstrations before GRPO's first step (docs/sft.md)."""
+
+    num_steps: int = Field(0, ge=0)
+    """Optimizer steps on demonstrations, by the same learners. 0: none."""
+    files: tuple[str, ...] = ()
+    """JSONL or parquet: conversations, prompts with completions, or trajectories of `rayapp data from-run`. Empty: the
+    demonstrations of the run's tasks."""
+    eval_files: tuple[str, ...] = ()
+    """Rows whose loss is computed, never trained on: `sft/validation_loss`."""
+    eval_every_steps: int = Field(0, ge=0)
+    """Compute it after every so many steps, too. 0: before the first and after the last alone."""
+    rows_per_step: int = Field(4, ge=1)
+    """Demonstrations per optimizer step. Each epoch takes all of them, in an order of its own from run.seed."""
+    max_tokens: int = Field(0, ge=0)
+    """A longer row is refused. 0: rollout.max_prompt_tokens + rollout.max_completion_tokens."""
+    filter_overlong: bool = False
+    """Leave longer rows out instead, and say how many."""
+    optimizer: OptimizerSection = OptimizerSection(lr=2e-5)
+    """Of the supervised steps. GRPO starts with an optimizer that has not stepped."""
+
+
 class ServerSection(FrozenModel):
     num_servers: int = Field(1, ge=1)
     tensor_parallel_size: int = Field(1, ge=1)
@@ -145,11 +168,13 @@ class CheckpointSection(FrozenModel):
 
 
 class EvalSection(FrozenModel):
+    tasks: tuple[str, ...] = ()
+    """Tasks that evaluation takes in place of those of training, e.g. the same with another wording."""
     every_steps: int = Field(0, ge=0)
     """Evaluate during training after every so many steps and after the last one, as metrics `eval/*`. Nothing of it is
     trained on, and it changes nothing that is. 0 never evaluates."""
     before_training: bool = False
-    """Evaluate the model a run starts from too, as step 0."""
+    """Evaluate the model a run starts from too, as step 0; with a warm-up also before that, as its step 0."""
     samples_per_task: int = Field(16, ge=1)
     """Completions per task or data row: pass@k is given for k = 1, 2, 4, … up to this."""
     temperature: float = Field(1.0, ge=0.0)

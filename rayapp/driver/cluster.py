@@ -53,7 +53,16 @@ from rayapp.engine.weights.object_store import ObjectStoreTransport
 from rayapp.engine.weights.transfer_plan import TransferPlan, choose_transport, transfer_plan
 from rayapp.runs.kept_groups import summaries
 
-__all__ = ["Cluster", "RolloutWorkerHandle", "StandIns", "open_cluster", "open_learners", "ready_pool", "spawn_pool"]
+__all__ = [
+    "Cluster",
+    "LearnerGroup",
+    "RolloutWorkerHandle",
+    "StandIns",
+    "open_cluster",
+    "open_learners",
+    "ready_pool",
+    "spawn_pool",
+]
 
 
 @dataclass(slots=True, kw_only=True)

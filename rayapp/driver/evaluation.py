@@ -6,6 +6,7 @@ Called by the CLI and by the driver's step.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from functools import partial
 
 from rayapp.config.config import Config
@@ -33,11 +34,12 @@ def run_evaluation(config: Config) -> dict[str, float]:
     """
     start_logs(config.run.name, config.tracking.log_format)
     check_inputs(config, training=False)
-    return run_until_done(_evaluate_model(config))
+    return run_until_done(evaluate_model(config))
 
 
-async def _evaluate_model(config: Config) -> dict[str, float]:
-    async with open_cluster(config, with_learners=False) as cluster:
+async def evaluate_model(config: Config, *, report: Callable[[str], None] = lambda text: None) -> dict[str, float]:
+    """Metrics of the config's own model, by servers and rollout workers that are started for it alone."""
+    async with open_cluster(config, with_learners=False, report=report) as cluster:
         return await evaluate(cluster)
 
 

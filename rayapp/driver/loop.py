@@ -24,6 +24,7 @@ from rayapp.driver.evaluation import evaluate
 from rayapp.driver.feeding import feeding
 from rayapp.driver.run import Run, open_run
 from rayapp.driver.saving import saving, saving_when_stopped
+from rayapp.driver.sft import warm_up
 from rayapp.driver.step import begin_checkpoint, step_phases, train_step
 from rayapp.driver.watchdog import unstalled
 from rayapp.rollout.check import check_inputs
@@ -33,7 +34,7 @@ from rayapp.runs.tracking.trackers import RunTracker, make_trackers
 
 
 def run_training(config: Config) -> None:
-    """Everything behind `rayapp train`: check, start the actors, train, export, end the actors.
+    """Everything behind `rayapp train`: check, warm up, start the actors, train, export, end the actors.
 
     Raises:
         UserError: the model, a task, the run folder or the cluster can't be used; nothing was started, or all of it
@@ -50,6 +51,8 @@ def run_training(config: Config) -> None:
                 "run.name."
             )
             return
+        if config.warmup.num_steps:
+            config = warm_up(config)
         run_until_done(_run(config, folder))
 
 

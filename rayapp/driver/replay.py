@@ -20,6 +20,7 @@ from rayapp.core.logs import start_logs
 from rayapp.core.summaries import summarize_group
 from rayapp.driver.cluster import open_learners
 from rayapp.driver.phases import Phases
+from rayapp.driver.sft import after_warmup
 from rayapp.runs.folder import RunFolder
 from rayapp.runs.tracking.jsonl import read_metrics
 from rayapp.runs.tracking.metrics import summarize_step
@@ -39,8 +40,8 @@ def run_replay(config: Config, recorded: Path) -> None:
     Raises:
         UserError: nothing was recorded there, or this run's folder holds another run.
     """
-    config = apart_from(config, recorded)
     start_logs(config.run.name, config.tracking.log_format)
+    config = apart_from(after_warmup(config), recorded)
     check_model(config)
     files = trajectory_files(recorded, config.train.num_steps)
     with RunFolder.open(config) as folder:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from rayapp.config.config import Config
 from rayapp.core.errors import CheckpointDamagedError, CheckpointError
-from rayapp.driver.cluster import Cluster
+from rayapp.driver.cluster import Cluster, LearnerGroup
 from rayapp.driver.dynamic_sampling import DynamicSampling
 from rayapp.driver.failures import FailureBudget
 from rayapp.driver.saving import CheckpointSaver
@@ -44,7 +44,7 @@ class Run:
 async def open_run(cluster: Cluster, folder: RunFolder, tracker: RunTracker) -> Run:
     """A run where its last whole checkpoint left it; the learners hold its weights, the servers do not yet."""
     config = cluster.config
-    version, next_group_id, kept = await restore(cluster, folder, note=tracker.note)
+    version, next_group_id, kept = await restore(cluster.learners, folder, note=tracker.note)
     sampling = DynamicSampling(config.algorithm.dynamic_sampling)
     curriculum = await open_curriculum(cluster, folder)
     return Run(
@@ -93,7 +93,9 @@ async def open_curriculum(cluster: Cluster, folder: RunFolder) -> Curriculum | N
     return Curriculum.open(cluster.config, num_prompts, checkpoint.path if checkpoint is not None else None)
 
 
-async def restore(cluster: Cluster, folder: RunFolder, *, note: Callable[[str], None]) -> tuple[int, int, KeptGroups]:
+async def restore(
+    learners: LearnerGroup, folder: RunFolder, *, note: Callable[[str], None]
+) -> tuple[int, int, KeptGroups]:
     """Load the last whole checkpoint into the learners; one whose weights are no numbers is refused for the one before.
 
     Returns:
@@ -104,7 +106,7 @@ async def restore(cluster: Cluster, folder: RunFolder, *, note: Callable[[str], 
     """
     while (checkpoint := await asyncio.to_thread(folder.verified_checkpoint)) is not None:
         try:
-            version = await cluster.learners.load_checkpoint(checkpoint.path / "learner")
+            version = await learners.load_checkpoint(checkpoint.path / "learner")
         except CheckpointDamagedError as error:
             folder.checkpoints.refuse(checkpoint, str(error))
             continue

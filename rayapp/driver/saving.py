@@ -14,7 +14,7 @@ from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import Protocol
 
 from rayapp.core.aio import end_process_after, finish_then_cancel, let_process_live
 from rayapp.core.errors import (
@@ -26,7 +26,6 @@ from rayapp.core.errors import (
     TrainingAbortedError,
 )
 from rayapp.core.files import write_text
-from rayapp.driver.store import TrajectoryStore
 from rayapp.runs.folder import RunFolder
 from rayapp.runs.kept_groups import KeptGroups
 
@@ -53,6 +52,13 @@ class SavingLearners(Protocol):
     async def checkpoint_done(self) -> bool:
         """Raises CheckpointError when it can't be written."""
         ...
+
+
+class Versioned(Protocol):
+    """What knows how many steps are done: a run's store, for one."""
+
+    @property
+    def version(self) -> int: ...
 
 
 class CheckpointSaver:
@@ -166,7 +172,7 @@ def is_due(step: int, every_steps: int, *, last: int) -> bool:
 
 @asynccontextmanager
 async def saving_when_stopped(
-    saver: CheckpointSaver, folder: RunFolder, store: TrajectoryStore[Any], begin: Begin
+    saver: CheckpointSaver, folder: RunFolder, store: Versioned, begin: Begin
 ) -> AsyncIterator[None]:
     """A run that is stopped saves the steps since its last checkpoint first.
 
@@ -196,9 +202,7 @@ async def saving_when_stopped(
         raise
 
 
-async def _save_at_the_end(
-    saver: CheckpointSaver, folder: RunFolder, store: TrajectoryStore[Any], begin: Begin
-) -> None:
+async def _save_at_the_end(saver: CheckpointSaver, folder: RunFolder, store: Versioned, begin: Begin) -> None:
     async with _in_time():
         await saver.finish()
         last = folder.latest_checkpoint()

@@ -97,6 +97,39 @@ class PolicyLearner:
         missing = self.ranks.largest(len(batches)) - len(batches)
         return batches + [empty_micro_batch()] * missing
 
+    def update(self, losses: Sequence[float], step: int) -> tuple[float, bool]:
+        """Move the weights, unless the gradient or a loss of this mini-batch is not finite on any rank. Collective.
+
+        Returns:
+            The gradient's norm before it was clipped, and whether the weights were moved.
+        """
+        section, train = self.config.learner.optimizer, self.config.train
+        self.optimizer_steps += 1
+        rate = learning_rate(self.optimizer_steps, train.num_steps * train.num_minibatches, section)
+        set_learning_rate(self.optimizer, rate)
+        self._fill_missing_gradients()
+        norm = clip_gradients(self.model, section.max_grad_norm)
+        finite = all(self.ranks.gather(all(math.isfinite(loss) for loss in losses)))
+        is_finite = math.isfinite(norm) and finite
+        if is_finite:
+            self.optimizer.step()
+        else:
+            log.warning(
+                "step %d: optimizer step %d is skipped: gradient norm %g, losses %s",
+                step,
+                self.optimizer_steps,
+                norm,
+                losses,
+            )
+        self.optimizer.zero_grad()
+        return norm, is_finite
+
+    def _fill_missing_gradients(self) -> None:
+        """Set missing gradients to zero: AdamW then moves by its momentum, as with a computed zero."""
+        for parameter in self.model.parameters():
+            if parameter.requires_grad and parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+
     def head_options(self, *, needs_sum_pi_squared: bool = False) -> HeadOptions:
         return HeadOptions(
             temperature=self.config.rollout.temperature,
@@ -113,6 +146,11 @@ class RowScores:
     log_probs: FloatArray
     entropy: FloatArray
     sum_pi_squared: FloatArray
+
+
+def stopwatch(device: torch.device) -> Stopwatch:
+    """For the stretches of a step; waits for a GPU's queue at the end of each."""
+    return Stopwatch(synchronize=partial(_synchronize, device))
 
 
 def _synchronize(device: torch.device) -> None:
@@ -134,7 +172,7 @@ class _Step:
         self.learner, self.config, self.number = learner, learner.config, step
         self.algorithm = learner.config.algorithm
         self.summaries, self.positions, self.groups = summaries, positions, groups
-        self.watch = Stopwatch(synchronize=partial(_synchronize, learner.ranks.device))
+        self.watch = stopwatch(learner.ranks.device)
         self.micro_facts: list[MicroBatchFacts] = []
         self.row_facts: dict[int, RowFacts] = {}
         self.old: dict[int, RowScores] = {}
@@ -308,33 +346,9 @@ class _Step:
             )
 
     def _update(self, losses: Sequence[float]) -> None:
-        """Move the weights, unless the gradient or a loss of this mini-batch is not finite on any rank."""
-        learner, section = self.learner, self.config.learner.optimizer
-        learner.optimizer_steps += 1
-        num_steps = self.config.train.num_steps * self.config.train.num_minibatches
-        set_learning_rate(learner.optimizer, learning_rate(learner.optimizer_steps, num_steps, section))
-        self._fill_missing_gradients()
-        norm = clip_gradients(learner.model, section.max_grad_norm)
-        finite = all(learner.ranks.gather(all(math.isfinite(loss) for loss in losses)))
+        norm, is_finite = self.learner.update(losses, self.number)
         self.grad_norms.append(norm)
-        if math.isfinite(norm) and finite:
-            learner.optimizer.step()
-        else:
-            self.num_skipped += 1
-            log.warning(
-                "step %d: optimizer step %d is skipped: gradient norm %g, losses %s",
-                self.number,
-                learner.optimizer_steps,
-                norm,
-                losses,
-            )
-        learner.optimizer.zero_grad()
-
-    def _fill_missing_gradients(self) -> None:
-        """Set missing gradients to zero: AdamW then moves by its momentum, as with a computed zero."""
-        for parameter in self.learner.model.parameters():
-            if parameter.requires_grad and parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
+        self.num_skipped += not is_finite
 
     def _metrics(self, table: StepTable) -> dict[str, float]:
         learner = self.learner

@@ -38,7 +38,8 @@ def check_inputs(config: Config, *, training: bool) -> None:
     config = with_local_model(config)
     check_model(config)
     if not config.uses_data:
-        render_prompts(config, load_tasks(config.tasks))
+        for names in filter(None, (config.tasks, config.eval.tasks)):
+            render_prompts(config, load_tasks(names))
         return
     _check_files_named(config, training=training)
     _check_tools(config, training=training)

@@ -12,32 +12,34 @@ from rayapp.rollout.agent.transcript import Transcript
 from rayapp.rollout.group import Assignment
 from rayapp.rollout.order import GroupRequest, prompt_index, scoring_seed
 
+Prompted = tuple[Task, Prompt]
+
 
 class TaskGroups:
-    """Groups of the tasks in `config.tasks`; evaluation takes each task once.
+    """Groups of the tasks in `config.tasks`; evaluation takes each of `config.eval.tasks` once, or of these.
 
     Args:
-        prompts: one for each task.
+        train, held_out: tasks, each with its prompt.
     """
 
-    def __init__(self, tasks: Sequence[Task], prompts: Sequence[Prompt], sandboxes: SandboxSource) -> None:
-        self._tasks = tasks
-        self._prompts = prompts
+    def __init__(self, train: Sequence[Prompted], held_out: Sequence[Prompted], sandboxes: SandboxSource) -> None:
+        self._train = train
+        self._held_out = held_out or train
         self._sandboxes = sandboxes
 
     @property
     def num_eval_prompts(self) -> int:
-        return len(self._prompts)
+        return len(self._held_out)
 
     @property
     def num_train_prompts(self) -> int:
-        return len(self._prompts)
+        return len(self._train)
 
     async def assignment(self, request: GroupRequest, *, seed: int) -> Assignment:
-        index = request.place
         if request.purpose == "group":
-            index = prompt_index(index, num_prompts=len(self._prompts), seed=seed)
-        task, prompt = self._tasks[index], self._prompts[index]
+            task, prompt = self._train[prompt_index(request.place, num_prompts=len(self._train), seed=seed)]
+        else:
+            task, prompt = self._held_out[request.place]
 
         async def score(episode: Episode) -> Reward:
             tests = scoring_seed(request.group_id, seed=seed)

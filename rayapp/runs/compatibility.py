@@ -43,7 +43,8 @@ def check_same_training(config: Config, stored: Path) -> None:
     Raises:
         RunFolderError: keys differ that change the training; the message names each with both values.
     """
-    before = dict(_flat(yaml.safe_load(stored.read_text()) or {}))
+    # A key that is younger than the folder stands for what was done before it was there: its default.
+    before = dict(_flat(Config().model_dump(mode="json"))) | dict(_flat(yaml.safe_load(stored.read_text()) or {}))
     now = dict(_flat(config.model_dump(mode="json")))
     free = FREE_KEYS if config.learner.optimizer.schedule != "constant" else (*FREE_KEYS, "train.num_steps")
     changed = [

@@ -112,7 +112,7 @@ class RunFolder:
                 "model.path set to its hf_model folder if it has one."
             )
         stored = self.path / "config.yaml"
-        if checkpoint is not None and stored.exists():
+        if (checkpoint is not None or self.exported_step is not None) and stored.exists():
             check_same_training(self._config, stored)
 
     def latest_checkpoint(self) -> Checkpoint | None:
@@ -130,7 +130,12 @@ class RunFolder:
         if checkpoint is None or checkpoint.version < self._config.train.num_steps:
             return False
         # A run that was given more steps and died before it exported has the model of its first end there.
-        return _exported_step(self.path / FINAL / EXPORTED) == checkpoint.version
+        return self.exported_step == checkpoint.version
+
+    @property
+    def exported_step(self) -> int | None:
+        """The step of the model in `final/`; None where there is none."""
+        return _exported_step(self.path / FINAL / EXPORTED)
 
     def begin_checkpoint(self, version: int) -> Path:
         """An empty folder to write checkpoint `version` into."""

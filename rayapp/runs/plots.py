@@ -32,15 +32,40 @@ _STYLE: Any = {
 
 
 def write_reward_plot(run_path: Path) -> None:
-    """Draw `rewards.png` beside `metrics.jsonl`, or nothing where no step was logged."""
+    """Draw `rewards.png` beside `metrics.jsonl`, or nothing where no step was logged.
+
+    The steps of a warm-up, whose folder stands beside the run's, come first, with numbers up to 0. A run of
+    demonstrations alone gets its losses.
+    """
     records = read_metrics(run_path / "metrics.jsonl")
     if not records:
         return
     layout = {"nrows": 2, "figsize": (9, 7), "sharex": True, "height_ratios": (3, 2)}
     with _picture(run_path / "rewards.png", layout) as (top, bottom):
-        _draw_rewards(top, records)
-        _draw_shares(bottom, records)
-        top.set_title(f"{run_path.name}: {len(records)} steps")
+        if any("sft/loss" in record for record in records):
+            _draw_lines(top, records, _LOSSES, "nats per token")
+            _draw_lines(bottom, records, {"sft/entropy": "entropy of the policy"}, "nats")
+        else:
+            warmup = _before_step_one(read_metrics(run_path.with_name(f"{run_path.name}-sft") / "metrics.jsonl"))
+            _draw_rewards(top, records)
+            _draw_shares(bottom, [*warmup, *records])
+            _draw_nats(bottom.twinx(), [*warmup, *records])
+            if warmup:
+                _mark_warmup((top, bottom), first=min(record["step"] for record in warmup))
+        bottom.set_xlabel("optimizer step")
+        top.set_title(f"{run_path.name}: {max(record['step'] for record in records)} steps")
+
+
+def _before_step_one(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Records of a warm-up, whose last step becomes step 0."""
+    last = max((record["step"] for record in records), default=0)
+    return [record | {"step": record["step"] - last} for record in records]
+
+
+def _mark_warmup(all_axes: Sequence[Any], *, first: int) -> None:
+    for axes in all_axes:
+        axes.axvspan(first, 0, color="0.93", zorder=0)
+    all_axes[0].text(first / 2, 0.97, "warm-up", transform=all_axes[0].get_xaxis_transform(), ha="center", va="top")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,20 +148,44 @@ def _draw_rewards(axes: Any, records: Sequence[dict[str, Any]]) -> None:
     axes.legend(loc="upper left", fontsize=8)
 
 
+_SHARES = {
+    "reward/pass_rate/mean": "tests passed",
+    "reward/solved/mean": "completions that pass every test",
+    "groups/zero_variance": "groups with equal rewards",
+}
+_LOSSES = {"sft/loss": "loss of the demonstrations", "sft/validation_loss": "loss of the rows held out"}
+_HELD_OUT = "eval/reward/solved/mean"
+
+
 def _draw_shares(axes: Any, records: Sequence[dict[str, Any]]) -> None:
-    shown = {
-        "reward/pass_rate/mean": "tests passed",
-        "reward/solved/mean": "completions that pass every test",
-        "groups/zero_variance": "groups with equal rewards",
-    }
-    for number, (key, label) in enumerate(shown.items(), start=3):
-        steps, values = _series(records, key)
-        axes.plot(steps, _smoothed(values), color=f"C{number}", label=label)
+    _draw_lines(axes, records, _SHARES, "share", first_colour=3)
+    steps, values = _series(records, _HELD_OUT)
+    if steps:
+        axes.plot(steps, values, "D", color="C4", markeredgecolor="black", label="the same, evaluated", zorder=3)
+        axes.legend(loc="upper left", fontsize=8)
     axes.set_ylim(-0.02, 1.02)
-    axes.set_xlabel("optimizer step")
-    axes.set_ylabel("share")
+
+
+def _draw_nats(axes: Any, records: Sequence[dict[str, Any]]) -> None:
+    """Entropy, and the losses of a warm-up, on an axis at the right."""
+    _draw_lines(axes, records, {"learner/entropy": "entropy", **_LOSSES}, "nats per token", first_colour=7)
+    axes.set_ylim(bottom=0)
+    axes.grid(visible=False)
+    if axes.get_legend() is not None:
+        axes.legend(loc="center right", fontsize=8)
+
+
+def _draw_lines(
+    axes: Any, records: Sequence[dict[str, Any]], shown: dict[str, str], unit: str, *, first_colour: int = 0
+) -> None:
+    for number, (key, label) in enumerate(shown.items(), start=first_colour):
+        steps, values = _series(records, key)
+        if steps:
+            axes.plot(steps, _smoothed(values), color=f"C{number}", label=label)
+    axes.set_ylabel(unit)
     axes.grid(alpha=0.3)
-    axes.legend(loc="upper left", fontsize=8)
+    if axes.get_legend_handles_labels()[0]:
+        axes.legend(loc="upper left", fontsize=8)
 
 
 def _tasks(records: Sequence[dict[str, Any]]) -> list[str]:

@@ -97,6 +97,9 @@ class CodingTask(BaseModel):
     """For defining the code and all calls together. Past it the reward is that of an error."""
     packages: tuple[str, ...] = ()
     """Packages that the sandbox preloads, e.g. numpy."""
+    demonstrations: tuple[str, ...] = ()
+    """Solutions that a warm-up learns from (docs/sft.md), each the source of the function. Several ways to write it
+    leave GRPO something to choose from. They are never part of the prompt."""
 
     @model_validator(mode="after")
     def _parts_agree(self) -> Self:
@@ -107,6 +110,7 @@ class CodingTask(BaseModel):
         if self.prefill and self.prompt_format != "chat_prefill":
             raise ValueError(f"prefill is given, but prompt_format is {self.prompt_format}: only chat_prefill reads it")
         self.parameters  # noqa: B018  (raises when the signature can't be read)
+        self.demonstrated_completions  # noqa: B018  (raises when one does not go on from the prompt)
         return self
 
     @property
@@ -167,6 +171,25 @@ class CodingTask(BaseModel):
     def _signature_in_prompt(self) -> str:
         lines = (line.strip() for line in self.prompt.splitlines())
         return next(line for line in lines if line.startswith(f"def {self.func_name}("))
+
+    @property
+    def demonstrated_completions(self) -> tuple[str, ...]:
+        """Each demonstration as the policy would write it: what follows the prompt, up to the stop text and with it.
+
+        Raises:
+            ValueError: one does not begin as the prompt's prefill does.
+        """
+        return tuple(self._completion_of(number, code) for number, code in enumerate(self.demonstrations, start=1))
+
+    def _completion_of(self, number: int, code: str) -> str:
+        code = code.strip()
+        text = code if self.prompt_format == "completion" else f"```python\n{code}\n```"
+        if not text.startswith(self.answer_prefix) or parse(code) is None:
+            raise ValueError(
+                f"demonstration {number} must be Python that begins with {self.answer_prefix!r}, as the answer does; "
+                f"it begins with {text[: len(self.answer_prefix) + 20]!r}"
+            )
+        return text[len(self.answer_prefix) :]
 
     async def score(self, prompt: Prompt, completion_text: str, sandboxes: SandboxSource, *, seed: int) -> Reward:
         """Score the completion: -1, or the share of the seed's tests that it passes; see `grading.py`.

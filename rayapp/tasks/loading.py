@@ -1,8 +1,9 @@
 """Finds tasks by name or file and checks them before anything else starts.
 
-A task is given as the name of a shipped one (`sort_numbers`), a YAML file with the fields of `CodingTask`, or a Python
-file that binds `TASK` to a `CodingTask` or any object of the `Task` protocol. Used by the driver, the rollout workers
-and `rayapp score`. A Python file is run in this process: it is the user's own.
+A task is given as the name of a shipped one (`sort_numbers`), a YAML file with the fields of `CodingTask` (with
+`based_on`, a shipped task, only those that differ from its), or a Python file that binds `TASK` to a `CodingTask` or
+any object of the `Task` protocol. Used by the driver, the rollout workers and `rayapp score`. A Python file is run in
+this process: it is the user's own.
 """
 
 from __future__ import annotations
@@ -87,6 +88,14 @@ def _read(path: Path) -> str:
         raise InputError(f"task file {path} can't be read: {error}") from error
 
 
+def _fields_of(base: object, source: str) -> dict[str, object]:
+    """Fields of the shipped task that another one changes."""
+    if base not in shipped_tasks():
+        raise InputError(f"task {source}: based_on is {base!r}; it is one of {', '.join(shipped_tasks())}")
+    text = resources.files("rayapp.tasks").joinpath("library", f"{base}.yaml").read_text(encoding="utf-8")
+    return {key: value for key, value in yaml.safe_load(text).items() if key not in ("name", "based_on")}
+
+
 def _from_yaml(text: str, source: str) -> CodingTask:
     try:
         data = yaml.safe_load(text)
@@ -94,7 +103,9 @@ def _from_yaml(text: str, source: str) -> CodingTask:
         raise InputError(f"task {source} is no YAML: {error}") from error
     if not isinstance(data, dict):
         raise InputError(f"task {source}: a mapping with prompt, func_name, tests and reference was expected")
-    data.setdefault("name", Path(source).stem)
+    if "based_on" in data:
+        data = _fields_of(data.pop("based_on"), source) | data
+    data["name"] = data.get("name") or Path(source).stem
     try:
         return CodingTask.model_validate(data)
     except ValidationError as error:

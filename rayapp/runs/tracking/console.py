@@ -36,6 +36,20 @@ FORMATS: dict[str, tuple[str, str]] = {
     "seconds": ("timing_s/step", "{:.1f}"),
 }
 """Label of each number that a person reads, with its metric and how it is written."""
+SUPERVISED: dict[str, tuple[str, str]] = {
+    "loss": ("sft/loss", "{:.3f}"),
+    "validation": ("sft/validation_loss", "{:.3f}"),
+    "entropy": ("sft/entropy", "{:.2f}"),
+    "epoch": ("sft/epoch", "{:.2f}"),
+    "tokens": ("sft/num_tokens", "{:.0f}"),
+    "seconds": ("timing_s/step", "{:.1f}"),
+}
+"""The same of a step on demonstrations."""
+
+
+def formats_of(metrics: Mapping[str, float]) -> dict[str, tuple[str, str]]:
+    """The numbers of this kind of step."""
+    return SUPERVISED if any(key.startswith("sft/") for key in metrics) else FORMATS
 
 
 class Pace:
@@ -65,8 +79,8 @@ def duration(seconds: float | None) -> str:
 
 
 def number(label: str, metrics: Mapping[str, float]) -> str:
-    """One of `FORMATS`; a dash where this step has no such metric."""
-    key, form = FORMATS[label]
+    """One of `formats_of`; a dash where this step has no such metric."""
+    key, form = formats_of(metrics)[label]
     return form.format(metrics[key]) if key in metrics else "-"
 
 
@@ -117,7 +131,9 @@ class LogConsole:
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         line = step_line(step, self._num_steps, metrics, seconds_left=self._pace.seconds_left(step, metrics))
         # Not-a-number would make the line no JSON.
-        read = {key: metrics[key] for key, _ in FORMATS.values() if math.isfinite(metrics.get(key, math.nan))}
+        read = {
+            key: metrics[key] for key, _ in formats_of(metrics).values() if math.isfinite(metrics.get(key, math.nan))
+        }
         log.info(line, extra={"step": step, "metrics": read})
 
     def close(self) -> None:
@@ -127,7 +143,7 @@ class LogConsole:
 def step_line(step: int, num_steps: int, metrics: Mapping[str, float], *, seconds_left: float | None) -> str:
     """The numbers a person reads, in columns that stay where they are from one step to the next."""
     width = len(str(num_steps))
-    shown = (f"{label} {number(label, metrics):>{_width(label)}}" for label in FORMATS)
+    shown = (f"{label} {number(label, metrics):>{_width(label)}}" for label in formats_of(metrics))
     return f"step {step:>{width}}/{num_steps}  {'  '.join(shown)}  left {duration(seconds_left)}"
 
 
@@ -201,7 +217,7 @@ class LiveConsole:
         return f"step {self._step}/{self._num_steps}   {self._phase} {waited}   left {duration(self._seconds_left)}"
 
     def _details(self) -> str:
-        labels = (label for label in FORMATS if label != "reward")
+        labels = (label for label in formats_of(self._metrics) if label != "reward")
         return "   ".join(f"{label} {number(label, self._metrics)}" for label in labels)
 
 

@@ -1,0 +1,252 @@
+"""Supervised fine-tuning on demonstrations: `rayapp sft CONFIG`, and the warm-up before a training's first step.
+
+    demonstrations --rows of step n--> learners.supervised_step --> metrics, a checkpoint when one is due --> final/
+
+It is a run of its own beside the training's, `<output_dir>/<run.name>-sft`, with its own metrics, checkpoints and
+plots, so it is resumed like any other. The training then starts from its `final/`: reference model, adapters and
+servers see a model like any other, and its optimizer has not stepped.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import random
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from rayapp.config.config import Config
+from rayapp.config.sections import RolloutSection, TrainSection
+from rayapp.core.aio import finish_then_cancel, run_until_done
+from rayapp.core.errors import ConfigError, LearnersLostError, RestartsUsedUpError
+from rayapp.core.location import Location
+from rayapp.core.logs import about, start_logs
+from rayapp.core.types import Trajectory
+from rayapp.driver.cluster import LearnerGroup, open_learners
+from rayapp.driver.evaluation import evaluate_model
+from rayapp.driver.phases import Phases
+from rayapp.driver.run import restore
+from rayapp.driver.saving import CheckpointSaver, is_due, saving, saving_when_stopped
+from rayapp.rollout.check import check_inputs
+from rayapp.rollout.demonstrations import Demonstrations, read_demonstrations
+from rayapp.runs.folder import RunFolder
+from rayapp.runs.plots import write_reward_plot
+from rayapp.runs.tracking.trackers import RunTracker, make_trackers
+from rayapp.storage.models.check import check_model
+from rayapp.storage.models.prefetch import with_local_model
+
+
+def run_sft(config: Config) -> None:
+    """Everything behind `rayapp sft`: the warm-up of this config, alone.
+
+    Raises:
+        UserError: the model, a row, the run folder or the cluster can't be used; nothing was started, or all of it has
+            ended.
+    """
+    if not config.warmup.num_steps:
+        raise ConfigError("warmup.num_steps is 0, so there is nothing to do: set it, and warmup.files (docs/sft.md)")
+    start_logs(config.run.name, config.tracking.log_format)
+    check_model(with_local_model(config))
+    if config.eval.before_training:
+        check_inputs(config, training=False)
+    warm_up(config)
+
+
+def warm_up(config: Config) -> Config:
+    """Learn from the demonstrations, or go on with it, or find it done.
+
+    Returns:
+        The config of what comes next: its model is the one that was trained.
+    Raises:
+        InputError: a row can't be used.
+        RunFolderError: its folder is another run's.
+    """
+    section = sft_config(config)
+    with RunFolder.open(section) as folder:
+        if folder.exported_step == section.train.num_steps:
+            print(f"{folder.uri} has its {section.train.num_steps} steps on demonstrations", flush=True)
+        else:
+            run_until_done(_run(config, section, folder))
+    return after_warmup(config)
+
+
+def sft_config(config: Config) -> Config:
+    """The run of the supervised steps: what GRPO alone reads is left at its defaults, so that changing it changes
+    nothing here."""
+    limits = {key: getattr(config.rollout, key) for key in ("max_prompt_tokens", "max_completion_tokens")}
+    learner = config.learner.model_copy(update={"optimizer": config.warmup.optimizer})
+    return Config(
+        run=config.run.model_copy(update={"name": sft_name(config)}),
+        model=config.model,
+        tasks=config.tasks,
+        data=config.data,
+        agent=config.agent,
+        rollout=RolloutSection(**limits),
+        train=TrainSection(num_steps=config.warmup.num_steps, groups_per_step=1),
+        warmup=config.warmup,
+        learner=learner,
+        checkpoint=config.checkpoint.model_copy(update={"keep_best": 0}),
+        cluster=config.cluster,
+        recovery=config.recovery,
+        tracking=config.tracking,
+    )
+
+
+def sft_name(config: Config) -> str:
+    """Name of the run of the supervised steps. Raises ConfigError: it would be too long."""
+    name = f"{config.run.name}-sft"
+    if len(name) > 63:
+        raise ConfigError(f"run.name {config.run.name!r} is too long for a run with a warm-up: at most 59 characters")
+    return name
+
+
+def after_warmup(config: Config) -> Config:
+    """The config with the model that its warm-up ended with; the same without a warm-up."""
+    if not config.warmup.num_steps:
+        return config
+    root = Location.parse(config.run.output_dir)
+    trained = root.join(sft_name(config)).join("final")
+    return config.model_copy(update={"model": config.model.model_copy(update={"path": str(trained)})})
+
+
+@functools.lru_cache(maxsize=2)
+def _order(epoch: int, num_rows: int, seed: int) -> tuple[int, ...]:
+    order = list(range(num_rows))
+    random.Random(f"demonstrations:{seed}:{epoch}").shuffle(order)
+    return tuple(order)
+
+
+def rows_of_step(step: int, *, num_rows: int, rows_per_step: int, seed: int) -> list[int]:
+    """Rows that step `step`, counted from 1, learns from: a pure function, so a resumed run goes on with the next.
+
+    Each epoch takes every row once, in an order of its own; a step may hold the end of one and the beginning of the
+    next.
+    """
+    first = (step - 1) * rows_per_step
+    places = (divmod(place, num_rows) for place in range(first, first + rows_per_step))
+    return [_order(epoch, num_rows, seed)[position] for epoch, position in places]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Rows:
+    """What is learned from, and what is known before the first step."""
+
+    learned: Sequence[Trajectory]
+    held_out: Sequence[Trajectory]
+    evaluated: dict[str, float]
+    """`eval/*` of the model before it."""
+
+
+@dataclass(slots=True, kw_only=True)
+class _Learning:
+    """The supervised steps while they go on."""
+
+    config: Config
+    folder: RunFolder
+    tracker: RunTracker
+    learners: LearnerGroup
+    saver: CheckpointSaver
+    rows: _Rows
+    version: int
+
+    async def begin_checkpoint(self, version: int) -> None:
+        await self.saver.begin(version, next_group_id=0)
+
+    async def step(self, step: int) -> None:
+        phases = Phases(on_change=self.tracker.phase)
+        warmup, last = self.config.warmup, self.config.train.num_steps
+        rows, seed = self.rows.learned, self.config.run.seed
+        chosen = rows_of_step(step, num_rows=len(rows), rows_per_step=warmup.rows_per_step, seed=seed)
+        with phases("train"):
+            metrics = await self.learners.supervised_step(step, [rows[i] for i in chosen])
+        self.version = step
+        metrics |= {"sft/epoch": step * warmup.rows_per_step / len(rows)}
+        if is_due(step, warmup.eval_every_steps, last=last):
+            with phases("eval"):
+                metrics |= await self.validation()
+        every = self.config.checkpoint.every_steps
+        # None at the end: the model is in final/ then, and nothing goes on from here.
+        if every and step % every == 0 and step < last:
+            with phases("checkpoint"):
+                await self.begin_checkpoint(step)
+        self.tracker.log(step, metrics | await self.saver.check() | phases.metrics(()))
+
+    async def validation(self) -> dict[str, float]:
+        if not self.rows.held_out:
+            return {}
+        return {"sft/validation_loss": await self.learners.supervised_loss(self.rows.held_out)}
+
+
+async def _run(config: Config, section: Config, folder: RunFolder) -> None:
+    local = with_local_model(section)
+    found = await asyncio.to_thread(read_demonstrations, local, section.warmup.files)
+    held_out = await asyncio.to_thread(_held_out, local)
+    with make_trackers(section, folder) as tracker:
+        tracker.note(_what_is_learned(section, found))
+        evaluated = await _evaluated(config, tracker) if folder.latest_checkpoint() is None else {}
+        rows = _Rows(learned=found.rows, held_out=held_out, evaluated=evaluated)
+        await _learn_through_losses(section, folder, tracker, rows)
+    write_reward_plot(folder.path)
+
+
+async def _evaluated(config: Config, tracker: RunTracker) -> dict[str, float]:
+    """`eval/*` of the model that the demonstrations have not touched, where the config wants it known."""
+    if not config.eval.before_training:
+        return {}
+    tracker.phase("eval")
+    return {f"eval/{name}": value for name, value in (await evaluate_model(config, report=tracker.note)).items()}
+
+
+def _held_out(config: Config) -> Sequence[Trajectory]:
+    files = config.warmup.eval_files
+    return read_demonstrations(config, files).rows if files else ()
+
+
+def _what_is_learned(config: Config, found: Demonstrations) -> str:
+    warmup = config.warmup
+    source = ", ".join(warmup.files) if warmup.files else f"the tasks {', '.join(config.tasks)}"
+    left_out = f", {found.num_left_out} longer ones left out" if found.num_left_out else ""
+    epochs = warmup.num_steps * warmup.rows_per_step / len(found.rows)
+    return (
+        f"supervised steps on {len(found.rows)} demonstrations of {source}{left_out}: {warmup.num_steps} steps of "
+        f"{warmup.rows_per_step}, {epochs:.3g} epochs"
+    )
+
+
+async def _learn_through_losses(config: Config, folder: RunFolder, tracker: RunTracker, rows: _Rows) -> None:
+    """`_learn`, and again from the last checkpoint with new learners when one was lost."""
+    for restart in range(config.recovery.max_restarts + 1):
+        try:
+            async with open_learners(config, report=tracker.note) as learners:
+                await _learn(config, folder, tracker, learners, rows)
+                return
+        except LearnersLostError as error:
+            if restart == config.recovery.max_restarts:
+                raise RestartsUsedUpError(
+                    f"the learners were lost {restart + 1} times, and recovery.max_restarts is {restart}. Last reason: "
+                    f"{error} Start the run again: it goes on from its last checkpoint."
+                ) from None
+            tracker.note(f"lost the learners: {error} Starting them again from the last checkpoint.")
+
+
+async def _learn(config: Config, folder: RunFolder, tracker: RunTracker, learners: LearnerGroup, rows: _Rows) -> None:
+    version, _, _ = await restore(learners, folder, note=tracker.note)
+    saver = CheckpointSaver(learners, folder, asynchronous=config.checkpoint.asynchronous)
+    state = _Learning(
+        config=config, folder=folder, tracker=tracker, learners=learners, saver=saver, rows=rows, version=version
+    )
+    async with saving(saver), saving_when_stopped(saver, folder, state, partial(_Learning.begin_checkpoint, state)):
+        if version == 0 and (before := rows.evaluated | await state.validation()):
+            tracker.log(0, before)
+        for step in range(version + 1, config.train.num_steps + 1):
+            with about(step=step):
+                # A stop waits for a step that has begun: half of one can't be saved.
+                await finish_then_cancel(state.step(step))
+        await saver.finish()
+    tracker.phase("exporting")
+    started = time.monotonic()
+    with folder.pending_final() as pending:
+        await learners.export_hf(pending)
+    tracker.note(f"model after the demonstrations: {folder.uri}/final ({time.monotonic() - started:.1f} s)")

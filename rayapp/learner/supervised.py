@@ -1,0 +1,81 @@
+"""Supervised steps on one rank: the cross-entropy of demonstrations, by the same model, packing and optimizer as GRPO.
+
+    loss = -(sum of log-probs of the marked tokens) / (their number, over all ranks)
+
+It is what transformers' causal language models return for the same batch with `labels` (tested). Every rank runs the
+same collectives in the same order, whatever it was dealt.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from rayapp.core.types import Trajectory
+from rayapp.learner.batch import MicroBatch, TrainItem
+from rayapp.learner.metrics import timing_metrics
+from rayapp.learner.policy import reduce_gradients, to_device
+from rayapp.learner.step import PolicyLearner, stopwatch
+
+
+def supervised_step(learner: PolicyLearner, step: int, rows: Sequence[Trajectory]) -> dict[str, float]:
+    """One optimizer step on this rank's rows. Collective.
+
+    Returns:
+        `sft/*` over all ranks and `learner/*`; the same on every rank.
+    Raises:
+        LearnerError: a row is longer than a micro-batch.
+    """
+    watch = stopwatch(learner.ranks.device)
+    with watch("prepare"):
+        batches = learner.micro_batches(_items(rows))
+        num_tokens = sum(learner.ranks.gather(sum(row.num_response_tokens for row in rows)))
+    losses, entropy = list[float](), 0.0
+    with watch("forward_backward"):
+        for number, batch in enumerate(batches):
+            reduce_gradients(learner.model, learner.ranks.device, is_last=number == len(batches) - 1)
+            loss, nats = _forward_backward(learner, batch, num_tokens)
+            losses.append(loss)
+            entropy += nats
+    with watch("optimizer"):
+        norm, is_finite = learner.update(losses, step)
+    learner.skipped_steps += not is_finite
+    return timing_metrics(watch) | {
+        "sft/loss": sum(learner.ranks.gather(sum(losses))),
+        "sft/entropy": sum(learner.ranks.gather(entropy)) / num_tokens,
+        "sft/num_tokens": float(num_tokens),
+        "learner/grad_norm": norm,
+        "learner/lr": float(learner.optimizer.param_groups[0]["lr"]),
+        "learner/skipped_steps": float(not is_finite),
+        "learner/skipped_steps_total": float(learner.skipped_steps),
+    }
+
+
+def supervised_loss(learner: PolicyLearner, rows: Sequence[Trajectory]) -> float:
+    """The loss of rows that are dealt to the ranks, without a gradient; the same on every rank. Collective."""
+    scores = learner.score(_items(rows), learner.model, learner.head_options())
+    sums = learner.ranks.gather((-sum(float(row.log_probs.sum()) for row in scores.values()),
+                                 sum(row.log_probs.size for row in scores.values())))  # fmt: skip
+    return float(sum(nll for nll, _ in sums) / max(1, sum(number for _, number in sums)))
+
+
+def _items(rows: Sequence[Trajectory]) -> list[TrainItem]:
+    return [
+        TrainItem(row=i, group=i, trajectory=row, advantages=np.zeros(row.num_response_tokens, np.float32))
+        for i, row in enumerate(rows)
+    ]
+
+
+def _forward_backward(learner: PolicyLearner, batch: MicroBatch, num_tokens: int) -> tuple[float, float]:
+    """This micro-batch's share of the loss over all ranks, and the sum of its tokens' entropies."""
+    scores = learner.model(to_device(batch, learner.ranks.device), learner.head_options())
+    if not batch.items:
+        scores.log_probs.sum().backward()
+        return 0.0, 0.0
+    mask = torch.from_numpy(batch.mask).to(scores.log_probs.device)
+    share = -(scores.log_probs * mask).sum() / num_tokens
+    # FSDP takes the mean of the ranks' gradients; the loss is a sum over them.
+    (share * learner.ranks.world_size).backward()
+    return float(share.detach()), float((scores.entropy.detach() * mask).sum())

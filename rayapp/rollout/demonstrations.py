@@ -1,0 +1,280 @@
+"""Demonstrations: what supervised steps learn from, as token ids with a mask of what the policy is to write.
+
+    JSONL, parquet: conversation | prompt + completion | token_ids + response_mask --'
+    tasks with `demonstrations` ----------------------------------------------------+--> Trajectory, one or more a row
+
+A demonstration is a `Trajectory` that nobody sampled. Its token ids are those of a rollout: the prompt as the chat
+template renders it, then the answer encoded apart from it, ended as the policy ends it. Called by the driver, for
+`rayapp sft` and the warm-up of a training (docs/sft.md).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from rayapp.config.config import Config
+from rayapp.core.errors import InputError
+from rayapp.core.types import Reward, RolloutStatus, Trajectory
+from rayapp.rollout.agent.chat import ChatTokenizer, load_template
+from rayapp.storage.models.tokenizer import load_tokenizer
+from rayapp.tasks.coding import CodingTask
+from rayapp.tasks.data.files import fetch_files
+from rayapp.tasks.loading import load_tasks
+
+KINDS = "messages; prompt and completion; or token_ids and response_mask"
+Render = Callable[..., str]
+"""(messages, add_generation_prompt) -> text of the chat template."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Demonstrations:
+    """The rows to learn from, in the order of the files."""
+
+    rows: list[Trajectory] = field(default_factory=list)
+    num_left_out: int = 0
+    """Longer than `warmup.max_tokens`, with warmup.filter_overlong."""
+
+
+def read_demonstrations(config: Config, files: Sequence[str]) -> Demonstrations:
+    """All demonstrations of the files, or without any those of the run's tasks.
+
+    Raises:
+        InputError: a file or a row can't be used; the message names both. Or there are none.
+        StorageError: a remote file can't be fetched.
+    """
+    tokenizer: Any = load_tokenizer(config)
+    if not files:
+        return _within_limit(config, _of_tasks(config, tokenizer))
+    template = load_template(config.agent.chat_template) if config.agent.chat_template else None
+    paths = asyncio.run(fetch_files(files, config.data.cache_dir))
+    return _within_limit(config, _of_files(paths, files, tokenizer, template))
+
+
+def _within_limit(config: Config, found: Iterator[tuple[str, Trajectory]]) -> Demonstrations:
+    limit, result = config.max_demonstration_tokens, Demonstrations()
+    for where, row in found:
+        if row.num_tokens <= limit:
+            result.rows.append(row)
+        elif config.warmup.filter_overlong:
+            result.num_left_out += 1
+        else:
+            raise InputError(
+                f"{where} has {row.num_tokens} tokens, and warmup.max_tokens is {limit}. Raise it, shorten the row, or "
+                "set warmup.filter_overlong: true."
+            )
+    if not result.rows:
+        raise InputError(f"there is nothing to learn from: all {result.num_left_out} rows are longer than {limit} "
+                         "tokens (warmup.max_tokens)" if result.num_left_out else "there is nothing to learn from: the "
+                         "files have no rows")  # fmt: skip
+    return result
+
+
+def _of_tasks(config: Config, tokenizer: ChatTokenizer) -> Iterator[tuple[str, Trajectory]]:
+    tasks = load_tasks(config.tasks)
+    without = [task.name for task in tasks if not (isinstance(task, CodingTask) and task.demonstrations)]
+    if without:
+        raise InputError(
+            f"warmup.num_steps is {config.warmup.num_steps}, but {', '.join(without)} has no demonstrations to learn "
+            "from: write some into the task (docs/tasks.md), name files in warmup.files, or set warmup.num_steps to 0."
+        )
+    for task in tasks:
+        assert isinstance(task, CodingTask)
+        prompt = task.render(tokenizer)
+        # Sampling ends at a stop text; without one it ends at the token that ends a turn.
+        end = [] if prompt.stop and task.prompt_format == "chat_prefill" else [_end_of_text(tokenizer, task.name)]
+        for number, text in enumerate(task.demonstrated_completions, start=1):
+            completion = tokenizer.encode(text, add_special_tokens=False) + end
+            where = f"demonstration {number} of task {task.name}"
+            yield where, _trajectory([(prompt.token_ids.tolist(), False), (completion, True)], text)
+
+
+def _of_files(
+    paths: Sequence[Path], names: Sequence[str], tokenizer: ChatTokenizer, template: str | None
+) -> Iterator[tuple[str, Trajectory]]:
+    for path, name in zip(paths, names, strict=True):
+        for number, row in enumerate(_raw_rows(path)):
+            where = f"{name}: row {number}"
+            try:
+                found = list(_of_row(row, tokenizer, template))
+            except (ValueError, TypeError, KeyError) as error:
+                raise InputError(f"{where}: {error}") from error
+            for trajectory in found:
+                yield where, trajectory
+
+
+def _raw_rows(path: Path) -> Iterator[Any]:
+    """Rows of a JSONL or parquet file, one after the other."""
+    try:
+        if path.suffix == ".parquet":
+            import pyarrow.parquet as pq
+
+            with pq.ParquetFile(path) as file:
+                for batch in file.iter_batches(batch_size=256):
+                    yield from batch.to_pylist()
+            return
+        with path.open(encoding="utf-8") as lines:
+            for number, line in enumerate(lines):
+                if line.strip():
+                    yield _json(line, path, number)
+    except FileNotFoundError:
+        raise InputError(f"{path}: there is no such file") from None
+    except (OSError, UnicodeDecodeError) as error:  # pyarrow's errors are ValueErrors or OSErrors
+        raise InputError(f"{path} can't be read: {error}") from error
+
+
+def _json(line: str, path: Path, number: int) -> Any:
+    try:
+        return json.loads(line)
+    except ValueError as error:
+        raise InputError(f"{path}: row {number} is no JSON: {error}") from None
+
+
+def _of_row(row: Any, tokenizer: ChatTokenizer, template: str | None) -> Iterator[Trajectory]:
+    """Raises ValueError or TypeError: what is wrong with the row."""
+    if not isinstance(row, dict):
+        raise TypeError(f"a row is an object with {KINDS}, not {type(row).__name__}")
+    has = {key for key, value in row.items() if value is not None}
+    if {"token_ids", "response_mask"} <= has:
+        yield _of_tokens(row)
+        return
+    if {"prompt", "completion"} <= has and isinstance(row["prompt"], str):
+        yield _of_texts(row, tokenizer)
+        return
+    messages = _messages(row["prompt"]) + _messages(row["completion"]) if "prompt" in has and "completion" in has else (
+        _messages(row["messages"]) if "messages" in has else None
+    )  # fmt: skip
+    if messages is None:
+        raise ValueError(f"it has {', '.join(sorted(has)) or 'nothing'}; a row has {KINDS}")
+    first = len(_messages(row["prompt"])) if "messages" not in has else 0
+    render = partial(_render, tokenizer, template, row.get("tools") or None)
+    yield from _of_conversation(messages, first, render, tokenizer)
+
+
+def _of_tokens(row: Mapping[str, Any]) -> Trajectory:
+    token_ids, mask = np.asarray(row["token_ids"], np.int32), np.asarray(row["response_mask"], np.bool_)
+    if token_ids.ndim != 1 or token_ids.shape != mask.shape:
+        raise ValueError(f"token_ids {token_ids.shape} and response_mask {mask.shape} must be lists of one length")
+    if not mask.any() or mask[0]:
+        raise ValueError("response_mask must begin with the prompt (false) and mark at least one token")
+    return _trajectory_of(token_ids, mask, str(row.get("completion") or ""))
+
+
+def _of_texts(row: Mapping[str, Any], tokenizer: ChatTokenizer) -> Trajectory:
+    """Plain texts: no template, and the end of the text behind the completion."""
+    prompt, completion = row["prompt"], row["completion"]
+    if not isinstance(completion, str):
+        raise TypeError("prompt is text, so completion must be text, too; or both are lists of messages")
+    _not_empty(completion, "completion")
+    _not_empty(prompt, "prompt")
+    answer = [*tokenizer.encode(completion, add_special_tokens=False), _end_of_text(tokenizer, "the model")]
+    return _trajectory([(tokenizer.encode(prompt), False), (answer, True)], completion)
+
+
+def _of_conversation(
+    messages: Sequence[Mapping[str, Any]], first: int, render: Render, tokenizer: ChatTokenizer
+) -> Iterator[Trajectory]:
+    """Every turn of the assistant from message `first` on is learned once.
+
+    All in one sequence, as in an episode. Where the template writes earlier turns otherwise once more follow (Qwen3
+    leaves their thoughts out), a new sequence begins, as it does for a server.
+    """
+    turns = [i for i in range(first, len(messages)) if messages[i]["role"] == "assistant"]
+    if not turns:
+        raise ValueError("it has no message of the assistant to learn from")
+    parts: list[tuple[list[int], bool]] = []
+    so_far, answers = "", list[str]()
+    for i in turns:
+        _check_answer(messages[i], i)
+        head, answer = _turn(messages, i, render, tokenizer)
+        if parts and not head.startswith(so_far):
+            yield _trajectory(parts, answers[-1])
+            parts, so_far = [], ""
+        parts += [(tokenizer.encode(head[len(so_far) :], add_special_tokens=False), False)]
+        parts += [(tokenizer.encode(answer, add_special_tokens=False), True)]
+        so_far = head + answer
+        answers.append(answer)
+    yield _trajectory(parts, answers[-1])
+
+
+def _turn(messages: Sequence[Mapping[str, Any]], i: int, render: Render, tokenizer: ChatTokenizer) -> tuple[str, str]:
+    """What the policy reads before its turn, and what it is to write, the token that ends the turn included."""
+    head, whole = render(messages[:i], add_generation_prompt=True), render(messages[: i + 1], False)
+    if not whole.startswith(head):
+        raise ValueError(
+            f"the model's chat template does not write message {i} as an answer to what it writes before it: "
+            f"{whole[len(head) - 40 : len(head) + 40]!r} does not go on from {head[-40:]!r}. Give token_ids and "
+            "response_mask, or prompt and completion as plain texts."
+        )
+    answer = whole[len(head) :]
+    ended = answer.rstrip()
+    # Templates write a line break behind the token that ends a turn, which nobody samples.
+    return head, ended if ended.endswith(tuple(tokenizer.all_special_tokens)) else answer
+
+
+def _render(
+    tokenizer: ChatTokenizer, template: str | None, tools: Any, messages: Any, add_generation_prompt: bool
+) -> str:
+    if not template and not getattr(tokenizer, "chat_template", None):
+        raise ValueError(
+            "the model has no chat template to render its messages with: set agent.chat_template, or give prompt and "
+            "completion as plain texts"
+        )
+    options = ({"chat_template": template} if template else {}) | ({"tools": tools} if tools else {})
+    try:
+        return str(
+            tokenizer.apply_chat_template(
+                list(messages), tokenize=False, add_generation_prompt=add_generation_prompt, **options
+            )
+        )
+    except Exception as error:  # boundary: a template is a program that may raise anything
+        raise ValueError(f"the chat template refuses its messages: {type(error).__name__}: {error}") from error
+
+
+def _messages(value: Any) -> list[dict[str, Any]]:
+    if not isinstance(value, list) or not all(isinstance(one, dict) and "role" in one for one in value):
+        raise ValueError("messages are a list of objects with role and content")
+    # Parquet fills the keys that one message has in all others.
+    return [{key: item for key, item in one.items() if item is not None} for one in value]
+
+
+def _check_answer(message: Mapping[str, Any], number: int) -> None:
+    if not message.get("tool_calls"):
+        _not_empty(message.get("content"), f"the content of message {number} (assistant)")
+
+
+def _not_empty(value: Any, what: str) -> None:
+    if not isinstance(value, str | list) or not value or (isinstance(value, str) and not value.strip()):
+        raise ValueError(f"{what} is empty: there is nothing to learn from it")
+
+
+def _end_of_text(tokenizer: Any, what: str) -> int:
+    if tokenizer.eos_token_id is None:
+        raise InputError(f"{what}: the tokenizer has no eos_token, so an answer can't be ended. Give token_ids.")
+    return int(tokenizer.eos_token_id)
+
+
+def _trajectory(parts: Sequence[tuple[Sequence[int], bool]], text: str) -> Trajectory:
+    token_ids = np.concatenate([np.asarray(ids, np.int32) for ids, _ in parts])
+    mask = np.concatenate([np.full(len(ids), sampled) for ids, sampled in parts])
+    return _trajectory_of(token_ids, mask, text)
+
+
+def _trajectory_of(token_ids: Any, mask: Any, text: str) -> Trajectory:
+    return Trajectory(
+        token_ids=token_ids,
+        response_mask=mask,
+        rollout_log_probs=np.zeros(token_ids.size, np.float32),
+        completion_text=text,
+        reward=Reward(value=1.0, status="demonstration"),
+        status=RolloutStatus.COMPLETED,
+        min_policy_version=0,
+        max_policy_version=0,
+    )
