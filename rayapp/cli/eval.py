@@ -60,7 +60,7 @@ def _whole(path: Path, config: Config) -> Checkpoint:
 
 def _convert(path: Path, out: Path) -> None:
     from rayapp.config.loading import load_config
-    from rayapp.driver.sft import after_warmup
+    from rayapp.driver.offline.sft import after_warmup
     from rayapp.learner.state.convert import checkpoint_to_hf  # loads torch: seconds
 
     file = path.parent.parent / "config.yaml"

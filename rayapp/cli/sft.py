@@ -22,6 +22,6 @@ def sft(config: ConfigFile, overrides: Overrides = None) -> None:
     Called again it goes on from the last checkpoint. `rayapp train` with the same CONFIG starts from that model.
     """
     from rayapp.config.loading import load_config
-    from rayapp.driver.sft import run_sft
+    from rayapp.driver.offline.sft import run_sft
 
     run_sft(load_config(config, overrides or []))

@@ -38,7 +38,7 @@ def train(
     """Train as CONFIG says. Called again it goes on from the last checkpoint of the run (run.resume)."""
     loaded = _load_verl(config, overrides or []) if verl else _load(config, overrides or [])
     if replay is not None:
-        from rayapp.driver.replay import run_replay
+        from rayapp.driver.offline.replay import run_replay
 
         run_replay(loaded, replay)
         return

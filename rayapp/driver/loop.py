@@ -22,9 +22,9 @@ from rayapp.core.logs import about, start_logs
 from rayapp.driver.cluster import Cluster, open_cluster
 from rayapp.driver.evaluation import evaluate
 from rayapp.driver.feeding import feeding
+from rayapp.driver.offline.sft import warm_up
 from rayapp.driver.run import Run, open_run
 from rayapp.driver.saving import saving, saving_when_stopped
-from rayapp.driver.sft import warm_up
 from rayapp.driver.step import begin_checkpoint, step_phases, train_step
 from rayapp.driver.watchdog import unstalled
 from rayapp.rollout.check import check_inputs

@@ -8,7 +8,7 @@ import pytest
 
 from rayapp.config.config import Config
 from rayapp.core.errors import InputError
-from rayapp.driver.replay import (
+from rayapp.driver.offline.replay import (
     Difference,
     apart_from,
     differences,

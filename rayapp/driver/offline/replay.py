@@ -19,8 +19,8 @@ from rayapp.core.errors import InputError, RunFolderError
 from rayapp.core.logs import start_logs
 from rayapp.core.summaries import summarize_group
 from rayapp.driver.cluster import open_learners
+from rayapp.driver.offline.sft import after_warmup
 from rayapp.driver.phases import Phases
-from rayapp.driver.sft import after_warmup
 from rayapp.runs.folder import RunFolder
 from rayapp.runs.tracking.jsonl import read_metrics
 from rayapp.runs.tracking.metrics import summarize_step

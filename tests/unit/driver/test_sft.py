@@ -1,0 +1,71 @@
+"""Which rows a supervised step takes, and what the run of the supervised steps is."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rayapp.config.config import Config
+from rayapp.core.errors import ConfigError
+from rayapp.driver.offline.sft import after_warmup, rows_of_step, run_sft, sft_config
+
+
+@given(num_rows=st.integers(1, 40), rows_per_step=st.integers(1, 16), seed=st.integers(0, 9))
+def test_every_epoch_takes_every_row_once(num_rows: int, rows_per_step: int, seed: int) -> None:
+    steps = range(1, 4 * num_rows // rows_per_step + 2)
+    taken = [row for s in steps for row in rows_of_step(s, num_rows=num_rows, rows_per_step=rows_per_step, seed=seed)]
+    for epoch in range(len(taken) // num_rows):
+        assert Counter(taken[epoch * num_rows : (epoch + 1) * num_rows]) == Counter(range(num_rows))
+
+
+def test_another_seed_takes_another_order() -> None:
+    first, second = (rows_of_step(1, num_rows=100, rows_per_step=50, seed=seed) for seed in (0, 1))
+    assert first != second
+
+
+def config(**sections: object) -> Config:
+    return Config.model_validate({"run": {"name": "mine"}, "warmup": {"num_steps": 3, "rows_per_step": 2}} | sections)
+
+
+def test_the_run_on_demonstrations_stands_beside_the_trainings() -> None:
+    found = sft_config(config(learner={"optimizer": {"lr": 1e-6}}))
+    assert (found.run.name, found.train.num_steps) == ("mine-sft", 3)
+    assert found.learner.optimizer.lr == 2e-5
+    assert after_warmup(config()).model.path == "outputs/mine-sft/final"
+
+
+def test_on_object_storage_the_training_takes_the_model_from_there() -> None:
+    there = config(run={"name": "mine", "output_dir": "s3://bucket/runs"})
+    assert after_warmup(there).model.path == "s3://bucket/runs/mine-sft/final"
+
+
+def test_what_only_grpo_reads_may_change_between_warmup_and_training() -> None:
+    changed = config(algorithm={"kl_loss_coef": 0.1}, rollout={"group_size": 4}, server={"num_servers": 2})
+    assert sft_config(changed) == sft_config(config())
+
+
+def test_without_a_warmup_the_training_starts_from_the_model() -> None:
+    none = config(warmup={"num_steps": 0})
+    assert after_warmup(none) == none
+    with pytest.raises(ConfigError, match=r"warmup.num_steps is 0"):
+        run_sft(none)
+
+
+@pytest.mark.parametrize(
+    ("sections", "message"),
+    [
+        ({"warmup": {"num_steps": 1, "max_tokens": 9000}}, "max_tokens is 9000.*max_tokens_per_microbatch is 8192"),
+        ({"data": {"train_files": ["a.parquet"]}}, r"warmup.files is empty.*docs/sft.md"),
+    ],
+)
+def test_a_warmup_that_can_not_work_is_refused_with_the_config(sections: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        config(**sections)
+
+
+def test_a_name_that_leaves_no_room_is_refused() -> None:
+    with pytest.raises(ConfigError, match="at most 59 characters"):
+        sft_config(config(run={"name": "x" * 60}))

@@ -1,0 +1,173 @@
+"""Rows to learn from become the token ids of a rollout, and a row that can't is named."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from rayapp.config.config import Config
+from rayapp.core.errors import InputError
+from rayapp.core.types import Trajectory
+from rayapp.rollout import demonstrations
+from rayapp.rollout.demonstrations import read_demonstrations
+
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+# As Qwen3 does: thoughts of turns that are not the last are left out.
+FORGETS = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+    "{{ m.content if loop.last else m.content.split('</think>')[-1] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+ASK, ANSWER = {"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}
+AGAIN, SECOND = {"role": "user", "content": "3+3?"}, {"role": "assistant", "content": "6"}
+Read = Callable[..., demonstrations.Demonstrations]
+
+
+@pytest.fixture
+def read(chat_tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Read:
+    """Reads rows as a run of that tokenizer does, from a JSONL file."""
+    monkeypatch.setattr(demonstrations, "load_tokenizer", lambda config: chat_tokenizer)
+
+    def read_rows(*rows: Any, template: str = CHATML, **warmup: Any) -> demonstrations.Demonstrations:
+        file = tmp_path / "rows.jsonl"
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        (tmp_path / "template.jinja").write_text(template)
+        agent = {"chat_template": str(tmp_path / "template.jinja")} if template else {}
+        section = {"num_steps": 1, "files": [str(file)], "max_tokens": 300} | warmup
+        config = Config.model_validate({"agent": agent, "warmup": section})
+        return read_demonstrations(config, config.warmup.files)
+
+    return read_rows
+
+
+def text(tokenizer: Any, row: Trajectory, *, learned: bool) -> str:
+    return str(tokenizer.decode(row.token_ids[row.response_mask == learned], skip_special_tokens=False))
+
+
+def test_every_turn_of_the_assistant_is_learned_with_the_token_that_ends_it(read: Read, chat_tokenizer: Any) -> None:
+    [row] = read({"messages": [ASK, ANSWER, AGAIN, SECOND]}).rows
+    assert text(chat_tokenizer, row, learned=True) == "4<|im_end|>6<|im_end|>"
+    whole = chat_tokenizer.decode(row.token_ids, skip_special_tokens=False)
+    assert whole + "\n" == chat_tokenizer.apply_chat_template(
+        [ASK, ANSWER, AGAIN, SECOND], chat_template=CHATML, tokenize=False
+    )
+
+
+def test_a_template_that_forgets_thoughts_makes_each_turn_its_own_sequence(read: Read, chat_tokenizer: Any) -> None:
+    thought = {"role": "assistant", "content": "<think>easy</think>4"}
+    first, second = read({"messages": [ASK, thought, AGAIN, SECOND]}, template=FORGETS).rows
+    assert text(chat_tokenizer, first, learned=True) == "<think>easy</think>4<|im_end|>"
+    assert text(chat_tokenizer, second, learned=True) == "6<|im_end|>"
+    assert "easy" not in text(chat_tokenizer, second, learned=False)
+
+
+def test_of_prompt_and_completion_only_the_completion_is_learned(read: Read, chat_tokenizer: Any) -> None:
+    [plain] = read({"prompt": "2+2=", "completion": "4"}).rows
+    assert text(chat_tokenizer, plain, learned=False) == "2+2="
+    assert text(chat_tokenizer, plain, learned=True) == "4<|im_end|>"
+    [chat] = read({"prompt": [ASK, ANSWER, AGAIN], "completion": [SECOND]}).rows
+    assert text(chat_tokenizer, chat, learned=True) == "6<|im_end|>"
+
+
+def test_token_ids_are_taken_as_they_are_also_from_parquet(read: Read, tmp_path: Path) -> None:
+    file = tmp_path / "best.parquet"
+    row = {"token_ids": [5, 6, 7, 8], "response_mask": [False, True, False, True], "completion": "x"}
+    pq.write_table(pa.Table.from_pylist([row]), file)
+    [found] = read(files=[str(file)]).rows
+    assert found.token_ids.tolist() == row["token_ids"]
+    assert found.response_mask.tolist() == row["response_mask"]
+    assert found.token_ids.dtype == np.int32
+
+
+def test_tool_calls_and_tools_reach_the_template(read: Read, chat_tokenizer: Any) -> None:
+    template = (
+        "{% if tools %}tools:{{ tools[0].name }}\n{% endif %}{% for m in messages %}<|im_start|>{{ m.role }}\n"
+        "{{ m.content or m.tool_calls[0].name }}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    call = {"role": "assistant", "content": None, "tool_calls": [{"name": "add"}]}
+    [row] = read({"messages": [ASK, call], "tools": [{"name": "add"}]}, template=template).rows
+    assert text(chat_tokenizer, row, learned=False).startswith("tools:add\n")
+    assert text(chat_tokenizer, row, learned=True) == "add<|im_end|>"
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"messages": [ASK]}, r"rows.jsonl: row 1: it has no message of the assistant"),
+        ({"messages": [ASK, {"role": "assistant", "content": "  "}]}, r"row 1: the content of message 1 .*is empty"),
+        ({"prompt": "a", "completion": ""}, r"row 1: completion is empty"),
+        ({"prompt": "a", "completion": [ANSWER]}, r"row 1: prompt is text, so completion must be text"),
+        ({"question": "a"}, r"row 1: it has question; a row has messages; prompt and completion; or"),
+        ({"messages": "hello"}, r"row 1: messages are a list of objects with role and content"),
+        ({"token_ids": [1, 2], "response_mask": [True]}, r"row 1: token_ids \(2,\) and response_mask \(1,\)"),
+        ({"token_ids": [1, 2], "response_mask": [True, True]}, r"row 1: response_mask must begin with the prompt"),
+        (["a"], r"row 1: a row is an object with .*, not list"),
+        ({"prompt": "a" * 400, "completion": "b"}, r"row 1 has 402 tokens, and warmup.max_tokens is 300"),
+    ],
+)
+def test_a_row_that_can_not_be_learned_from_is_named(read: Read, row: Any, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        read({"prompt": "a", "completion": "b"}, row)
+
+
+def test_longer_rows_are_left_out_and_counted_where_that_is_asked_for(read: Read) -> None:
+    short, long = {"prompt": "a", "completion": "b"}, {"prompt": "a" * 400, "completion": "b"}
+    found = read(short, long, filter_overlong=True)
+    assert (len(found.rows), found.num_left_out) == (1, 1)
+    with pytest.raises(InputError, match="all 1 rows are longer than 300 tokens"):
+        read(long, filter_overlong=True)
+
+
+def test_a_model_without_a_chat_template_says_so_with_the_row(read: Read) -> None:
+    with pytest.raises(InputError, match=r"row 0: the model has no chat template .*agent.chat_template"):
+        read({"messages": [ASK, ANSWER]}, template="")
+
+
+def test_a_template_that_refuses_the_messages_is_told_with_the_row(read: Read) -> None:
+    with pytest.raises(InputError, match=r"row 0: the chat template refuses its messages.*no users here"):
+        read({"messages": [ASK, ANSWER]}, template="{{ raise_exception('no users here') }}")
+
+
+def test_a_file_that_is_missing_or_no_json_is_named(read: Read, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"absent.jsonl: there is no such file"):
+        read(files=[str(tmp_path / "absent.jsonl")])
+    broken = tmp_path / "broken.jsonl"
+    broken.write_text('{"prompt": "a", "completion": "b"}\n{"prompt"\n')
+    with pytest.raises(InputError, match=r"broken.jsonl: row 1 is no JSON"):
+        read(files=[str(broken)])
+
+
+def test_the_tasks_own_demonstrations_end_as_the_policy_ends(read: Read, chat_tokenizer: Any) -> None:
+    config = Config.model_validate(
+        {
+            "tasks": ["sort_numbers", "max_subarray_sum"],
+            "rollout": {"max_completion_tokens": 2000},
+            "warmup": {"num_steps": 1},
+        }
+    )
+    chat_tokenizer.chat_template = CHATML
+    try:
+        rows = read_demonstrations(config, ()).rows
+    finally:
+        chat_tokenizer.chat_template = None
+    assert len(rows) == 24
+    assert text(chat_tokenizer, rows[0], learned=False).endswith("```python\ndef sort_numbers(xs):")
+    assert text(chat_tokenizer, rows[0], learned=True).startswith("\n    n = len(xs)")
+    assert all(row.completion_text.endswith("\n```") for row in rows)
+
+
+def test_tasks_without_demonstrations_are_named(read: Read) -> None:
+    config = Config.model_validate({"tasks": ["sort_numbers_reworded"], "warmup": {"num_steps": 1}})
+    with pytest.raises(InputError, match=r"sort_numbers_reworded has no demonstrations"):
+        read_demonstrations(config, ())

@@ -1,0 +1,65 @@
+"""`rayapp data from-run`: what a run did well, as demonstrations."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+
+from rayapp.core.errors import InputError
+from rayapp.core.types import Group, Prompt, Reward, Trajectory
+from rayapp.runs.selecting import Selection, select_from_run
+from rayapp.runs.trajectories import write_trajectories
+from rayapp.testing.learners import sampled
+
+
+def group(group_id: int, prompt: str, *rewards: float) -> Group:
+    rows = tuple(sampled([5, 6, 10 * group_id + i], 2, reward=reward) for i, reward in enumerate(rewards))
+    return Group(
+        group_id=group_id, prompt=Prompt(task="t", text=prompt, token_ids=np.array([5, 6], np.int32)), trajectories=rows
+    )
+
+
+def failed(trajectory: Trajectory) -> Trajectory:
+    return replace(trajectory, reward=Reward.invalid("sandbox_gone", "it died"))
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    first, second = group(0, "a", 1.0, 0.5, 1.0), group(1, "b", 0.2, 1.0)
+    folder = tmp_path / "run" / "trajectories"
+    folder.mkdir(parents=True)
+    write_trajectories(folder / "step=000001.parquet", 1, [first, second])
+    again = replace(first, trajectories=(first.trajectories[0], failed(group(7, "a", 1.0).trajectories[0])))
+    write_trajectories(folder / "step=000002.parquet", 2, [again])
+    return tmp_path / "run"
+
+
+def test_only_good_trajectories_are_taken_each_once_and_none_that_failed(run: Path, tmp_path: Path) -> None:
+    out = tmp_path / "new" / "best.parquet"
+    count = select_from_run(run, out, Selection(min_reward=1.0))
+    assert (count.num_read, count.num_written, count.num_repeated) == (7, 3, 1)
+    rows = pq.read_table(out).to_pylist()
+    assert [row["token_ids"] for row in rows] == [[5, 6, 0], [5, 6, 2], [5, 6, 11]]
+    assert all(row["response_mask"] == [False, False, True] for row in rows)
+
+
+def test_a_prompt_may_be_held_to_so_many_and_steps_to_a_range(run: Path, tmp_path: Path) -> None:
+    out = tmp_path / "best.parquet"
+    assert select_from_run(run, out, Selection(min_reward=0.0, max_per_prompt=1)).num_written == 2
+    assert select_from_run(run, out, Selection(min_reward=1.0, first_step=2)).num_written == 1
+
+
+def test_when_nothing_is_good_enough_no_file_is_left(run: Path, tmp_path: Path) -> None:
+    out = tmp_path / "best.parquet"
+    with pytest.raises(InputError, match=r"none of 7 trajectories .* has a reward of 2 or more: lower --min-reward"):
+        select_from_run(run, out, Selection(min_reward=2.0))
+    assert not list(tmp_path.glob("*best*"))
+
+
+def test_a_folder_without_trajectories_is_named(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="holds no steps to choose from"):
+        select_from_run(tmp_path, tmp_path / "out.parquet", Selection(min_reward=1.0))
