@@ -97,7 +97,12 @@ def machine() -> Iterator[Finding]:
 def fitness(config: Config) -> Iterator[Finding]:
     """Findings on whether this config can run here: all that is wrong, or one line that nothing is."""
     problems = [*_device_fits(config), *_model_fits(config), *_memory_fits(config), *_folder_fits(config)]
-    problems += [*_storage_answers(config), *_data_fits(config), *_tool_parser_fits(config)]
+    problems += [
+        *_storage_answers(config),
+        *_data_fits(config),
+        *_demonstrations_fit(config),
+        *_tool_parser_fits(config),
+    ]
     sandbox = _sandbox(config.sandbox, level_if_none="problem")
     problems += [sandbox] if sandbox.level != "ok" else []
     yield from problems
@@ -246,6 +251,19 @@ def _data_fits(config: Config) -> Iterator[Finding]:
         check_data(config, [file for file in files if not Location.parse(file).is_remote])
     except (UserError, StorageError) as error:
         yield Finding(level="problem", what="data", detail=str(error))
+
+
+def _demonstrations_fit(config: Config) -> Iterator[Finding]:
+    files = (*config.warmup.files, *config.warmup.eval_files)
+    if not config.warmup.num_steps or any(Location.parse(file).is_remote for file in (config.model.path, *files)):
+        return
+    from rayapp.rollout.demonstrations import read_demonstrations
+
+    try:
+        for group in (config.warmup.files, config.warmup.eval_files or config.warmup.files):
+            read_demonstrations(config, group)
+    except (UserError, StorageError) as error:
+        yield Finding(level="problem", what="demonstrations", detail=str(error))
 
 
 def _tool_parser_fits(config: Config) -> Iterator[Finding]:

@@ -43,7 +43,11 @@ PANELS = (
         omits=("reward/pass_rate/mean", "reward/solved/mean"),
     ),
     _share("Reward", "Verdicts", "reward_status/*"),
-    Panel(section="Reward", title="Evaluation", keys=("eval/reward/mean", "eval/reward/pass_rate/mean")),
+    Panel(
+        section="Reward",
+        title="Evaluation",
+        keys=("eval/reward/mean", "eval/reward/pass_rate/mean", "eval/reward/solved/mean"),
+    ),
     _share("Rollout", "Groups without signal", "groups/zero_variance", "groups/all_invalid"),
     Panel(
         section="Rollout",
@@ -61,11 +65,12 @@ PANELS = (
         unit="optimizer steps",
         floor=0.0,
     ),
-    Panel(section="Learner", title="Entropy", keys=("learner/entropy",), unit="nats", floor=0.0),
+    Panel(section="Learner", title="Entropy", keys=("learner/entropy", "sft/entropy"), unit="nats", floor=0.0),
     Panel(section="Learner", title="KL", keys=("learner/ppo_kl", "learner/kl_to_reference", "rollout_corr/kl")),
     Panel(section="Learner", title="Clip share", keys=("learner/pg_clipfrac", "learner/pg_clipfrac_lower"), floor=0.0),
     Panel(section="Learner", title="Gradient norm", keys=("learner/grad_norm",), floor=0.0),
     Panel(section="Learner", title="Loss", keys=("learner/loss",)),
+    Panel(section="Learner", title="Demonstrations", keys=("sft/loss", "sft/validation_loss"), unit="nats", floor=0.0),
     Panel(
         section="Learner",
         title="Engine against learner",
