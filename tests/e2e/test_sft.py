@@ -103,8 +103,8 @@ def test_a_killed_run_goes_on_as_if_nothing_had_happened(config_file: Path, whol
 def test_a_training_starts_from_the_model_that_its_warmup_ended_with(config_file: Path) -> None:
     output = finish(start(config_file, "both", str(SCRIPTED)))
     assert "step 1/1" in output
-    warm, trained = (load_file(place / "final" / "model.safetensors")
-                     for place in (folder_of(config_file, "both"), config_file.parent / "outputs" / "both"))  # fmt: skip
+    folders = (folder_of(config_file, "both"), config_file.parent / "outputs" / "both")
+    warm, trained = (load_file(folder / "final" / "model.safetensors") for folder in folders)
     # The training's learning rate moves nothing.
     assert all((warm[name] == trained[name]).all() for name in warm)
     again = finish(start(config_file, "both", str(SCRIPTED)))
