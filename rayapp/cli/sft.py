@@ -11,7 +11,7 @@ app = typer.Typer()
 
 @app.command(
     epilog="Examples:\n\n"
-    "  rayapp sft configs/coding_cpu.yaml      (what rayapp train does first with this config)\n\n"
+    "  rayapp sft configs/coding_warmup_cpu.yaml      (what rayapp train does first with this config)\n\n"
     "  rayapp sft mine.yaml warmup.files='[chats.jsonl]' warmup.num_steps=500 warmup.rows_per_step=32\n\n"
     "  rayapp data from-run outputs/mine --min-reward 1 --out best.parquet      (rejection sampling: then\n\n"
     "  rayapp sft mine.yaml run.name=mine2 warmup.files='[best.parquet]' warmup.num_steps=100)"
