@@ -106,6 +106,8 @@ ELSEWHERE = (
     How(begins="rayapp train my_run.yaml", test="tests/unit/config/test_verl.py"),
     How(begins="rayapp train", test="tests/e2e/test_resume.py"),
     How(begins="rayapp eval", test="tests/e2e/test_object_storage.py"),
+    How(begins="rayapp sft", test="tests/e2e/test_sft.py"),
+    How(begins="rayapp data from-run", test="tests/unit/runs/test_selecting.py"),
     How(begins="rayapp sync", test="tests/unit/runs/test_mirror.py"),
     How(begins="rayapp submit", test="tests/cluster/test_jobs.py"),
     How(begins="rayapp status", test="tests/cluster/test_jobs.py"),

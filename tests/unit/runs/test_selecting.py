@@ -9,6 +9,7 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
+from rayapp.cli.main import run as rayapp
 from rayapp.core.errors import InputError
 from rayapp.core.types import Group, Prompt, Reward, Trajectory
 from rayapp.runs.selecting import Selection, select_from_run
@@ -45,6 +46,11 @@ def test_only_good_trajectories_are_taken_each_once_and_none_that_failed(run: Pa
     rows = pq.read_table(out).to_pylist()
     assert [row["token_ids"] for row in rows] == [[5, 6, 0], [5, 6, 2], [5, 6, 11]]
     assert all(row["response_mask"] == [False, False, True] for row in rows)
+
+
+def test_the_command_says_how_many_it_took(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert rayapp(["data", "from-run", str(run), "--min-reward", "1", "--out", str(tmp_path / "best.parquet")]) == 0
+    assert "3 of 7 trajectories with a reward of 1 or more, 1 repeated ones left out" in capsys.readouterr().out
 
 
 def test_a_prompt_may_be_held_to_so_many_and_steps_to_a_range(run: Path, tmp_path: Path) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import pickle
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -11,6 +13,7 @@ from rayapp.core.errors import InputError
 from rayapp.tasks.cases import CaseSource
 from rayapp.tasks.coding import CodingTask
 from rayapp.tasks.loading import load_task, load_tasks, shipped_tasks
+from rayapp.tasks.screening import screen
 
 GOOD = """
 prompt: Write add(a, b).
@@ -28,7 +31,40 @@ def write(folder: Path, text: str, name: str = "add.yaml") -> str:
 
 
 def test_shipped_tasks_are_those_of_the_seed() -> None:
-    assert shipped_tasks() == ["max_subarray_sum", "sort_numbers"]
+    assert [name for name in shipped_tasks() if not name.endswith("_reworded")] == ["max_subarray_sum", "sort_numbers"]
+
+
+@pytest.mark.parametrize("name", ["max_subarray_sum", "sort_numbers"])
+def test_every_shipped_demonstration_solves_its_task_without_a_banned_name(name: str) -> None:
+    task = load_task(name)
+    assert isinstance(task, CodingTask)
+    assert len(task.demonstrations) == len(set(task.demonstrations)) == 12
+    for text in task.demonstrated_completions:
+        code, status, detail = screen(text, task.func_name, task.answer_prefix, task.banned_patterns)
+        assert not status, detail
+        names: dict[str, Any] = {}
+        exec(code, names)
+        for case in [*task.cases.draw(0), *task.cases.draw(1)]:
+            assert names[task.func_name](*copy.deepcopy(case.args)) == case.expected, text
+
+
+def test_a_task_based_on_a_shipped_one_differs_in_what_it_says(tmp_path: Path) -> None:
+    task = load_task(write(tmp_path, "based_on: sort_numbers\nprompt: Sort it.\n"))
+    base = load_task("sort_numbers")
+    assert isinstance(task, CodingTask)
+    assert isinstance(base, CodingTask)
+    assert (task.name, task.prompt) == ("add", "Sort it.")
+    assert task.model_copy(update={"name": base.name, "prompt": base.prompt}) == base
+
+
+def test_a_task_based_on_none_that_ships_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"based_on is 'sort'; it is one of max_subarray_sum"):
+        load_task(write(tmp_path, "based_on: sort\n"))
+
+
+def test_a_demonstration_that_does_not_go_on_from_the_prefill_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"demonstration 1 must be Python that begins with .*def add\(a, b\):"):
+        load_task(write(tmp_path, GOOD + "demonstrations: ['def plus(a, b): return a + b']\n"))
 
 
 def test_task_file_is_named_after_its_file(tmp_path: Path) -> None:
@@ -83,7 +119,7 @@ def test_missing_file_is_named() -> None:
 
 
 def test_run_without_tasks_is_refused() -> None:
-    with pytest.raises(InputError, match="tasks is empty: name at least one of max_subarray_sum, sort_numbers"):
+    with pytest.raises(InputError, match="tasks is empty: name at least one of max_subarray_sum, "):
         load_tasks([])
 
 
