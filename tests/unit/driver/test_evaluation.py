@@ -37,8 +37,8 @@ class Worker:
         self.num_settled = 0
         self._num_lost = num_lost
 
-    async def num_eval_prompts(self) -> int:
-        return NUM_PROMPTS
+    async def num_eval_prompts(self) -> tuple[int, ...]:
+        return (NUM_PROMPTS,)
 
     async def evaluate(self, request: GroupRequest, step: int) -> GroupSummary:
         self.requests.append(request)
