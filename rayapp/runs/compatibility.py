@@ -46,9 +46,10 @@ def check_same_training(config: Config, stored: Path) -> None:
     Raises:
         RunFolderError: keys differ that change the training; the message names each with both values.
     """
-    # A key that the run's version did not have was what it is by default.
-    before = dict(_flat(Config().model_dump(mode="json"))) | dict(_flat(yaml.safe_load(stored.read_text()) or {}))
     now = dict(_flat(config.model_dump(mode="json")))
+    # A key that the run's version did not have was what it is by default.
+    usual = {key: value for key, value in _flat(Config().model_dump(mode="json")) if key in now}
+    before = usual | dict(_flat(yaml.safe_load(stored.read_text()) or {}))
     free = FREE_KEYS if config.learner.optimizer.schedule != "constant" else (*FREE_KEYS, "train.num_steps")
     changed = [
         f"{key}: {before.get(key)!r} before, {now.get(key)!r} now{_reason(key, config)}"
