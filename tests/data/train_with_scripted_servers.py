@@ -10,6 +10,6 @@ import rayapp.driver.loop
 from rayapp.cli.main import main
 from rayapp.driver.cluster import StandIns, open_cluster
 
-rayapp.driver.open_cluster = partial(open_cluster, stand_ins=StandIns(completion_s=0.2, step_s=None))
+rayapp.driver.loop.open_cluster = partial(open_cluster, stand_ins=StandIns(completion_s=0.2, step_s=None))
 sys.argv.insert(1, "train")
 main()

@@ -212,7 +212,9 @@ def read_narrow(source: RunSource, file: StepFile) -> Any:
     }.items():
         table = table.append_column(column, pc.map_lookup(terms, term, "first").cast(pa.float64()))
     table = table.drop_columns("reward_terms").append_column("file", pa.array([file.path] * table.num_rows))
-    return table.set_column(table.column_names.index("prompt"), "prompt", table["prompt"].cast(pa.string()))
+    table = table.set_column(table.column_names.index("prompt"), "prompt", table["prompt"].cast(pa.string()))
+    # Tables are put together, and versions have the columns in other orders.
+    return table.select(sorted(table.column_names))
 
 
 def check_schema(schema: Any) -> None:
