@@ -205,13 +205,13 @@ def _sources_fit(config: Config) -> None:
         if bool(source.tasks) == source.has_files:
             have = "both tasks and data files" if source.tasks else "neither tasks nor data.train_files"
             raise ValueError(f"{where} has {have}: give it one of the two, and the other to a source of its own.")
-        _tools_have_rows(source.agent.tool_file, source.has_files, f"{where}: agent.tool_file")
-        for key in ("max_prompt_tokens", "max_completion_tokens"):
-            own, most = getattr(source.rollout, key), getattr(config.rollout, key)
-            if own is not None and own > most:
+        _tools_have_rows(_alone(config, source), f"{where}: ")
+        for key, own in source.rollout.model_dump(exclude_none=True).items():
+            most = getattr(config.rollout, key)
+            if own > most:
                 raise ValueError(
-                    f"{where}: rollout.{key} is {own}, but the run's is {most}, which servers and learners are laid "
-                    f"out for. Raise the run's rollout.{key} to {own}, or lower the source's."
+                    f"{where}: rollout.{key} is {own:g}, but the run's is {most:g}, which its processes are laid out "
+                    f"for. Raise the run's rollout.{key} to {own:g}, or lower the source's."
                 )
 
 
@@ -255,14 +255,14 @@ def _tasks_or_data(config: Config) -> None:
             "or say how they are mixed: `sources: [{name: code, ratio: 1, tasks: […]}, {name: rows, ratio: 1, data: "
             "{train_files: […]}}]` (docs/tasks.md)."
         )
-    _tools_have_rows(config.agent.tool_file, config.uses_data, "agent.tool_file")
+    _tools_have_rows(config)
 
 
-def _tools_have_rows(tool_file: str, has_files: bool, where: str) -> None:
-    if tool_file and not has_files:
+def _tools_have_rows(config: Config, where: str = "") -> None:
+    if config.agent.tool_file and not config.uses_data:
         raise ValueError(
-            f"{where} is {tool_file!r}, but tools are for data rows and here are none: set data.train_files "
-            "(docs/data.md), or leave agent.tool_file empty, which of several sources can have one each."
+            f"{where}agent.tool_file is {config.agent.tool_file!r}, but tools are for data rows and here are none: set "
+            "data.train_files (docs/data.md), or leave agent.tool_file empty. Of several sources each can have its own."
         )
 
 

@@ -18,12 +18,14 @@ SECTIONS = ("data", "agent", "reward")
 
 
 class SourceRollout(FrozenModel):
-    """Limits of a source. The run's are those that servers and learners are laid out for: none is above them."""
+    """Limits of a source, below the run's: those are what servers, learners and watchdogs are laid out for."""
 
     max_prompt_tokens: int | None = Field(None, ge=1)
     """A longer prompt is refused. None: rollout.max_prompt_tokens."""
     max_completion_tokens: int | None = Field(None, ge=1)
     """None: rollout.max_completion_tokens."""
+    group_deadline_s: float | None = Field(None, gt=0)
+    """A group not finished by then is a failed rollout. None: rollout.group_deadline_s."""
 
     @model_validator(mode="before")
     @classmethod
