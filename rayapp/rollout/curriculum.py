@@ -89,7 +89,8 @@ class Curriculum:
         Sources have that times their ratio.
         """
         share = (self._solved + 1) / (self._tried + 2)
-        return self._ratios * np.maximum(self._min_weight, 4 * share * (1 - share))
+        teaches: NDArray[np.float64] = np.maximum(self._min_weight, 4 * share * (1 - share))
+        return self._ratios * teaches
 
     def drawn(self, request: GroupRequest) -> GroupRequest:
         """The request with the prompt or the source that is drawn for it."""
