@@ -1,4 +1,4 @@
-"""A run of two sources, a coding task and rows of data with tools: killed in a step and gone on with, it takes the
+"""A run of two sources, coding tasks and rows of data with tools: killed in a step and gone on with, it takes the
 prompts that it would have taken. The servers are scripted: vLLM is not the subject."""
 
 from __future__ import annotations
@@ -31,15 +31,6 @@ DEADLINE_S = 600.0
 NUM_STEPS, GROUPS_PER_STEP, KILL_AFTER = 6, 2, 3
 RATIOS = (2, 1)
 NUM_ROWS = 3
-TASK = """
-prompt: |
-  def double(x):
-      "Twice x."
-prompt_format: completion
-func_name: double
-tests: ["rng.randint(1, 9)", "0"]
-reference: 2 * x
-"""
 TOOLS = {"tools": [{"class_name": "rayapp.tools.python.PythonTool", "config": {"type": "native", "stateful": False}}]}
 
 
@@ -58,8 +49,7 @@ def chat_model(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Pa
     )  # fmt: skip
 
 
-def config_of(folder: Path, model: Path) -> dict[str, Any]:
-    (folder / "double.yaml").write_text(TASK)
+def config_of(folder: Path, model: Path, tasks: list[str]) -> dict[str, Any]:
     (folder / "tools.yaml").write_text(yaml.safe_dump(TOOLS))
     rows = [
         {
@@ -77,7 +67,7 @@ def config_of(folder: Path, model: Path) -> dict[str, Any]:
         # Never another test's Ray, which ends when that test does.
         "cluster": {"device": "cpu", "address": "local"},
         "sources": [
-            {"name": "code", "ratio": RATIOS[0], "tasks": [str(folder / "double.yaml")],
+            {"name": "code", "ratio": RATIOS[0], "tasks": tasks,
              "rollout": {"max_completion_tokens": 12}},
             {"name": "rows", "ratio": RATIOS[1], "data": data | {"max_eval_rows": 2},
              "agent": {"tool_file": str(folder / "tools.yaml"), "chat_template": "chatml_hermes"},
@@ -120,10 +110,10 @@ class Resumed:
 
 
 @pytest.fixture(scope="module")
-def resumed(chat_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Resumed:
+def resumed(chat_model: Path, letter_tasks: list[str], tmp_path_factory: pytest.TempPathFactory) -> Resumed:
     folder = tmp_path_factory.mktemp("sources")
     file, run, before = folder / "config.yaml", folder / "run", folder / "before.parquet"
-    file.write_text(yaml.safe_dump(config_of(folder, chat_model)))
+    file.write_text(yaml.safe_dump(config_of(folder, chat_model, letter_tasks)))
     log = file.with_suffix(".log")
 
     process = start(file)
@@ -175,11 +165,13 @@ def test_each_source_is_played_and_evaluated_in_its_own_way(resumed: Resumed) ->
 
     assert lengths == {"code": 12, "rows": 24}
     assert '"name": "python"' in by_source["rows"].prompt.text
-    assert by_source["code"].prompt.text.startswith("def double(x):")
+    assert by_source["code"].prompt.text.endswith(": write")
     played = {name for record in found for name in ("code", "rows") if f"source/{name}/reward/mean" in record}
     assert played == {"code", "rows"}
     last = found[-1]
-    assert (last["eval/pass_prompts/code/double"], last["eval/pass_prompts/rows/openai/gsm8k"]) == (1, 2)
+    prompts = {key: last[f"eval/pass_prompts/{key}"] for key in ("code/first", "code/second", "rows/openai/gsm8k")}
+    assert prompts == {"code/first": 1, "code/second": 1, "rows/openai/gsm8k": 2}
     assert "eval/pass_at_3/rows/openai/gsm8k" in last
-    assert "eval/pass_at_3/code/double" not in last
+    assert "eval/pass_at_3/code/first" not in last
+    assert max(record["learner/grad_norm"] for record in found if "learner/grad_norm" in record) > 0.0
     assert last["eval/source/rows/groups/count"] == 2
