@@ -277,13 +277,16 @@ class RolloutWorkerHandle(Handle):
         summary: GroupSummary = await self.call("run_group", summary_ref, self.group_deadline_s + GROUP_MARGIN_S)
         return summary, group_ref
 
-    async def num_eval_prompts(self, timeout_s: float = 30.0) -> int:
-        num_prompts: int = await self.call("num_eval_prompts", self.actor.num_eval_prompts.remote(), timeout_s)
-        return num_prompts
+    async def num_eval_prompts(self, timeout_s: float = 30.0) -> tuple[int, ...]:
+        """By source."""
+        numbers: tuple[int, ...] = await self.call("num_eval_prompts", self.actor.num_eval_prompts.remote(), timeout_s)
+        return numbers
 
-    async def num_train_prompts(self, timeout_s: float = 30.0) -> int:
-        num_prompts: int = await self.call("num_train_prompts", self.actor.num_train_prompts.remote(), timeout_s)
-        return num_prompts
+    async def num_train_prompts(self, timeout_s: float = 30.0) -> tuple[int, ...]:
+        """By source."""
+        ref = self.actor.num_train_prompts.remote()
+        numbers: tuple[int, ...] = await self.call("num_train_prompts", ref, timeout_s)
+        return numbers
 
     async def evaluate(self, request: GroupRequest, step: int) -> GroupSummary:
         """Samples of one prompt after `step`, for their numbers only."""

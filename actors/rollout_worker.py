@@ -27,7 +27,7 @@ from rayapp.rollout.order import (
     neighbours,
 )
 from rayapp.rollout.overlong_penalty import shape_group
-from rayapp.rollout.sources import Groups, open_groups
+from rayapp.rollout.sources import RunGroups, open_groups
 from rayapp.sandbox.pool.client import PoolClient
 from rayapp.sandbox.providers.table import local_provider, remote_providers
 
@@ -53,7 +53,7 @@ class RolloutWorker:
         self._config = config
         self._index = index
         self._servers = servers
-        self._groups: Groups | None = None
+        self._groups: RunGroups | None = None
         self._in_hand = InHand()
         self._reporter = Reporter(config.run.name)
         self._sandboxes = PoolClient(
@@ -73,7 +73,7 @@ class RolloutWorker:
         """Facts for the log, once tasks or data, tools and sandboxes are usable."""
         if self._groups is None:
             self._groups = await open_groups(self._config, self._sandboxes)
-        return {"num_eval_prompts": float(self._groups.num_eval_prompts)}
+        return {"num_eval_prompts": float(sum(self._groups.num_eval_prompts))}
 
     async def incarnation(self) -> str:
         """See `actors.calls`."""
@@ -90,11 +90,12 @@ class RolloutWorker:
 
     async def run_group(self, request: GroupRequest) -> tuple[Group, GroupSummary]:
         """One group of training; Ray stores the two results as two objects."""
-        config = self._config
+        config = self._ready_groups().config_of(request)
         with about(step=request.policy_version + 1, group=request.group_id):
             has_baseline = config.algorithm.adv_estimator in NEEDS_GREEDY_BASELINE
             group, summary = await self._sample(
                 replace(request, has_greedy_baseline=has_baseline),
+                config,
                 num_samples=config.rollout.group_size,
                 temperature=config.rollout.temperature,
                 seed=config.run.seed,
@@ -107,26 +108,27 @@ class RolloutWorker:
 
     async def evaluate(self, request: GroupRequest) -> tuple[Group, GroupSummary]:
         """Samples of one prompt for evaluation: seeds apart from training's."""
-        config = self._config
+        config = self._ready_groups().config_of(request)
         return await self._sample(
             request,
+            config,
             num_samples=config.eval.samples_per_task,
             temperature=config.eval.temperature,
             seed=evaluation_seed(config.run.seed),
         )
 
-    async def num_eval_prompts(self) -> int:
-        """Prompts of one evaluation."""
+    async def num_eval_prompts(self) -> tuple[int, ...]:
+        """Prompts of one evaluation by source."""
         return self._ready_groups().num_eval_prompts
 
-    async def num_train_prompts(self) -> int:
-        """Prompts of one epoch."""
+    async def num_train_prompts(self) -> tuple[int, ...]:
+        """Prompts of one epoch by source."""
         return self._ready_groups().num_train_prompts
 
     async def _sample(
-        self, request: GroupRequest, *, num_samples: int, temperature: float, seed: int
+        self, request: GroupRequest, config: Config, *, num_samples: int, temperature: float, seed: int
     ) -> tuple[Group, GroupSummary]:
-        config, groups = self._config, self._ready_groups()
+        groups = self._ready_groups()
         with self._in_hand.one():
             return await run_group(
                 request,
@@ -138,7 +140,7 @@ class RolloutWorker:
                 deadline_s=config.rollout.group_deadline_s,
             )
 
-    def _ready_groups(self) -> Groups:
+    def _ready_groups(self) -> RunGroups:
         if self._groups is None:
             raise RayappError(f"{self!r} is asked for a group before it is ready")
         return self._groups

@@ -7,6 +7,7 @@ import inspect
 import itertools
 from collections.abc import Iterator
 from pathlib import Path
+from typing import get_args
 
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
@@ -37,9 +38,31 @@ def _section(model: type[BaseModel], prefix: str) -> Iterator[str]:
             yield f"## `{prefix}{name}`\n"
             yield from _section(field.annotation, f"{prefix}{name}.")
 
+    for name, field in model.model_fields.items():
+        element = next((each for each in get_args(field.annotation) if _is_model(each)), None)
+        if element is not None and not _is_model(field.annotation):
+            yield f"## `{prefix}{name}[…]`\n"
+            yield from _element(element, f"{prefix}{name}[…].")
+
+
+def _element(model: type[BaseModel], prefix: str) -> Iterator[str]:
+    """A section in a list: its own keys. Those of the sections that the whole run has too are theirs."""
+    of_run = {field.annotation for field in Config.model_fields.values()}
+    parts = {name: field for name, field in model.model_fields.items() if _is_section(field)}
+    own = {name: field for name, field in parts.items() if field.annotation not in of_run}
+    yield from _table({k: v for k, v in model.model_fields.items() if k not in own}, _docstrings(model), prefix)
+    for name, field in own.items():
+        assert isinstance(field.annotation, type)
+        assert issubclass(field.annotation, BaseModel)
+        yield from _table(field.annotation.model_fields, _docstrings(field.annotation), f"{prefix}{name}.")
+
+
+def _is_model(annotation: object) -> bool:
+    return isinstance(annotation, type) and issubclass(annotation, BaseModel)
+
 
 def _is_section(field: FieldInfo) -> bool:
-    return isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel)
+    return _is_model(field.annotation)
 
 
 def _table(fields: dict[str, FieldInfo], notes: dict[str, str], prefix: str) -> Iterator[str]:
@@ -47,7 +70,8 @@ def _table(fields: dict[str, FieldInfo], notes: dict[str, str], prefix: str) -> 
     yield "|---|---|---|---|"
     for name, field in fields.items():
         bounds = ", ".join(str(constraint) for constraint in field.metadata)
-        cells = (f"`{prefix}{name}`", f"`{field.default}`", f"`{bounds}`" if bounds else "", notes.get(name, ""))
+        default = "" if field.is_required() or _is_section(field) else f"`{field.default}`"
+        cells = (f"`{prefix}{name}`", default, f"`{bounds}`" if bounds else "", notes.get(name, ""))
         yield "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
     yield ""
 

@@ -15,14 +15,14 @@ import socket
 import sys
 import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
 import typer
 
 from rayapp.cli.arguments import EXIT_FAILED, OptionalConfigFile, Overrides
-from rayapp.config.config import Config, bundles_of, gpu_arithmetic, num_gpus_of
+from rayapp.config.config import Config, bundles_of, gpu_arithmetic, num_gpus_of, sources_of
 from rayapp.config.sandbox import SandboxConfig
 from rayapp.core.errors import SandboxError, StorageError, UserError
 from rayapp.core.location import Location
@@ -97,12 +97,7 @@ def machine() -> Iterator[Finding]:
 def fitness(config: Config) -> Iterator[Finding]:
     """Findings on whether this config can run here: all that is wrong, or one line that nothing is."""
     problems = [*_device_fits(config), *_model_fits(config), *_memory_fits(config), *_folder_fits(config)]
-    problems += [
-        *_storage_answers(config),
-        *_data_fits(config),
-        *_demonstrations_fit(config),
-        *_tool_parser_fits(config),
-    ]
+    problems += [*_storage_answers(config), *_demonstrations_fit(config), *_sources_fit(config)]
     sandbox = _sandbox(config.sandbox, level_if_none="problem")
     problems += [sandbox] if sandbox.level != "ok" else []
     yield from problems
@@ -238,6 +233,13 @@ def _model_fits(config: Config) -> Iterator[Finding]:
         check_family(read_architecture(config), config)
     except (UserError, StorageError) as error:
         yield Finding(level="problem", what="model", detail=str(error))
+
+
+def _sources_fit(config: Config) -> Iterator[Finding]:
+    for source in sources_of(config):
+        where = f"source {source.name}: " if source.name else ""
+        for finding in (*_data_fits(source.config), *_tool_parser_fits(source.config)):
+            yield replace(finding, detail=f"{where}{finding.detail}")
 
 
 def _data_fits(config: Config) -> Iterator[Finding]:

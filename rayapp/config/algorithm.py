@@ -34,7 +34,8 @@ class CurriculumSection(FrozenModel):
 
     enabled: bool = False
     """Draw each group's prompt by weight instead of going through all in turn: 4 p (1 - p) of the share p of its
-    trajectories that were solved so far, so that what is always or never solved comes less often."""
+    trajectories that were solved so far, so that what is always or never solved comes less often. With several
+    `sources` it is a source that is drawn: by its ratio times that of all its trajectories."""
     min_weight: float = Field(0.1, gt=0.0, le=1.0)
     """Weight of a prompt that is always or never solved; one that was never tried has 1."""
 

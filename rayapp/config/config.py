@@ -34,6 +34,7 @@ from rayapp.config.sections import (
     TrainSection,
     WarmupSection,
 )
+from rayapp.config.sources import SourceSection, filled_in
 from rayapp.core.location import Location
 
 
@@ -44,7 +45,10 @@ class Config(FrozenModel):
     model: ModelSection = ModelSection()
     tasks: tuple[str, ...] = ("sort_numbers", "max_subarray_sum")
     """Names of shipped tasks, or paths of .yaml or .py files. Prompts go round them in a seeded order. Not with
-    data files: with those, none is the default."""
+    data files or `sources`: with those, none is the default."""
+    sources: tuple[SourceSection, ...] = ()
+    """Several of tasks and data in one run, each with a share of the groups and settings of its own (docs/tasks.md). In
+    place of `tasks` and data.train_files, which are short for one source with the run's settings."""
     data: DataSection = DataSection()
     agent: AgentSection = AgentSection()
     reward: RewardSection = RewardSection()
@@ -93,15 +97,53 @@ class Config(FrozenModel):
     @model_validator(mode="before")
     @classmethod
     def _data_in_place_of_tasks(cls, values: Any) -> Any:
-        """Set no tasks where there are data files and the user names no tasks."""
-        data = values.get("data") if isinstance(values, dict) and "tasks" not in values else None
+        """Set no tasks where there are data files or sources and the user names no tasks."""
+        if not isinstance(values, dict) or "tasks" in values:
+            return values
+        data = values.get("data")
         has_files = isinstance(data, dict) and (data.get("train_files") or data.get("eval_files"))
-        return values | {"tasks": []} if has_files else values
+        return values | {"tasks": []} if has_files or values.get("sources") else values
+
+    @model_validator(mode="before")
+    @classmethod
+    def _sources_filled_in(cls, values: Any) -> Any:
+        has_sources = isinstance(values, dict) and "sources" in values
+        return values | {"sources": filled_in(values["sources"], values)} if has_sources else values
 
     @model_validator(mode="after")
     def _values_agree(self) -> Self:
         _check_agreement(self)
         return self
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Source:
+    """Where some of a run's groups come from, as a run of its own would say it."""
+
+    name: str
+    """Empty for the only one of a run without `sources`."""
+    ratio: float
+    config: Config
+    """The run's, with the tasks or data of this source alone, and its settings in place of the run's."""
+
+
+def sources_of(config: Config) -> tuple[Source, ...]:
+    """All sources of a run, at least one: `tasks` or data files are short for one without a name."""
+    if not config.sources:
+        return (Source(name="", ratio=1.0, config=config),)
+    return tuple(Source(name=each.name, ratio=each.ratio, config=_alone(config, each)) for each in config.sources)
+
+
+def all_tasks(config: Config) -> tuple[str, ...]:
+    """The tasks of all sources, each once."""
+    return tuple(dict.fromkeys(name for source in sources_of(config) for name in source.config.tasks))
+
+
+def _alone(config: Config, source: SourceSection) -> Config:
+    own = {"sources": (), "tasks": source.tasks, "data": source.data, "agent": source.agent, "reward": source.reward}
+    limits = config.rollout.model_copy(update=source.rollout.model_dump(exclude_none=True))
+    evaluation = config.eval.model_copy(update=source.eval.model_dump(exclude_none=True))
+    return config.model_copy(update=own | {"rollout": limits, "eval": evaluation})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -157,6 +199,7 @@ FEWER_GPUS = "Lower server.num_servers, server.tensor_parallel_size or learner.n
 def _check_agreement(config: Config) -> None:
     """Raises ValueError: what does not fit together, both values, and the way out."""
     _tasks_or_data(config)
+    _sources_fit(config)
     _placement_fits(config)
     _gpus_suffice(config)
     _minibatches_divide(config)
@@ -164,6 +207,25 @@ def _check_agreement(config: Config) -> None:
     _warmup_fits(config)
     _dapo_fits(config)
     _best_metric_exists(config)
+
+
+def _sources_fit(config: Config) -> None:
+    names = [source.name for source in config.sources]
+    for number, source in enumerate(config.sources):
+        where = f"sources[{number}] ({source.name})"
+        if names.index(source.name) != number:
+            raise ValueError(f"{where}: sources[{names.index(source.name)}] has the same name. Metrics go by name.")
+        if bool(source.tasks) == source.has_files:
+            have = "both tasks and data files" if source.tasks else "neither tasks nor data.train_files"
+            raise ValueError(f"{where} has {have}: give it one of the two, and the other to a source of its own.")
+        _tools_have_rows(_alone(config, source), f"{where}: ")
+        for key, own in source.rollout.model_dump(exclude_none=True).items():
+            most = getattr(config.rollout, key)
+            if own > most:
+                raise ValueError(
+                    f"{where}: rollout.{key} is {own:g}, but the run's is {most:g}, which its processes are laid out "
+                    f"for. Raise the run's rollout.{key} to {own:g}, or lower the source's."
+                )
 
 
 def _best_metric_exists(config: Config) -> None:
@@ -184,7 +246,7 @@ def _warmup_fits(config: Config) -> None:
             f"warmup.max_tokens is {config.max_demonstration_tokens}, but learner.max_tokens_per_microbatch is "
             f"{budget}: the longest demonstration would fit in no micro-batch. Raise it, or lower warmup.max_tokens."
         )
-    if not warmup.files and not config.tasks:
+    if not warmup.files and not all_tasks(config):
         raise ValueError(
             f"warmup.num_steps is {warmup.num_steps}, but warmup.files is empty and there are no tasks whose "
             "demonstrations could be taken: name the files to learn from (docs/sft.md), or set warmup.num_steps to 0."
@@ -192,7 +254,8 @@ def _warmup_fits(config: Config) -> None:
 
 
 def _dapo_fits(config: Config) -> None:
-    buffer, longest = config.algorithm.overlong.buffer_tokens, config.rollout.max_completion_tokens
+    buffer = config.algorithm.overlong.buffer_tokens
+    longest = min(source.config.rollout.max_completion_tokens for source in sources_of(config))
     if buffer >= longest:
         raise ValueError(
             f"algorithm.overlong.buffer_tokens is {buffer}, but rollout.max_completion_tokens is {longest}: every "
@@ -207,15 +270,28 @@ def _dapo_fits(config: Config) -> None:
 
 
 def _tasks_or_data(config: Config) -> None:
+    if config.sources:
+        given = [key for key, is_set in (("tasks", config.tasks), ("data files", config.uses_data)) if is_set]
+        if given:
+            raise ValueError(
+                f"{' and '.join(given)} and sources are both set: tasks and data files are short for a run with one "
+                "source. Make them a source of their own, or leave them out."
+            )
+        return
     if config.uses_data and config.tasks:
         raise ValueError(
-            f"tasks ({', '.join(config.tasks)}) and data.train_files or data.eval_files are both set: a run has one "
-            "or the other. Leave one out."
+            f"tasks ({', '.join(config.tasks)}) and data.train_files or data.eval_files are both set: leave one out, "
+            "or say how they are mixed: `sources: [{name: code, ratio: 1, tasks: […]}, {name: rows, ratio: 1, data: "
+            "{train_files: […]}}]` (docs/tasks.md)."
         )
+    _tools_have_rows(config)
+
+
+def _tools_have_rows(config: Config, where: str = "") -> None:
     if config.agent.tool_file and not config.uses_data:
         raise ValueError(
-            f"agent.tool_file is {config.agent.tool_file!r}, but tools are for data rows and this run has none: set "
-            "data.train_files (docs/data.md), or leave agent.tool_file empty."
+            f"{where}agent.tool_file is {config.agent.tool_file!r}, but tools are for data rows and here are none: set "
+            "data.train_files (docs/data.md), or leave agent.tool_file empty. Of several sources each can have its own."
         )
 
 

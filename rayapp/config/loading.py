@@ -9,11 +9,12 @@ one ConfigError that lists all of it.
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
 import yaml
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import ValidationError
 
@@ -21,6 +22,7 @@ from rayapp.config.config import Config
 from rayapp.core.errors import ConfigError
 from rayapp.core.validation import explain
 
+_IN_LIST = re.compile(r"[A-Za-z_][\w.]*\[\d+\][^=]*=")
 INCLUDE = "include"
 """The only key of a config file that is not a setting: files, relative to this one, that it changes."""
 
@@ -30,13 +32,17 @@ def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> Confi
 
     Args:
         path: YAML file; None is all defaults.
-        overrides: `key.sub=value`, the value in YAML. Later ones win.
+        overrides: `key.sub=value`, the value in YAML. Later ones win, and those like `sources[0].ratio=2` last.
     Raises:
         ConfigError: a file can't be read, or keys or values are wrong: one line for each.
     """
     where = "the overrides" if path is None else str(path)
     try:
-        merged = OmegaConf.merge(_read(Path(path)) if path is not None else {}, _parse_overrides(overrides))
+        in_lists = [override for override in overrides if _IN_LIST.match(override)]
+        others = [override for override in overrides if override not in in_lists]
+        merged = OmegaConf.merge(_read(Path(path)) if path is not None else {}, _parse_overrides(others))
+        for override in in_lists:
+            _change_in_list(merged, override)
         values = OmegaConf.to_container(merged, resolve=True)
         config = Config.model_validate(values)
     except OmegaConfBaseException as error:
@@ -77,6 +83,14 @@ def _load_yaml(path: Path) -> DictConfig:
     if not isinstance(loaded, DictConfig):
         raise ConfigError(f"{path}: sections such as `train:` were expected, not a list")
     return loaded
+
+
+def _change_in_list(merged: DictConfig | ListConfig, override: str) -> None:
+    key, _, text = override.partition("=")
+    try:
+        OmegaConf.update(merged, key, _parse_overrides([f"value={text}"])["value"])
+    except (OmegaConfBaseException, IndexError) as error:
+        raise ConfigError(f"override {override!r}: the configuration has no {key.rpartition('.')[0] or key}") from error
 
 
 def _files_nearby(path: Path) -> str:

@@ -29,4 +29,5 @@ def summarize_group(group: Group, *, time_total_s: float) -> GroupSummary:
         time_generate_s=max((t.time_generate_s for t in trajectories), default=0.0),
         time_score_s=sum(r.time_score_s for r in rewards),
         time_total_s=time_total_s,
+        source=group.prompt.source,
     )

@@ -123,6 +123,8 @@ class Prompt:
     prefill: str = ""
     """The part of the answer already written at the end of `text`; code is read from prefill + completion."""
     stop: tuple[str, ...] = ()
+    source: str = ""
+    """Name of the run's source it comes from; empty in a run without `sources`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -263,6 +265,8 @@ class GroupSummary:
     time_score_s: float
     """Sum over trajectories."""
     time_total_s: float
+    source: str = ""
+    """As in `Prompt`."""
 
 
 class ExecOutcome(StrEnum):

@@ -6,6 +6,7 @@ Used by config and task loading. It reads the schema only to explain; the schema
 from __future__ import annotations
 
 import difflib
+import re
 import types
 import typing
 from collections.abc import Iterator, Mapping
@@ -15,6 +16,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
+_INDEX = re.compile(r"\[\d+\]")
 _SHOWN = 80
 """Characters of a wrong value that a message repeats."""
 
@@ -25,18 +27,26 @@ def explain(error: ValidationError, schema: type[BaseModel]) -> str:
     return "\n".join(dict.fromkeys(lines))
 
 
-def valid_keys(schema: type[BaseModel], prefix: str = "") -> Iterator[str]:
-    """Every dotted key of a schema, sections included."""
+def valid_keys(schema: type[BaseModel], prefix: str = "", *, in_lists: bool = False) -> Iterator[str]:
+    """Every dotted key of a schema, sections included.
+
+    Args:
+        in_lists: those of sections in lists too, as if there were no list.
+    """
     for name, field in schema.model_fields.items():
         path = f"{prefix}{name}"
         yield path
-        for section in _models_in(field.annotation):
-            yield from valid_keys(section, f"{path}.")
+        for section in _models_in(field.annotation, in_lists=in_lists):
+            yield from valid_keys(section, f"{path}.", in_lists=in_lists)
 
 
 def nearest_key(path: str, schema: type[BaseModel]) -> str | None:
-    """The valid key that a mistyped one most likely meant: near as a whole, or the same name in another section."""
-    keys = list(dict.fromkeys(valid_keys(schema)))
+    """The valid key that a mistyped one most likely meant: near as a whole, or the same name in another section.
+
+    Example: `sources[0].agent.max_turns` -> `sources.agent.max_assistant_turns`.
+    """
+    keys = list(dict.fromkeys(valid_keys(schema, in_lists="[" in path)))
+    path = _INDEX.sub("", path)
     leaf = path.rpartition(".")[2]
     elsewhere = [key for key in keys if key.rpartition(".")[2] == leaf]
     if elsewhere:
@@ -69,31 +79,32 @@ def _explain_one(details: ErrorDetails, schema: type[BaseModel]) -> str:
 
 def _path(loc: tuple[int | str, ...], schema: type[BaseModel]) -> str:
     """`("sandbox", "local", "num")` -> `sandbox.num`: pydantic names the member of a union, which is no key."""
-    keys = set(valid_keys(schema))
+    keys = set(valid_keys(schema, in_lists=True))
     parts: list[str] = []
     for number, part in enumerate(loc):
         is_last = number == len(loc) - 1
         if isinstance(part, int):
             parts[-1:] = [f"{parts[-1] if parts else ''}[{part}]"]
-        elif is_last or not parts or ".".join([*parts, part]) in keys:
+        elif is_last or not parts or _INDEX.sub("", ".".join([*parts, part])) in keys:
             parts.append(part)
     return ".".join(parts)
 
 
 def _field(path: str, schema: type[BaseModel]) -> FieldInfo | None:
-    head, _, rest = path.partition(".")
+    head, _, rest = _INDEX.sub("", path).partition(".")
     field = schema.model_fields.get(head)
     if field is None or not rest:
         return field
-    return next((found for section in _models_in(field.annotation) if (found := _field(rest, section))), None)
+    sections = _models_in(field.annotation, in_lists=True)
+    return next((found for section in sections if (found := _field(rest, section))), None)
 
 
-def _models_in(annotation: object) -> Iterator[type[BaseModel]]:
+def _models_in(annotation: object, *, in_lists: bool = False) -> Iterator[type[BaseModel]]:
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         yield annotation
-    elif typing.get_origin(annotation) in (typing.Union, types.UnionType, typing.Annotated):
+    elif typing.get_origin(annotation) in (typing.Union, types.UnionType, typing.Annotated, *((tuple,) * in_lists)):
         for argument in typing.get_args(annotation):
-            yield from _models_in(argument)
+            yield from _models_in(argument, in_lists=in_lists)
 
 
 def _rule(field: FieldInfo | None) -> str:

@@ -6,10 +6,10 @@ Called by the CLI and by the driver's step.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
-from rayapp.config.config import Config
+from rayapp.config.config import Config, sources_of
 from rayapp.core.aio import run_until_done
 from rayapp.core.errors import one_error
 from rayapp.core.logs import start_logs
@@ -44,7 +44,7 @@ async def evaluate_model(config: Config, *, report: Callable[[str], None] = lamb
 
 
 async def evaluate(cluster: Cluster, version: int = 0, *, watchdog: Watchdog | None = None) -> dict[str, float]:
-    """Every task, or every row of the evaluation files, on the weights that the servers hold now, which are `version`.
+    """Every task, and every row of the evaluation files, on the weights that the servers hold now, which are `version`.
 
     Nothing of it is trained on.
 
@@ -53,7 +53,7 @@ async def evaluate(cluster: Cluster, version: int = 0, *, watchdog: Watchdog | N
     """
     num_prompts = await cluster.rollout_worker(0).num_eval_prompts()
     summaries: list[GroupSummary] = []
-    for wave in evaluation_waves(cluster.config, num_prompts):
+    for wave in _waves(cluster.config, num_prompts):
         # All of a wave starts together where nothing else runs, so that the same weights give the same numbers.
         together = cluster.is_synchronous
         cohorts = [Cohort(place=place, size=len(wave)) if together else None for place in range(len(wave))]
@@ -64,6 +64,15 @@ async def evaluate(cluster: Cluster, version: int = 0, *, watchdog: Watchdog | N
                 running = [tasks.create_task(work) for work in map(evaluate_prompt, wave, cohorts)]
         summaries += [task.result() for task in running]
     return summarize_step(summaries, version=version) | summarize_passes(summaries)
+
+
+def _waves(config: Config, num_prompts: Sequence[int]) -> Iterator[tuple[int, ...]]:
+    """Source after source: each has its own number of samples, and what starts together has the same."""
+    first = 0
+    for source, number in zip(sources_of(config), num_prompts, strict=True):
+        for wave in evaluation_waves(source.config, number):
+            yield tuple(first + index for index in wave)
+        first += number
 
 
 async def _evaluate_prompt(

@@ -60,12 +60,9 @@ def _start(run: Run, together: Sequence[int], version: int, tasks: asyncio.TaskG
 
 def _requests(run: Run, together: Sequence[int], version: int) -> Iterator[GroupRequest]:
     for place, group_id in enumerate(together):
-        yield GroupRequest(
-            group_id=group_id,
-            policy_version=version,
-            cohort=Cohort(place=place, size=len(together)) if len(together) > 1 else None,
-            prompt=run.curriculum.draw(group_id) if run.curriculum is not None else None,
-        )
+        cohort = Cohort(place=place, size=len(together)) if len(together) > 1 else None
+        request = GroupRequest(group_id=group_id, policy_version=version, cohort=cohort)
+        yield request if run.curriculum is None else run.curriculum.drawn(request)
 
 
 async def _generate(run: Run, request: GroupRequest) -> None:
@@ -86,5 +83,5 @@ async def _generate(run: Run, request: GroupRequest) -> None:
         reissue=reissue,
     )
     if run.curriculum is not None:
-        run.curriculum.record(request.place, summary)
+        run.curriculum.record(request.place if request.source is None else request.source, summary)
     await run.store.finish(summary, ref)

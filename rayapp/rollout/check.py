@@ -9,7 +9,7 @@ import asyncio
 import os
 from collections.abc import Sequence
 
-from rayapp.config.config import Config
+from rayapp.config.config import Config, sources_of
 from rayapp.config.sandbox import LocalConfig, SandboxConfig
 from rayapp.core.errors import ConfigError, InputError
 from rayapp.rollout.agent.chat import load_template
@@ -17,6 +17,7 @@ from rayapp.rollout.agent.loops import check_agent_name
 from rayapp.rollout.data_groups import answer_rewards
 from rayapp.rollout.order import evaluation_waves
 from rayapp.rollout.prompts import render_prompts
+from rayapp.rollout.sources import naming
 from rayapp.storage.models.check import check_model
 from rayapp.storage.models.prefetch import with_local_model
 from rayapp.tasks.data.reading import ReadOptions, open_data
@@ -37,19 +38,27 @@ def check_inputs(config: Config, *, training: bool) -> None:
     """
     config = with_local_model(config)
     check_model(config)
+    _check_something_to_evaluate(config, training=training)
+    for source in sources_of(config):
+        with naming(source):
+            _check_source(source.config, training=training)
+
+
+def _check_source(config: Config, *, training: bool) -> None:
     if not config.uses_data:
         for names in filter(None, (config.tasks, config.eval.tasks)):
             render_prompts(config, load_tasks(names))
         return
-    _check_files_named(config, training=training)
+    if training and not config.data.train_files:
+        raise InputError("data.train_files is empty: name the parquet files to train on (docs/data.md)")
     _check_tools(config, training=training)
     check_data(config, (*config.data.train_files, *config.data.eval_files))
 
 
-def _check_files_named(config: Config, *, training: bool) -> None:
-    if training and not config.data.train_files:
-        raise InputError("data.train_files is empty: name the parquet files to train on (docs/data.md)")
-    if _evaluates(config, training=training) and not config.data.eval_files:
+def _check_something_to_evaluate(config: Config, *, training: bool) -> None:
+    """Of several sources, those of data files without eval_files are left out of evaluations."""
+    own = [source.config for source in sources_of(config)]
+    if _evaluates(config, training=training) and not any(each.tasks or each.data.eval_files for each in own):
         why = "eval.every_steps or eval.before_training is set" if training else "this is an evaluation"
         raise InputError(f"data.eval_files is empty, and {why}: name the parquet files to evaluate on (docs/data.md)")
 

@@ -1,5 +1,7 @@
 """Difficulty curriculum, off by default: prompts that are sometimes solved are drawn more often than the others.
 
+In a run of several sources it is they that are drawn, each by its ratio and by how its groups went, and not prompts.
+
 The driver has one. It draws the prompt of each new group by weight, hears how every finished group went, and counts
 that in when a step ends: what is drawn follows from the seed, the group's id and the counts after the last step, so a
 resumed run draws what one that never stopped would have. The counts travel in each checkpoint. Pure counting, no Ray.
@@ -9,20 +11,23 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
-from rayapp.config.config import Config
+from rayapp.config.config import Config, sources_of
 from rayapp.core.errors import CheckpointError
 from rayapp.core.types import GroupSummary
+from rayapp.rollout.order import GroupRequest
 
 FILE = "curriculum.json"
 """In a checkpoint, and like all its files in its manifest."""
 SOLVED = "solved"
 Result = tuple[int, int, float, float]
-"""Of a group: its id, the place of its prompt, trajectories tried, and how many of them solved it."""
+"""Of a group: its id, the place of its prompt (or the index of its source), trajectories tried, and how many of them
+solved it."""
 
 
 class Curriculum:
@@ -31,6 +36,7 @@ class Curriculum:
     Args:
         num_prompts: of one epoch. A prompt is named by its place in the first epoch's order.
         min_weight: of prompts that were always or never solved.
+        ratios: of the sources, which are then what is drawn, in place of prompts. None: prompts, all alike.
         counts, results: of a checkpoint, as `state` gave them.
     """
 
@@ -40,10 +46,13 @@ class Curriculum:
         num_prompts: int,
         seed: int,
         min_weight: float,
+        ratios: Sequence[float] | None = None,
         counts: Mapping[str, tuple[float, float]] | None = None,
         results: Sequence[Result] = (),
     ) -> None:
         self._seed, self._min_weight = seed, min_weight
+        self._draws_sources = ratios is not None
+        self._ratios: NDArray[np.float64] = np.ones(num_prompts) if ratios is None else np.array(ratios, np.float64)
         self._tried, self._solved = np.zeros((2, num_prompts))
         for place, (tried, solved) in (counts or {}).items():
             self._tried[int(place)], self._solved[int(place)] = tried, solved
@@ -52,17 +61,22 @@ class Curriculum:
         self._cumulative = np.cumsum(self.weights())
 
     @classmethod
-    def open(cls, config: Config, num_prompts: int, checkpoint: Path | None) -> Curriculum:
+    def open(cls, config: Config, num_prompts: Sequence[int], checkpoint: Path | None) -> Curriculum:
         """The curriculum of a run that begins, or goes on from a checkpoint.
 
+        Args:
+            num_prompts: of each source.
         Raises:
             CheckpointError: the checkpoint has none, or it is of other prompts.
         """
-        counts, results = _read(checkpoint / FILE, num_prompts) if checkpoint is not None else ({}, ())
+        ratios = [source.ratio for source in sources_of(config)] if len(num_prompts) > 1 else None
+        number = num_prompts[0] if ratios is None else len(ratios)
+        counts, results = _read(checkpoint / FILE, number) if checkpoint is not None else ({}, ())
         return cls(
-            num_prompts=num_prompts,
+            num_prompts=number,
             seed=config.run.seed,
             min_weight=config.algorithm.curriculum.min_weight,
+            ratios=ratios,
             counts=counts,
             results=results,
         )
@@ -72,18 +86,25 @@ class Curriculum:
 
         4 p (1 - p) of the share p of trajectories that solved it, with one more solved and one more failed: the
         variance of a reward of 0 or 1, without which a group teaches nothing. 1 for a prompt that was never tried.
+        Sources have that times their ratio.
         """
         share = (self._solved + 1) / (self._tried + 2)
-        return np.maximum(self._min_weight, 4 * share * (1 - share))
+        teaches: NDArray[np.float64] = np.maximum(self._min_weight, 4 * share * (1 - share))
+        return self._ratios * teaches
+
+    def drawn(self, request: GroupRequest) -> GroupRequest:
+        """The request with the prompt or the source that is drawn for it."""
+        chosen = self.draw(request.group_id)
+        return replace(request, source=chosen) if self._draws_sources else replace(request, prompt=chosen)
 
     def draw(self, group_id: int) -> int:
-        """Place in the first epoch's order of the prompt that this group samples."""
+        """Place in the first epoch's order of the prompt that this group samples, or the index of its source."""
         words = np.random.SeedSequence((self._seed, group_id, len(self._tried)))
         point = float(np.random.default_rng(words).random()) * self._cumulative[-1]
         return int(np.searchsorted(self._cumulative, point, side="right"))
 
     def record(self, place: int, summary: GroupSummary) -> None:
-        """How a group of this prompt went; counts from the next `end_step` on.
+        """How a group of this prompt, or of this source, went; counts from the next `end_step` on.
 
         A trajectory counts as solved by its reward's term `solved`, or else by the reward itself, cut to [0, 1].
         """
@@ -126,8 +147,8 @@ def _read(file: Path, num_prompts: int) -> tuple[dict[str, tuple[float, float]],
     stored = json.loads(file.read_text())
     if stored["num_prompts"] != num_prompts:
         raise CheckpointError(
-            f"{file.parent} has a curriculum over {stored['num_prompts']} prompts, and this run has {num_prompts}: the "
-            "tasks or the data have changed. Give the old ones, or choose another run.name."
+            f"{file.parent} has a curriculum over {stored['num_prompts']} prompts or sources, and this run has "
+            f"{num_prompts}: the tasks or the data have changed. Give the old ones, or choose another run.name."
         )
     counts = {place: (float(tried), float(solved)) for place, (tried, solved) in stored["counts"].items()}
     # A checkpoint of before 2026-11-22 has no results.

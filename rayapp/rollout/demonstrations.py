@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from rayapp.config.config import Config
+from rayapp.config.config import Config, all_tasks
 from rayapp.core.errors import InputError
 from rayapp.core.types import Reward, RolloutStatus, Trajectory
 from rayapp.rollout.agent.chat import ChatTokenizer, load_template
@@ -78,7 +78,7 @@ def _within_limit(config: Config, found: Iterator[tuple[str, Trajectory]]) -> De
 
 
 def _of_tasks(config: Config, tokenizer: ChatTokenizer) -> Iterator[tuple[str, Trajectory]]:
-    tasks = load_tasks(config.tasks)
+    tasks = load_tasks(all_tasks(config))
     without = [task.name for task in tasks if not (isinstance(task, CodingTask) and task.demonstrations)]
     if without:
         raise InputError(

@@ -48,7 +48,9 @@ class GroupRequest:
     cohort: Cohort | None = None
     """Those that it starts together with. None: it waits for nobody."""
     prompt: int | None = None
-    """Place of its prompt in the first epoch's order, where a curriculum chose it. None: the group's own in turn."""
+    """Place of its prompt in the first epoch's order of its source, where that is not the group's own in turn."""
+    source: int | None = None
+    """Index of its source, where a curriculum chose it. None: as the ratios say."""
     server: int | None = None
     """Index of the server that samples all of it, every turn. None until the driver's `Router` has placed it."""
     has_greedy_baseline: bool = False
@@ -58,7 +60,7 @@ class GroupRequest:
 
     @property
     def place(self) -> int:
-        """Which of the run's prompts it samples, counted through all epochs."""
+        """Which of its source's prompts it samples, counted through all epochs."""
         return self.group_id if self.prompt is None else self.prompt
 
 

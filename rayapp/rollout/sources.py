@@ -1,6 +1,8 @@
-"""Where a rollout worker's groups come from: coding tasks, or rows of data with the agent loop. One of the two per run.
+"""Where a rollout worker's groups come from: the run's sources, each coding tasks or rows of data with the agent loop.
 
-    open_groups(config, sandboxes) -> TaskGroups | DataGroups     .assignment(request) -> what `run_group` plays
+    open_groups(config, sandboxes) -> RunGroups     .assignment(request) -> what `run_group` plays
+                                        |-- source 0: TaskGroups | DataGroups, under the run's config as it has it
+                                        '-- source 1: …
 
 Called by the rollout worker once; what can't work (a file, a template, a tool's service) is told here, at the start.
 """
@@ -8,12 +10,19 @@ Called by the rollout worker once; what can't work (a file, a template, a tool's
 from __future__ import annotations
 
 import asyncio
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from itertools import accumulate
 from typing import Protocol
 
-from rayapp.config.config import Config
+from rayapp.config.config import Config, Source, sources_of
+from rayapp.core.errors import UserError
 from rayapp.core.protocols import SandboxSource
 from rayapp.rollout.data_groups import DataGroups
 from rayapp.rollout.group import Assignment
+from rayapp.rollout.mixing import Mixing
 from rayapp.rollout.order import GroupRequest
 from rayapp.rollout.prompts import prompted_tasks
 from rayapp.rollout.task_groups import TaskGroups
@@ -21,11 +30,11 @@ from rayapp.storage.models.prefetch import with_local_model
 
 
 class Groups(Protocol):
-    """See the module."""
+    """Groups of one source."""
 
     @property
     def num_eval_prompts(self) -> int:
-        """Prompts of one evaluation; a request of purpose `eval` names one by its group_id."""
+        """Prompts of one evaluation; a request of purpose `eval` names one by its place."""
         ...
 
     @property
@@ -37,6 +46,7 @@ class Groups(Protocol):
         """What the trajectories of this group are to do.
 
         Args:
+            request: its `place` counts the groups of this source alone.
             seed: the run's: it orders the prompts, and draws what the trajectories are scored by.
         Raises:
             InputError: nothing plays the prompt.
@@ -46,14 +56,88 @@ class Groups(Protocol):
     async def close(self) -> None: ...
 
 
-async def open_groups(config: Config, sandboxes: SandboxSource) -> Groups:
+class RunGroups:
+    """Groups of all sources of a run.
+
+    Args:
+        groups: one for each source.
+        seed: the run's.
+    """
+
+    def __init__(self, sources: Sequence[Source], groups: Sequence[Groups], *, seed: int) -> None:
+        self._sources = sources
+        self._groups = groups
+        self._mixing = Mixing([source.ratio for source in sources], seed=seed)
+
+    @property
+    def num_eval_prompts(self) -> tuple[int, ...]:
+        """Prompts of one evaluation by source. Requests of purpose `eval` count through all of them."""
+        return tuple(groups.num_eval_prompts for groups in self._groups)
+
+    @property
+    def num_train_prompts(self) -> tuple[int, ...]:
+        """Prompts of one epoch by source."""
+        return tuple(groups.num_train_prompts for groups in self._groups)
+
+    def config_of(self, request: GroupRequest) -> Config:
+        """The run's configuration as the group's source has it."""
+        return self._sources[self._place(request)[0]].config
+
+    async def assignment(self, request: GroupRequest, *, seed: int) -> Assignment:
+        """As `Groups.assignment`, for a request that counts the groups of the run."""
+        index, place = self._place(request)
+        assignment = await self._groups[index].assignment(replace(request, prompt=place), seed=seed)
+        return replace(assignment, prompt=replace(assignment.prompt, source=self._sources[index].name))
+
+    def _place(self, request: GroupRequest) -> tuple[int, int]:
+        """Index of the request's source, and its place among the groups of that."""
+        if request.purpose == "eval":
+            starts = list(accumulate(self.num_eval_prompts, initial=0))
+            index = bisect_right(starts, request.group_id) - 1
+            return index, request.group_id - starts[index]
+        if request.source is None and request.prompt is None:
+            return self._mixing.place(request.group_id)
+        return request.source or 0, request.place
+
+    async def close(self) -> None:
+        """End what the tools hold, of all sources whatever one of them says."""
+        ended = await asyncio.gather(*(groups.close() for groups in self._groups), return_exceptions=True)
+        for error in ended:
+            if error is not None:
+                raise error
+
+
+async def open_groups(config: Config, sandboxes: SandboxSource) -> RunGroups:
     """The groups of a run.
 
     Raises:
-        UserError: a task, a file, the chat template or a tool can't be used.
+        UserError: a task, a file, the chat template or a tool can't be used; with the name of its source.
     """
     config = await asyncio.to_thread(with_local_model, config)
+    sources, opened = sources_of(config), list[Groups]()
+    try:
+        for source in sources:
+            with naming(source):
+                opened.append(await _open(source.config, sandboxes))
+    except BaseException:
+        await RunGroups(sources, opened, seed=config.run.seed).close()
+        raise
+    return RunGroups(sources, opened, seed=config.run.seed)
+
+
+async def _open(config: Config, sandboxes: SandboxSource) -> Groups:
     if config.uses_data:
         return await DataGroups.open(config, sandboxes)
     held_out = prompted_tasks(config, config.eval.tasks) if config.eval.tasks else ()
     return TaskGroups(prompted_tasks(config, config.tasks), held_out, sandboxes)
+
+
+@contextmanager
+def naming(source: Source) -> Iterator[None]:
+    """What a user can correct in the block is of this source, and says so."""
+    try:
+        yield
+    except UserError as error:
+        if not source.name:
+            raise
+        raise type(error)(f"source {source.name}: {error}") from error

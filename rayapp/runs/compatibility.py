@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,8 @@ FREE_KEYS = (
 
 So may train.num_steps while the learning rate does not follow from it.
 """
+_OF_A_SOURCE = re.compile(r"^sources\[\d+\]\.")
+"""What may differ in a run may differ in its sources."""
 
 
 def check_same_training(config: Config, stored: Path) -> None:
@@ -43,9 +46,10 @@ def check_same_training(config: Config, stored: Path) -> None:
     Raises:
         RunFolderError: keys differ that change the training; the message names each with both values.
     """
-    # A key that is younger than the folder stands for what was done before it was there: its default.
-    before = dict(_flat(Config().model_dump(mode="json"))) | dict(_flat(yaml.safe_load(stored.read_text()) or {}))
     now = dict(_flat(config.model_dump(mode="json")))
+    # A key that the run's version did not have was what it is by default.
+    usual = {key: value for key, value in _flat(Config().model_dump(mode="json")) if key in now}
+    before = usual | dict(_flat(yaml.safe_load(stored.read_text()) or {}))
     free = FREE_KEYS if config.learner.optimizer.schedule != "constant" else (*FREE_KEYS, "train.num_steps")
     changed = [
         f"{key}: {before.get(key)!r} before, {now.get(key)!r} now{_reason(key, config)}"
@@ -60,6 +64,7 @@ def check_same_training(config: Config, stored: Path) -> None:
 
 
 def _is_among(key: str, free: Sequence[str]) -> bool:
+    key = _OF_A_SOURCE.sub("", key)
     return any(key == each or key.startswith(f"{each}.") for each in free)
 
 
@@ -70,8 +75,12 @@ def _reason(key: str, config: Config) -> str:
 
 
 def _flat(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Keys and values; those of sections in a list too, as `sources[0].name`."""
     for key, value in tree.items():
         if isinstance(value, dict) and value:
             yield from _flat(value, f"{prefix}{key}.")
+        elif isinstance(value, list) and value and all(isinstance(each, dict) for each in value):
+            for index, each in enumerate(value):
+                yield from _flat(each, f"{prefix}{key}[{index}].")
         else:
             yield f"{prefix}{key}", value

@@ -79,6 +79,7 @@ SCHEMA = pa.schema(
         ("step", pa.int32()),
         ("group_id", pa.int64()),
         ("index", pa.int32()),
+        ("source", pa.string()),
         ("task", pa.string()),
         ("prompt", pa.string()),
         ("prefill", pa.string()),
@@ -173,6 +174,7 @@ def _row(step: int, group: Group, index: int, of_response: FloatArray | None) ->
         "step": step,
         "group_id": group.group_id,
         "index": index,
+        "source": prompt.source,
         "task": prompt.task,
         "prompt": prompt.text,
         "prefill": prompt.prefill,
@@ -224,6 +226,8 @@ def _group(rows: list[dict[str, Any]]) -> Group:
         token_ids=np.array(first["token_ids"][: first["num_prompt_tokens"]], np.int32),
         prefill=first["prefill"],
         stop=tuple(first["stop"]),
+        # Files written before runs had sources have no such column.
+        source=first.get("source") or "",
     )
     return Group(group_id=first["group_id"], prompt=prompt, trajectories=tuple(_trajectory(row) for row in rows))
 

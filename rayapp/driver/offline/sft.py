@@ -17,7 +17,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from rayapp.config.config import Config
+from rayapp.config.agent import DataSection
+from rayapp.config.config import Config, all_tasks
 from rayapp.config.sections import RolloutSection, TrainSection
 from rayapp.core.aio import finish_then_cancel, run_until_done
 from rayapp.core.errors import ConfigError, LearnersLostError, RestartsUsedUpError
@@ -80,8 +81,8 @@ def sft_config(config: Config) -> Config:
     return Config(
         run=config.run.model_copy(update={"name": sft_name(config)}),
         model=config.model,
-        tasks=config.tasks,
-        data=config.data,
+        tasks=all_tasks(config),
+        data=DataSection(cache_dir=config.data.cache_dir),
         agent=config.agent,
         rollout=RolloutSection(**limits),
         train=TrainSection(num_steps=config.warmup.num_steps, groups_per_step=1),

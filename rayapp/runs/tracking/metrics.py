@@ -21,6 +21,10 @@ def summarize_step(summaries: Sequence[GroupSummary], *, version: int) -> dict[s
     for task in sorted({summary.task for summary in summaries}):
         own = [summary for summary in summaries if summary.task == task]
         metrics |= {f"task/{task}/{name}": value for name, value in _rewards(own).items()}
+    for source in sorted({summary.source for summary in summaries} - {""}):
+        own = [summary for summary in summaries if summary.source == source]
+        of_source = _rewards(own) | _groups(own) | _lengths(own)
+        metrics |= {f"source/{source}/{name}": value for name, value in of_source.items()}
     staleness = [version - summary.min_policy_version for summary in summaries]
     return metrics | {"staleness/mean": float(np.mean(staleness)), "staleness/max": float(np.max(staleness))}
 

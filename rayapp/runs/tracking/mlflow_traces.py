@@ -56,6 +56,7 @@ class TraceWriter:
             trace_metadata={"mlflow.sourceRun": self._run_id, "mlflow.trace_schema.version": "3"},
             tags={
                 "mlflow.traceName": _storable(rollout.group.prompt.task[:250]),
+                **({"source": rollout.group.prompt.source} if rollout.group.prompt.source else {}),
                 "step": str(rollout.step),
                 "group": str(rollout.group.group_id),
                 "trajectory": str(rollout.index),

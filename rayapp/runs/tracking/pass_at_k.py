@@ -26,18 +26,23 @@ def pass_at_k(num_samples: int, num_right: int, k: int) -> float:
 
 def summarize_passes(summaries: Sequence[GroupSummary]) -> dict[str, float]:
     """`pass_at_K/NAME` for each data source or task, the mean over its prompts, for K = 1, 2, 4, … and all samples.
+    Where the run has sources NAME is `SOURCE/TASK`: each may play a task in its own way.
 
     Samples without a verdict are left out. A prompt that has fewer than K others is not in pass@K; `pass_prompts/NAME`
     counts those that are in pass@1.
     """
     metrics: dict[str, float] = {}
-    for name in sorted({summary.task for summary in summaries}):
-        counts = [_counts(summary) for summary in summaries if summary.task == name]
+    for name in sorted({_name(summary) for summary in summaries}):
+        counts = [_counts(summary) for summary in summaries if _name(summary) == name]
         metrics[f"pass_prompts/{name}"] = float(sum(samples > 0 for samples, _ in counts))
         for k in ladder(max((samples for samples, _ in counts), default=0)):
             known = [pass_at_k(samples, right, k) for samples, right in counts if samples >= k]
             metrics[f"pass_at_{k}/{name}"] = float(np.mean(known))
     return metrics
+
+
+def _name(summary: GroupSummary) -> str:
+    return f"{summary.source}/{summary.task}" if summary.source else summary.task
 
 
 def ladder(largest: int) -> list[int]:

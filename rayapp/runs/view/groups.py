@@ -15,6 +15,7 @@ MAX_ROWS = 200
 SORTABLE = (
     "step",
     "group_id",
+    "source",
     "task",
     "num_trajectories",
     "reward_mean",
@@ -43,6 +44,7 @@ class GroupFilter:
 
     step_min: int | None = None
     step_max: int | None = None
+    source: str | None = None
     task: str | None = None
     prompt_id: str | None = None
     reward_min: float | None = None
@@ -118,6 +120,7 @@ def facets(index: GroupIndex) -> dict[str, Any]:
         "steps": [span["first"], span["last"]],
         "groups": span["groups"],
         "trajectories": index.query("select coalesce(sum(num_trajectories), 0) as n from groups", {})[0]["n"],
+        "sources": _values(index, "select distinct source as value from groups where source <> '' order by value"),
         "tasks": _values(index, "select distinct task as value from groups order by value"),
         "statuses": _values(index, unnested.format("statuses")),
         "reward_statuses": _values(index, unnested.format("reward_statuses")),
@@ -164,6 +167,7 @@ def preview(prompt: str, max_chars: int = 160) -> str:
 _CONDITIONS = {
     "step_min": "step >= $step_min",
     "step_max": "step <= $step_max",
+    "source": "source = $source",
     "task": "task = $task",
     "prompt_id": "prompt_id = $prompt_id",
     "reward_min": "reward_mean >= $reward_min",

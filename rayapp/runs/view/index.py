@@ -52,7 +52,7 @@ _COLUMNS = (
 
 _CREATE = """
 create table groups (
-    file varchar, step integer, group_id bigint, task varchar, prompt_id varchar, preview varchar,
+    file varchar, step integer, group_id bigint, source varchar, task varchar, prompt_id varchar, preview varchar,
     num_trajectories integer, num_valid integer,
     reward_mean double, reward_std double, reward_min double, reward_max double, pass_rate double, solved double,
     num_prompt_tokens integer, response_tokens_mean double, response_tokens_max integer, num_turns_max integer,
@@ -63,7 +63,7 @@ create table groups (
 # min/max/avg leave out what is null: rewards that are not valid are in no number of the group.
 _AGGREGATE = f"""
 insert into groups
-select file, step, group_id, any_value(task), left(md5(any_value(prompt)), 12),
+select file, step, group_id, any_value(source), any_value(task), left(md5(any_value(prompt)), 12),
     right(any_value(prompt), {_PREVIEW_CHARS}), count(*), count(*) filter (valid),
     avg(reward) filter (valid), stddev_pop(reward) filter (valid), min(reward) filter (valid),
     max(reward) filter (valid), avg(pass_rate) filter (valid), avg(solved) filter (valid),
@@ -194,8 +194,12 @@ def read_narrow(source: RunSource, file: StepFile) -> Any:
     with source.files.open_input_file(file.path) as handle:
         parquet = pq.ParquetFile(handle, read_dictionary=["prompt", "task"])
         check_schema(parquet.schema_arrow)
-        counted = "num_response_tokens" in parquet.schema_arrow.names
-        table = parquet.read([*_COLUMNS, "num_response_tokens" if counted else "response_mask"])
+        names = parquet.schema_arrow.names
+        counted, sourced = "num_response_tokens" in names, "source" in names
+        optional = ["num_response_tokens" if counted else "response_mask", *(["source"] * sourced)]
+        table = parquet.read([*_COLUMNS, *optional])
+    if not sourced:
+        table = table.append_column("source", pa.array([""] * table.num_rows))
     if not counted:
         lengths = _true_counts(table["response_mask"].combine_chunks())
         table = table.drop_columns("response_mask").append_column("num_response_tokens", lengths)
@@ -208,7 +212,9 @@ def read_narrow(source: RunSource, file: StepFile) -> Any:
     }.items():
         table = table.append_column(column, pc.map_lookup(terms, term, "first").cast(pa.float64()))
     table = table.drop_columns("reward_terms").append_column("file", pa.array([file.path] * table.num_rows))
-    return table.set_column(table.column_names.index("prompt"), "prompt", table["prompt"].cast(pa.string()))
+    table = table.set_column(table.column_names.index("prompt"), "prompt", table["prompt"].cast(pa.string()))
+    # Tables are put together, and versions have the columns in other orders.
+    return table.select(sorted(table.column_names))
 
 
 def check_schema(schema: Any) -> None:

@@ -36,6 +36,8 @@ PANELS = (
     Panel(section="Reward", title="Reward", keys=("reward/mean", "reward/min", "reward/max")),
     _share("Reward", "Tests passed", "reward/pass_rate/mean", "reward/solved/mean"),
     Panel(section="Reward", title="Reward by task", keys=("task/*/reward/mean",)),
+    Panel(section="Reward", title="Reward by source", keys=("source/*/reward/mean",)),
+    _share("Reward", "Solved by source", "source/*/reward/solved/mean"),
     Panel(
         section="Reward",
         title="Reward terms",
@@ -53,6 +55,14 @@ PANELS = (
         section="Rollout",
         title="Completion length",
         keys=("length/response/mean", "length/response/max"),
+        unit="tokens",
+        floor=0.0,
+    ),
+    _share("Rollout", "Groups without signal by source", "source/*/groups/zero_variance"),
+    Panel(
+        section="Rollout",
+        title="Completion length by source",
+        keys=("source/*/length/response/mean",),
         unit="tokens",
         floor=0.0,
     ),

@@ -34,7 +34,7 @@ HEADLINES = {
     "timing_s/step": "seconds of a step",
 }
 SETTINGS = (
-    "model.path", "tasks", "algorithm.adv_estimator", "algorithm.policy_loss", "algorithm.kl_loss_coef",
+    "model.path", "tasks", "sources", "algorithm.adv_estimator", "algorithm.policy_loss", "algorithm.kl_loss_coef",
     "rollout.group_size", "rollout.temperature", "rollout.max_completion_tokens", "train.num_steps",
     "train.groups_per_step", "train.max_staleness", "learner.optimizer.lr", "server.num_servers", "run.seed",
 )  # fmt: skip
@@ -115,9 +115,14 @@ def settings(config: dict[str, Any]) -> list[tuple[str, Any]]:
         value: Any = config
         for part in key.split("."):
             value = value.get(part) if isinstance(value, dict) else None
-        if value is not None:
-            found.append((key, ", ".join(map(str, value)) if isinstance(value, list) else value))
+        if value is not None and value != []:
+            found.append((key, ", ".join(map(_shown, value)) if isinstance(value, list) else value))
     return found
+
+
+def _shown(value: Any) -> str:
+    """A source by its name, which its metrics have too; anything else as it is."""
+    return str(value["name"] if isinstance(value, dict) else value)
 
 
 def _render(run: ViewedRun, records: list[dict[str, Any]], plots: dict[str, Path]) -> str:

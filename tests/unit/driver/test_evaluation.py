@@ -23,6 +23,10 @@ from rayapp.rollout.order import ANY_VERSION, Cohort, GroupRequest
 from rayapp.testing.learners import sampled
 
 NUM_PROMPTS = 3
+SOURCES = [
+    {"name": "code", "tasks": ["sort_numbers"]},
+    {"name": "more", "tasks": ["sort_numbers"], "eval": {"samples_per_task": 4}},
+]
 STOP_AFTER_S = 0.03
 
 
@@ -31,14 +35,15 @@ class Worker:
 
     name = "rollout-worker-0"
 
-    def __init__(self, num_lost: int = 0) -> None:
+    def __init__(self, num_lost: int = 0, num_prompts: tuple[int, ...] = (NUM_PROMPTS,)) -> None:
+        self._num_prompts = num_prompts
         self.now_s = 0.0
         self.requests: list[GroupRequest] = []
         self.num_settled = 0
         self._num_lost = num_lost
 
-    async def num_eval_prompts(self) -> int:
-        return NUM_PROMPTS
+    async def num_eval_prompts(self) -> tuple[int, ...]:
+        return self._num_prompts
 
     async def evaluate(self, request: GroupRequest, step: int) -> GroupSummary:
         self.requests.append(request)
@@ -64,13 +69,14 @@ async def no_stacks() -> str:
     return ""
 
 
-def run_with(worker: Worker, *, prompts_at_once: int) -> Run:
+def run_with(worker: Worker, *, prompts_at_once: int, **sections: Any) -> Run:
     config = Config.model_validate(
         {
             "eval": {"every_steps": 1, "samples_per_task": 2},
             "rollout": {"group_size": 2},
             "train": {"groups_per_step": prompts_at_once},
         }
+        | sections
     )
     cluster = SimpleNamespace(
         config=config,
@@ -109,6 +115,18 @@ async def test_a_prompt_that_is_lost_with_its_server_is_evaluated_again_alone_an
         (0, 1, None),
     ]
     assert {(r.purpose, r.policy_version) for r in worker.requests} == {("eval", ANY_VERSION)}
+
+
+async def test_prompts_that_start_together_are_of_one_source_and_have_its_number_of_samples() -> None:
+    worker = Worker(num_prompts=(3, 2))
+
+    await validate(run_with(worker, prompts_at_once=2, sources=SOURCES), 1, Phases())
+
+    # Four samples at once: two prompts of two samples, or one of four.
+    assert [(r.group_id, r.cohort) for r in worker.requests] == [
+        (0, Cohort(place=0, size=2)), (1, Cohort(place=1, size=2)), (2, Cohort(place=0, size=1)),
+        (3, Cohort(place=0, size=1)), (4, Cohort(place=0, size=1)),
+    ]  # fmt: skip
 
 
 async def test_a_prompt_that_is_lost_again_and_again_ends_the_run() -> None:

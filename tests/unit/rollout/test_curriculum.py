@@ -117,7 +117,7 @@ async def test_groups_that_a_checkpoint_keeps_are_counted_once_by_the_run_that_g
         await begin_checkpoint(run, 1)
         checkpoint = folder.latest_checkpoint()
     assert checkpoint is not None
-    resumed = Curriculum.open(config, NUM_PROMPTS, checkpoint.path)
+    resumed = Curriculum.open(config, [NUM_PROMPTS], checkpoint.path)
     resumed.end_step()
     assert json.loads(resumed.state(never)[FILE])["counts"] == {place: [2.0, 1.0] for place in "012"}
 
@@ -155,7 +155,7 @@ class Learners:
 async def test_its_counts_are_in_the_checkpoint_and_its_manifest(tmp_path: Path) -> None:
     sections = {"run": {"output_dir": str(tmp_path), "name": "r"}, "algorithm": {"curriculum": {"enabled": True}}}
     config = Config.model_validate(sections)
-    history = Curriculum.open(config, NUM_PROMPTS, None)
+    history = Curriculum.open(config, [NUM_PROMPTS], None)
     play(history, range(5))
     with RunFolder.open(config) as folder:
         saver = CheckpointSaver(Learners(), folder, asynchronous=False)
@@ -163,10 +163,10 @@ async def test_its_counts_are_in_the_checkpoint_and_its_manifest(tmp_path: Path)
         checkpoint = folder.latest_checkpoint()
     assert checkpoint is not None
     assert FILE in json.loads((checkpoint.path / "manifest.json").read_text())["files"]
-    resumed = Curriculum.open(config, NUM_PROMPTS, checkpoint.path)
+    resumed = Curriculum.open(config, [NUM_PROMPTS], checkpoint.path)
     assert play(resumed, range(5, 9)) == play(history, range(5, 9))
-    with pytest.raises(CheckpointError, match="over 6 prompts, and this run has 7"):
-        Curriculum.open(config, 7, checkpoint.path)
+    with pytest.raises(CheckpointError, match="over 6 prompts or sources, and this run has 7"):
+        Curriculum.open(config, [7], checkpoint.path)
     (checkpoint.path / FILE).unlink()
     with pytest.raises(CheckpointError, match="was saved without a curriculum"):
-        Curriculum.open(config, NUM_PROMPTS, checkpoint.path)
+        Curriculum.open(config, [NUM_PROMPTS], checkpoint.path)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import combinations
 
 import numpy as np
@@ -33,6 +34,14 @@ def test_each_data_source_has_its_own_numbers() -> None:
     assert metrics["pass_at_4/a"] == pytest.approx(1 / 2)
     assert metrics["pass_at_4/b"] == 1.0
     assert metrics["pass_prompts/a"] == 2
+
+
+def test_a_data_source_that_two_sources_play_has_the_numbers_of_each() -> None:
+    metrics = summarize_passes(
+        [replace(summary("a", [1, 1]), source="with_tools"), replace(summary("a", [0, 0]), source="without")]
+    )
+
+    assert (metrics["pass_at_1/with_tools/a"], metrics["pass_at_1/without/a"]) == (1.0, 0.0)
 
 
 def test_samples_without_a_verdict_are_left_out() -> None:

@@ -68,6 +68,23 @@ def test_rewards_are_those_of_valid_trajectories_of_all_groups_and_of_each_task(
     assert metrics["task/sum/reward/mean"] == 0.5
 
 
+def test_each_source_has_its_rewards_its_groups_without_signal_and_its_lengths() -> None:
+    code = summary_of([1.0, 0.0], source="code", reward_terms={"solved": np.array([1, 0], np.float32)})
+    rows = summary_of([0.5, 0.5], source="rows", num_response_tokens=np.array([7, 9], np.int32))
+
+    metrics = summarize_step([code, rows], version=0)
+
+    assert (metrics["source/code/reward/mean"], metrics["source/rows/reward/mean"]) == (0.5, 0.5)
+    assert metrics["source/code/reward/solved/mean"] == 0.5
+    assert (metrics["source/code/groups/zero_variance"], metrics["source/rows/groups/zero_variance"]) == (0.0, 1.0)
+    assert metrics["source/rows/length/response/mean"] == 8.0
+    assert metrics["groups/zero_variance"] == 0.5
+
+
+def test_a_run_without_sources_has_the_keys_that_it_always_had() -> None:
+    assert not [key for key in summarize_step([summary()], version=3) if key.startswith("source/")]
+
+
 def test_a_term_that_only_some_trajectories_have_is_averaged_over_those() -> None:
     partial = summary(reward_terms={"style": np.array([0.25, np.nan], np.float32)})
 

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from rayapp.core.errors import InputError
 from rayapp.core.types import CallRecord, Group, Prompt, Reward, RolloutStatus, Trajectory, TurnRecord
 from rayapp.runs.trajectories import SCHEMA, read_groups, write_trajectories
+from rayapp.testing.learners import sampled
 
 TEXT = st.text(st.characters(exclude_categories=("Cs",)), max_size=20)
 FLOATS = st.floats(allow_nan=False, width=32)
@@ -34,6 +35,7 @@ def groups(draw: st.DrawFn, group_id: int) -> Group:
         token_ids=np.array(draw(ids), np.int32),
         prefill=draw(TEXT),
         stop=tuple(draw(st.lists(TEXT, max_size=2))),
+        source=draw(TEXT),
     )
     size = draw(st.integers(1, 3))
     return Group(group_id=group_id, prompt=prompt, trajectories=tuple(draw(trajectories(prompt)) for _ in range(size)))
@@ -81,6 +83,15 @@ def test_groups_come_back_exactly_as_they_were_written(
 
     assert [plain(group) for group in read_groups(path)] == [plain(group) for group in written]
     assert list(path.parent.iterdir()) == [path]  # nothing half-written beside it
+
+
+def test_a_file_of_a_version_without_sources_is_read(tmp_path: Path) -> None:
+    prompt = Prompt(task="t", text="", token_ids=np.array([1], np.int32), source="code")
+    path, before = tmp_path / "step=000001.parquet", tmp_path / "before.parquet"
+    write_trajectories(path, 1, [Group(group_id=0, prompt=prompt, trajectories=(sampled(np.array([1, 2]), 1),))])
+    pq.write_table(pq.read_table(path).drop_columns(["source"]), before)
+
+    assert [read_groups(file)[0].prompt.source for file in (path, before)] == ["code", ""]
 
 
 def test_whatever_a_policy_wrote_and_a_reward_function_returned_can_be_stored(tmp_path: Path) -> None:

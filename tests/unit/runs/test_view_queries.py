@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import pyarrow.parquet as pq
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -70,6 +71,20 @@ def index_of(folder: Path) -> GroupIndex:
 
 def found(index: GroupIndex, **asked: str) -> list[int]:
     return [row["group_id"] for row in find_groups(index, GroupFilter.parse(asked), Page.parse(asked))["rows"]]
+
+
+def test_groups_of_one_source_are_found_beside_files_of_versions_without_any(run: Path) -> None:
+    steps = run / "trajectories"
+    whole = pq.read_table(steps / "step=000001.parquet")
+    pq.write_table(whole.drop_columns(["source"]), steps / "step=000001.parquet")
+    of_code = replace(group(4, trajectory(1.0)), prompt=replace(group(4).prompt, source="code"))
+    write_trajectories(steps / "step=000003.parquet", 3, [of_code, group(5, trajectory(0.0))])
+    index = index_of(run)
+
+    assert facets(index)["sources"] == ["code"]
+    assert found(index, source="code") == [4]
+    assert sorted(found(index)) == [0, 1, 2, 3, 4, 5]
+    assert found(index, sort="source", order="desc")[0] == 4
 
 
 def test_a_group_is_summed_up_over_its_valid_trajectories(run: Path) -> None:

@@ -5,7 +5,7 @@ import {announce, chip, h, number, rewardBadge, statusChip, visible} from "./dom
 import {go, link} from "./route.js";
 
 const PAGE_ROWS = 50;
-const FILTERS = ["step_min", "step_max", "task", "reward_min", "reward_max", "reward_status", "status", "failure", "signal", "tool_failed", "prompt_id"];
+const FILTERS = ["step_min", "step_max", "source", "task", "reward_min", "reward_max", "reward_status", "status", "failure", "signal", "tool_failed", "prompt_id"];
 
 // What the table showed last, so that the way up from a group leads back to it.
 export let lastGroups = {};
@@ -29,6 +29,7 @@ function filters(facets, query) {
   const active = FILTERS.some((name) => query[name]);
   return h("div", {class: "filters card", role: "search"},
     input("step_min", "From step", {min: first, max: last, placeholder: first ?? ""}), input("step_max", "to step", {min: first, max: last, placeholder: last ?? ""}),
+    select("source", "Source", facets.sources.map((source) => [source, source]), "all sources"),
     select("task", "Task", facets.tasks.map((task) => [task, task]), "all tasks"),
     input("reward_min", "Mean reward from", {step: "any"}), input("reward_max", "to", {step: "any"}),
     select("reward_status", "Some verdict is", plain(facets.reward_statuses), "any"),
@@ -41,12 +42,12 @@ function filters(facets, query) {
 }
 
 const COLUMNS = [
-  ["step", "Step"], ["task", "Task"], [null, "Prompt"], ["reward_mean", "Reward"], ["reward_std", "±"], ["pass_rate", "Passed"], ["solved", "Solved"],
+  ["step", "Step"], ["source", "Source"], ["task", "Task"], [null, "Prompt"], ["reward_mean", "Reward"], ["reward_std", "±"], ["pass_rate", "Passed"], ["solved", "Solved"],
   ["response_tokens_mean", "Tokens"], [null, "Verdicts"], ["tool_failed", "Tools failed"],
 ];
 
 function table(rows, facets, query) {
-  const columns = COLUMNS.filter(([key]) => key !== "tool_failed" || facets.tools);
+  const columns = COLUMNS.filter(([key]) => (key !== "tool_failed" || facets.tools) && (key !== "source" || facets.sources.length));
   const sorted = query.sort || "step", order = query.order === "asc" ? "asc" : "desc";
   const head = columns.map(([key, text]) => {
     if (!key) return h("th", {scope: "col"}, text);
@@ -58,7 +59,7 @@ function table(rows, facets, query) {
   return h("div", {class: "scroll card"}, h("table", {class: "groups"}, h("thead", {}, h("tr", {}, head)), h("tbody", {}, rows.map((row) => groupRow(row, facets, query)))));
 }
 
-const isText = (key) => key === "task";
+const isText = (key) => key === "task" || key === "source";
 
 function groupRow(row, facets, query) {
   const href = link("group", {run: query.run, step: row.step, group: row.group_id});
@@ -67,6 +68,7 @@ function groupRow(row, facets, query) {
   const odd = (row.reward_statuses ?? []).filter((status) => status !== "scored");
   return h("tr", {on: {click: open}},
     h("td", {class: "number"}, h("a", {href, "data-stop": true, "data-key": `${row.step}-${row.group_id}`, "aria-label": `step ${row.step}, group ${row.group_id}`}, number(row.step))),
+    facets.sources.length ? h("td", {}, visible(row.source)) : null,
     h("td", {}, visible(row.task)),
     h("td", {class: "preview"}, h("div", {title: visible(row.preview)}, visible(row.preview))),
     h("td", {class: "number"}, rewardBadge(row.reward_mean, row.num_valid > 0)),

@@ -1,0 +1,177 @@
+"""A run of two sources, coding tasks and rows of data with tools: killed in a step and gone on with, it takes the
+prompts that it would have taken. The servers are scripted: vLLM is not the subject."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import yaml
+
+from rayapp.rollout.mixing import Mixing
+from rayapp.runs.trajectories import read_groups
+from rayapp.testing.learners import save_llama
+
+pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(1500)]
+
+ROOT = Path(__file__).parents[2]
+SCRIPTED = ROOT / "tests" / "data" / "train_with_scripted_servers.py"
+DEADLINE_S = 600.0
+NUM_STEPS, GROUPS_PER_STEP, KILL_AFTER = 6, 2, 3
+RATIOS = (2, 1)
+NUM_ROWS = 3
+TOOLS = {"tools": [{"class_name": "rayapp.tools.python.PythonTool", "config": {"type": "native", "stateful": False}}]}
+
+
+@pytest.fixture(scope="module")
+def chat_model(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny model with ChatML's tokens and room for what a prompt tells of tools."""
+    from transformers import AutoTokenizer
+
+    folder = tmp_path_factory.mktemp("models") / "chat"
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model)
+    tokenizer.add_special_tokens({"eos_token": "<|im_end|>", "additional_special_tokens": ["<|im_start|>"]})
+    tokenizer.save_pretrained(folder)
+    return save_llama(
+        folder, dtype="bfloat16", vocab_size=len(tokenizer), hidden_size=64, intermediate_size=64, num_hidden_layers=1,
+        max_position_embeddings=4096, bos_token_id=None, eos_token_id=tokenizer.eos_token_id, pad_token_id=0,
+    )  # fmt: skip
+
+
+def config_of(folder: Path, model: Path, tasks: list[str]) -> dict[str, Any]:
+    (folder / "tools.yaml").write_text(yaml.safe_dump(TOOLS))
+    rows = [
+        {
+            "data_source": "openai/gsm8k",
+            "prompt": [{"role": "user", "content": f"Problem {number}: what is 6 times 7?"}],
+            "reward_model": {"style": "rule", "ground_truth": "42"},
+        }
+        for number in range(NUM_ROWS)
+    ]
+    pq.write_table(pa.Table.from_pylist(rows), folder / "rows.parquet")
+    data = {"train_files": [str(folder / "rows.parquet")], "eval_files": [str(folder / "rows.parquet")]}
+    return {
+        "run": {"output_dir": str(folder), "seed": 5},
+        "model": {"path": str(model)},
+        # Never another test's Ray, which ends when that test does.
+        "cluster": {"device": "cpu", "address": "local"},
+        "sources": [
+            {"name": "code", "ratio": RATIOS[0], "tasks": tasks,
+             "rollout": {"max_completion_tokens": 12}},
+            {"name": "rows", "ratio": RATIOS[1], "data": data | {"max_eval_rows": 2},
+             "agent": {"tool_file": str(folder / "tools.yaml"), "chat_template": "chatml_hermes"},
+             "eval": {"samples_per_task": 3}},
+        ],
+        "rollout": {"group_size": 3, "max_prompt_tokens": 3000, "max_completion_tokens": 24},
+        "train": {"num_steps": NUM_STEPS, "groups_per_step": GROUPS_PER_STEP},
+        "eval": {"every_steps": NUM_STEPS, "samples_per_task": 2},
+        "learner": {"max_tokens_per_microbatch": 8192, "compute_dtype": "float32"},
+        "checkpoint": {"every_steps": 2, "asynchronous": False},
+    }  # fmt: skip
+
+
+def start(file: Path) -> subprocess.Popen[str]:
+    kept = {key: value for key, value in os.environ.items() if not key.startswith("RAY_")}
+    with file.with_suffix(".log").open("w") as sink:
+        return subprocess.Popen(
+            [sys.executable, str(SCRIPTED), str(file)],
+            stdout=sink,
+            stderr=sink,
+            text=True,
+            cwd=ROOT,
+            env=kept | {"PYTHONPATH": str(ROOT)},
+            start_new_session=True,
+        )
+
+
+def records(folder: Path) -> list[dict[str, float]]:
+    file = folder / "metrics.jsonl"
+    return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+
+
+@dataclass(frozen=True)
+class Resumed:
+    """A run that was killed inside step 4 and went on from the checkpoint of step 2."""
+
+    folder: Path
+    before: Path
+    """Trajectories of step 3 as they were when it was killed."""
+
+
+@pytest.fixture(scope="module")
+def resumed(chat_model: Path, letter_tasks: list[str], tmp_path_factory: pytest.TempPathFactory) -> Resumed:
+    folder = tmp_path_factory.mktemp("sources")
+    file, run, before = folder / "config.yaml", folder / "run", folder / "before.parquet"
+    file.write_text(yaml.safe_dump(config_of(folder, chat_model, letter_tasks)))
+    log = file.with_suffix(".log")
+
+    process = start(file)
+    try:
+        deadline = time.monotonic() + DEADLINE_S
+        while len(records(run)) < KILL_AFTER:
+            assert process.poll() is None, log.read_text()
+            assert time.monotonic() < deadline, log.read_text()
+            time.sleep(0.05)
+        shutil.copy(run / "trajectories" / f"step={KILL_AFTER:06d}.parquet", before)
+    finally:
+        process.kill()
+        process.wait()
+
+    again = start(file)
+    try:
+        assert again.wait(timeout=DEADLINE_S) == 0, log.read_text()
+    finally:
+        again.kill()
+        again.wait()
+    assert "resumed from step 2" in log.read_text()
+    return Resumed(run, before)
+
+
+def test_a_killed_run_of_two_sources_takes_the_prompts_that_it_would_have_taken(resumed: Resumed) -> None:
+    steps = [resumed.folder / "trajectories" / f"step={step:06d}.parquet" for step in range(1, NUM_STEPS + 1)]
+    groups = [group for step in steps for group in read_groups(step)]
+    mixing = Mixing(RATIOS, seed=5)
+
+    assert [group.group_id for group in groups] == list(range(NUM_STEPS * GROUPS_PER_STEP))
+    names = [("code", "rows")[mixing.place(group.group_id)[0]] for group in groups]
+    assert [group.prompt.source for group in groups] == names
+    assert set(names) == {"code", "rows"}
+    # Each row once before any comes again.
+    asked = [group.prompt.text.partition("Problem ")[2][:1] for group in groups if group.prompt.source == "rows"]
+    assert Counter(asked[:NUM_ROWS]) == {str(number): 1 for number in range(NUM_ROWS)}
+    for one, other in zip(read_groups(resumed.before), read_groups(steps[KILL_AFTER - 1]), strict=True):
+        assert (one.group_id, one.prompt.source, one.prompt.text) == (
+            other.group_id, other.prompt.source, other.prompt.text,
+        )  # fmt: skip
+        assert [t.token_ids.tolist() for t in one.trajectories] == [t.token_ids.tolist() for t in other.trajectories]
+
+
+def test_each_source_is_played_and_evaluated_in_its_own_way(resumed: Resumed) -> None:
+    steps = sorted((resumed.folder / "trajectories").glob("step=*.parquet"))
+    by_source = {group.prompt.source: group for step in steps for group in read_groups(step)}
+    lengths = {name: group.trajectories[0].num_response_tokens for name, group in by_source.items()}
+    found = records(resumed.folder)
+
+    assert lengths == {"code": 12, "rows": 24}
+    assert '"name": "python"' in by_source["rows"].prompt.text
+    assert by_source["code"].prompt.text.endswith(": write")
+    played = {name for record in found for name in ("code", "rows") if f"source/{name}/reward/mean" in record}
+    assert played == {"code", "rows"}
+    last = found[-1]
+    prompts = {key: last[f"eval/pass_prompts/{key}"] for key in ("code/first", "code/second", "rows/openai/gsm8k")}
+    assert prompts == {"code/first": 1, "code/second": 1, "rows/openai/gsm8k": 2}
+    assert "eval/pass_at_3/rows/openai/gsm8k" in last
+    assert "eval/pass_at_3/code/first" not in last
+    assert max(record["learner/grad_norm"] for record in found if "learner/grad_norm" in record) > 0.0
+    assert last["eval/source/rows/groups/count"] == 2

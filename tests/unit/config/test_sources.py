@@ -1,0 +1,129 @@
+"""The list `sources`: what a source leaves out is the run's, and what it can't have is refused with the way out."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from rayapp.config.config import sources_of
+from rayapp.config.loading import load_config, to_yaml
+from rayapp.core.errors import ConfigError, RunFolderError
+from rayapp.runs.compatibility import check_same_training
+
+CODE: dict[str, Any] = {"name": "code", "ratio": 3, "tasks": ["sort_numbers"], "rollout": {"max_completion_tokens": 96}}
+ROWS: dict[str, Any] = {
+    "name": "rows",
+    "data": {"train_files": ["a.parquet"], "eval_files": ["b.parquet"], "max_eval_rows": 4},
+    "agent": {"tool_file": "tools.yaml"},
+    "reward": {"method": "flexible"},
+    "eval": {"samples_per_task": 2},
+}
+RUN = {"agent": {"max_assistant_turns": 3}, "reward": {"format_weight": 0.2}, "data": {"shuffle": False}}
+
+
+def write(tmp_path: Path, *sources: Any, **sections: Any) -> Path:
+    path = tmp_path / "run.yaml"
+    path.write_text(yaml.safe_dump(sections | {"sources": list(sources)}))
+    return path
+
+
+def test_a_source_has_its_own_settings_and_else_the_runs(tmp_path: Path) -> None:
+    code, rows = sources_of(load_config(write(tmp_path, CODE, ROWS, **RUN)))
+
+    assert (code.name, code.ratio, code.config.tasks, code.config.uses_data) == ("code", 3.0, ("sort_numbers",), False)
+    assert (code.config.rollout.max_completion_tokens, code.config.eval.samples_per_task) == (96, 16)
+    assert (rows.name, rows.ratio, rows.config.tasks, rows.config.uses_data) == ("rows", 1.0, (), True)
+    assert (rows.config.rollout.max_completion_tokens, rows.config.eval.samples_per_task) == (256, 2)
+    assert (rows.config.agent.tool_file, rows.config.agent.max_assistant_turns) == ("tools.yaml", 3)
+    assert (rows.config.reward.method, rows.config.reward.format_weight) == ("flexible", 0.2)
+    assert (code.config.reward.method, code.config.agent.tool_file) == ("strict", "")
+    assert not rows.config.data.shuffle
+
+
+def test_sources_as_they_are_shown_load_to_the_same(tmp_path: Path) -> None:
+    config = load_config(write(tmp_path, CODE, ROWS, **RUN))
+    (tmp_path / "shown.yaml").write_text(to_yaml(config))
+
+    assert load_config(tmp_path / "shown.yaml") == config
+
+
+def test_an_override_reaches_into_the_list(tmp_path: Path) -> None:
+    path = write(tmp_path, CODE, ROWS)
+    config = load_config(path, ["sources[0].ratio=5", "sources[1].agent.max_assistant_turns=9", "train.num_steps=3"])
+
+    assert config.sources[0].ratio == 5.0
+    assert config.sources[1].agent.max_assistant_turns == 9
+    assert config.sources[1].agent.tool_file == "tools.yaml"
+    with pytest.raises(ConfigError, match=r"'sources\[7\]\.ratio=1': the configuration has no sources\[7\]"):
+        load_config(path, ["sources[7].ratio=1"])
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"ratio": 0}, "sources[0].ratio = 0: must be a number, above 0.0"),
+        ({"ratio": -1}, "sources[0].ratio = -1: must be a number, above 0.0"),
+        ({"ratio": float("inf")}, "sources[0].ratio = inf: must be a number"),
+        ({"name": "a/b"}, "sources[0].name = 'a/b': must be text, of the form"),
+        ({"ratios": 2}, "unknown key sources[0].ratios; did you mean sources.ratio?"),
+        ({"agent": {"max_turns": 2}}, "unknown key sources[0].agent.max_turns; did you mean sources.agent.max_assist"),
+        ({"agent": {"default_agent": "x"}}, "sources[0].agent.default_agent = 'x': must be one of tool_agent, single"),
+        ({"agent": {"tool_file": "x"}}, "sources[0] (code): agent.tool_file is 'x', but tools are for data rows"),
+        ({"rollout": {"temperature": 0.5}}, "sources[0].rollout: temperature can't be a source's own: learners"),
+        ({"rollout": {"max_completion_tokens": 999}}, "is 999, but the run's is 256, which its processes are laid"),
+        ({"rollout": {"group_deadline_s": 999}}, "rollout.group_deadline_s is 999, but the run's is 300, which its"),
+        ({"tasks": []}, "sources[0] (code) has neither tasks nor data.train_files"),
+        ({"data": {"train_files": ["x"]}}, "sources[0] (code) has both tasks and data files: give it one of the two"),
+    ],
+)
+def test_what_a_source_cannot_be_is_told_with_its_place(tmp_path: Path, changes: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(write(tmp_path, CODE | changes))
+
+    assert said in str(caught.value)
+
+
+def test_two_sources_of_one_name_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"sources\[1\] \(code\): sources\[0\] has the same name"):
+        load_config(write(tmp_path, CODE, CODE))
+
+
+@pytest.mark.parametrize("section", [{"tasks": ["sort_numbers"]}, {"data": {"train_files": ["a.parquet"]}}])
+def test_the_short_forms_are_not_given_beside_sources(tmp_path: Path, section: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="are short for a run with one source"):
+        load_config(write(tmp_path, CODE, **section))
+
+
+def test_tasks_beside_data_files_are_shown_how_to_be_mixed() -> None:
+    with pytest.raises(ConfigError, match=r"`sources: \[\{name: code, ratio: 1, tasks:"):
+        load_config(None, ["tasks=[sort_numbers]", "data.train_files=[a.parquet]"])
+
+
+def test_a_punishment_of_length_leaves_the_shortest_source_room(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"buffer_tokens is 96, but rollout\.max_completion_tokens is 96"):
+        load_config(write(tmp_path, CODE, ROWS, algorithm={"overlong": {"buffer_tokens": 96}}))
+
+
+def test_a_run_goes_on_with_other_evaluation_of_its_sources_but_not_with_other_ratios(tmp_path: Path) -> None:
+    stored = tmp_path / "stored.yaml"
+    stored.write_text(to_yaml(load_config(write(tmp_path, CODE, ROWS))))
+    path = write(tmp_path, CODE, ROWS)
+
+    check_same_training(load_config(path, ["sources[1].eval.samples_per_task=8"]), stored)
+    check_same_training(load_config(path, ["sources[1].data.max_eval_rows=2"]), stored)
+    with pytest.raises(RunFolderError, match=r"sources\[0\]\.ratio: 3\.0 before, 1\.0 now"):
+        check_same_training(load_config(path, ["sources[0].ratio=1"]), stored)
+
+
+def test_a_run_of_a_version_without_a_key_goes_on_with_that_keys_default(tmp_path: Path) -> None:
+    config = load_config(None)
+    before = config.model_dump(mode="json")
+    del before["sources"], before["algorithm"]["curriculum"]
+    (tmp_path / "stored.yaml").write_text(yaml.safe_dump(before))
+
+    check_same_training(config, tmp_path / "stored.yaml")
+    with pytest.raises(RunFolderError, match=r"algorithm\.curriculum\.enabled: False before, True now"):
+        check_same_training(load_config(None, ["algorithm.curriculum.enabled=true"]), tmp_path / "stored.yaml")

@@ -1,0 +1,239 @@
+"""Several sources in one run: whose turn it is follows from seed and id alone, and one source is as it always was."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from rayapp.config.config import Config, Source, sources_of
+from rayapp.core.errors import InputError
+from rayapp.rollout.check import check_inputs
+from rayapp.rollout.curriculum import Curriculum
+from rayapp.rollout.mixing import Mixing
+from rayapp.rollout.order import ANY_VERSION, GroupRequest, evaluation_seed, prompt_index, sampling_seed, scoring_seed
+from rayapp.rollout.sources import RunGroups, open_groups
+from rayapp.rollout.task_groups import TaskGroups
+from rayapp.sandbox.pool.in_process import open_pool
+from rayapp.tasks.data.reading import ReadOptions, open_data
+from rayapp.testing.summaries import summary_of
+
+RATIOS = st.lists(st.floats(0.001, 100.0) | st.integers(1, 9), min_size=1, max_size=7)
+SEEDS = st.integers(0, 2**31 - 1)
+
+
+def turns(ratios: Sequence[float], seed: int, ids: range) -> list[int]:
+    mixing = Mixing(ratios, seed=seed)
+    return [mixing.place(group_id)[0] for group_id in ids]
+
+
+@given(RATIOS, SEEDS, st.integers(0, 5000))
+@settings(max_examples=40)
+@example([1, 1, 1], 0, 0)
+@example([0.7, 0.2, 0.1], 3, 77)
+def test_any_hundred_groups_in_a_row_are_within_one_of_the_ratios(ratios: list[float], seed: int, start: int) -> None:
+    found = turns(ratios, seed, range(start, start + 250))
+
+    for first in range(150):
+        window = found[first : first + 100]
+        for source, ratio in enumerate(ratios):
+            assert abs(window.count(source) - 100 * ratio / sum(ratios)) < 1 + 1e-9
+
+
+@given(RATIOS, SEEDS, st.integers(0, 2000), st.integers(1, 1000))
+@settings(max_examples=40)
+def test_any_number_of_groups_is_within_a_few_of_the_ratios(
+    ratios: list[float], seed: int, start: int, size: int
+) -> None:
+    found = turns(ratios, seed, range(start, start + size))
+
+    for source, ratio in enumerate(ratios):
+        assert abs(found.count(source) - size * ratio / sum(ratios)) < 4
+
+
+@given(RATIOS, SEEDS)
+@settings(max_examples=40)
+def test_a_source_goes_through_its_own_prompts_one_by_one(ratios: list[float], seed: int) -> None:
+    mixing = Mixing(ratios, seed=seed)
+    seen = [0] * len(ratios)
+    for group_id in range(350):
+        source, place = mixing.place(group_id)
+        assert place == seen[source]
+        seen[source] += 1
+
+
+@given(RATIOS, SEEDS, st.lists(st.integers(0, 3000), min_size=1, max_size=20))
+@settings(max_examples=30)
+def test_whoever_asks_in_whatever_order_hears_the_same(ratios: list[float], seed: int, ids: list[int]) -> None:
+    in_order, any_order = Mixing(ratios, seed=seed), Mixing(ratios, seed=seed)
+    expected = {group_id: in_order.place(group_id) for group_id in sorted(ids)}
+
+    assert {group_id: any_order.place(group_id) for group_id in ids} == expected
+
+
+def test_a_rare_source_gets_its_turns_too() -> None:
+    assert turns([999, 1], 0, range(10_000)).count(1) == 10
+
+
+def test_turns_are_spread_and_not_one_source_after_the_other() -> None:
+    found = turns([3, 1], 0, range(40))
+
+    assert {later - earlier for earlier, later in pairwise(i for i, each in enumerate(found) if each == 1)} == {4}
+
+
+def test_the_seed_moves_where_the_sequence_begins() -> None:
+    assert len({tuple(turns([3, 2, 1], seed, range(30))) for seed in range(20)}) > 5
+
+
+# Recorded at 8a86d2f, the commit before runs had several sources.
+PROMPTS = [3, 0, 1, 4, 2, 1, 2, 3, 0, 4, 1, 4, 3, 0, 2]
+ROWS = ["5", "1", "3", "4", "2", "0", "1", "2", "4", "3", "5", "0", "5", "3", "0"]
+
+
+def test_one_source_has_the_order_and_the_seeds_that_it_always_had(tmp_path: Path) -> None:
+    table = pa.Table.from_pylist([row(str(number), number) for number in range(6)])
+    pq.write_table(table, tmp_path / "a.parquet")
+    data = asyncio.run(open_data((str(tmp_path / "a.parquet"),), ReadOptions(seed=7), cache=tmp_path))
+    places = [Mixing([0.3], seed=7).place(group_id)[1] for group_id in range(15)]
+
+    assert [prompt_index(place, num_prompts=5, seed=7) for place in places] == PROMPTS
+    assert [data.row(place).messages[0]["content"] for place in places] == ROWS
+    assert [sampling_seed(group, i, seed=7) for group in (0, 9) for i in (0, 3)] == [
+        2028854884, 2084594875, 1078901829, 1507919222,
+    ]  # fmt: skip
+    assert [scoring_seed(group, seed=7) for group in (0, 1, 9)] == [2083679832, 369571992, 621768553]
+    assert evaluation_seed(7) == 478858154
+
+
+def row(content: str, index: int, **more: Any) -> dict[str, Any]:
+    truth = {"style": "rule", "ground_truth": "4"}
+    prompt = [{"role": "user", "content": content}]
+    return {
+        "prompt": prompt,
+        "data_source": "openai/gsm8k",
+        "reward_model": truth,
+        "extra_info": {"index": index},
+    } | more
+
+
+def mixed(model: Path, tasks: Sequence[str], **more: Any) -> Config:
+    sources = [
+        {"name": "much", "ratio": 3, "tasks": list(tasks)},
+        {"name": "little", "tasks": [tasks[0]], "rollout": {"max_completion_tokens": 8}, "eval": {"temperature": 0.0}},
+    ]
+    return config_of(model, *sources, run={"seed": 7}, **more)
+
+
+def config_of(model: Path, *sources: dict[str, Any], **sections: Any) -> Config:
+    own = {"model": {"path": str(model)}, "rollout": {"max_prompt_tokens": 64, "max_completion_tokens": 32}}
+    return Config.model_validate(own | sections | {"sources": sources})
+
+
+@pytest.fixture
+async def groups(tiny_model: Path, letter_tasks: list[str]) -> RunGroups:
+    config = mixed(tiny_model, letter_tasks)
+    async with open_pool(config.sandbox.model_copy(update={"min_ready": 0}), "sources") as (sandboxes, _):
+        return await open_groups(config, sandboxes)
+
+
+def request(group_id: int, **more: Any) -> GroupRequest:
+    return GroupRequest(group_id=group_id, policy_version=ANY_VERSION, **more)
+
+
+async def test_a_group_says_which_source_it_is_of_and_has_its_settings(groups: RunGroups) -> None:
+    prompts = [(await groups.assignment(request(group_id), seed=7)).prompt for group_id in range(100)]
+    limits = [groups.config_of(request(group_id)).rollout.max_completion_tokens for group_id in range(100)]
+
+    assert [prompt.source for prompt in prompts].count("much") == 75
+    assert {(prompt.source, limit) for prompt, limit in zip(prompts, limits, strict=True)} == {
+        ("much", 32),
+        ("little", 8),
+    }
+    much = [prompt.task for prompt in prompts if prompt.source == "much"]
+    tasks = ("first", "second")
+    assert much == [tasks[prompt_index(place, num_prompts=2, seed=7)] for place in range(75)]
+
+
+async def test_an_evaluation_takes_all_prompts_of_one_source_and_then_those_of_the_next(groups: RunGroups) -> None:
+    assert groups.num_eval_prompts == (2, 1)
+    asked = [request(number, purpose="eval") for number in range(3)]
+    prompts = [(await groups.assignment(each, seed=7)).prompt for each in asked]
+
+    assert [(prompt.source, prompt.task) for prompt in prompts] == [
+        ("much", "first"), ("much", "second"), ("little", "first"),
+    ]  # fmt: skip
+    assert [groups.config_of(each).eval.temperature for each in asked] == [1.0, 1.0, 0.0]
+
+
+async def test_a_prompt_that_a_curriculum_chose_is_that_of_the_only_source(groups: RunGroups) -> None:
+    only = RunGroups(groups._sources[:1], groups._groups[:1], seed=7)
+
+    drawn = (await only.assignment(request(9, prompt=1), seed=7)).prompt
+    assert drawn.task == ("first", "second")[prompt_index(1, num_prompts=2, seed=7)]
+    assert isinstance(only._groups[0], TaskGroups)
+
+
+async def test_a_source_that_a_curriculum_chose_is_taken_and_not_the_one_whose_turn_it_is(groups: RunGroups) -> None:
+    asked = [request(group_id, source=1) for group_id in range(5)]
+
+    assert {(await groups.assignment(each, seed=7)).prompt.source for each in asked} == {"little"}
+
+
+def curriculum_of(config: Config) -> Curriculum:
+    return Curriculum.open(config, [1 for _ in sources_of(config)], None)
+
+
+def test_a_curriculum_draws_sources_by_ratio_until_it_knows_better(tiny_model: Path, letter_tasks: list[str]) -> None:
+    history = curriculum_of(mixed(tiny_model, letter_tasks))
+    drawn = [history.drawn(request(group_id)).source for group_id in range(1000)]
+    assert 700 < drawn.count(0) < 800  # 3 to 1
+
+    for group_id in range(20):
+        solved = [1.0, 1.0, 1.0, 1.0] if drawn[group_id] == 0 else [1.0, 0.0, 1.0, 0.0]
+        history.record(drawn[group_id] or 0, summary_of(solved, group_id=group_id))
+    history.end_step()
+
+    later = [history.drawn(request(group_id)).source for group_id in range(1000)]
+    assert later.count(0) < 500  # what is always solved comes less often
+    assert [history.drawn(request(group_id)).source for group_id in range(1000)] == later
+
+
+def test_a_mistake_in_a_source_is_told_with_its_name(tiny_model: Path, letter_tasks: list[str], tmp_path: Path) -> None:
+    sources = [
+        {"name": "fine", "tasks": letter_tasks[:1]},
+        {"name": "rows", "data": {"train_files": [str(tmp_path / "gone.parquet")]}},
+    ]
+    config = config_of(tiny_model, *sources)
+
+    with pytest.raises(InputError, match=r"^source rows: .*gone\.parquet"):
+        check_inputs(config, training=True)
+
+
+def test_a_source_without_rows_to_train_on_is_refused_for_training(tiny_model: Path, tmp_path: Path) -> None:
+    sources = [{"name": "rows", "data": {"eval_files": [str(tmp_path / "a.parquet")]}}]
+    config = config_of(tiny_model, *sources)
+
+    with pytest.raises(InputError, match=r"^source rows: data\.train_files is empty"):
+        check_inputs(config, training=True)
+
+
+def test_an_evaluation_without_anything_to_evaluate_is_refused(tiny_model: Path, tmp_path: Path) -> None:
+    sources = [{"name": "rows", "data": {"train_files": [str(tmp_path / "a.parquet")]}}]
+    config = config_of(tiny_model, *sources)
+
+    with pytest.raises(InputError, match=r"data\.eval_files is empty, and this is an evaluation"):
+        check_inputs(config, training=False)
+
+
+def test_tasks_alone_are_one_source_without_a_name() -> None:
+    config = Config()
+
+    assert sources_of(config) == (Source(name="", ratio=1.0, config=config),)
