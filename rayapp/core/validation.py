@@ -41,16 +41,19 @@ def valid_keys(schema: type[BaseModel], prefix: str = "", *, in_lists: bool = Fa
 
 
 def nearest_key(path: str, schema: type[BaseModel]) -> str | None:
-    """The valid key that a mistyped one most likely meant: near as a whole, or the same name in another section.
+    """The valid key that a mistyped one most likely meant: near as a whole, or the same name in one or two other
+    sections.
 
     Example: `sources[0].agent.max_turns` -> `sources.agent.max_assistant_turns`.
     """
     keys = list(dict.fromkeys(valid_keys(schema, in_lists="[" in path)))
     path = _INDEX.sub("", path)
+    if path in keys:
+        return path
     leaf = path.rpartition(".")[2]
     elsewhere = [key for key in keys if key.rpartition(".")[2] == leaf]
     if elsewhere:
-        return difflib.get_close_matches(path, elsewhere, n=1, cutoff=0.0)[0]
+        return " or ".join(sorted(difflib.get_close_matches(path, elsewhere, n=2, cutoff=0.0)))
     section = path.rpartition(".")[0]
     siblings = [key for key in keys if key.rpartition(".")[0] == section]
     close = difflib.get_close_matches(path, siblings, n=1, cutoff=0.75) or difflib.get_close_matches(path, keys, n=1)
