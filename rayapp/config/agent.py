@@ -15,7 +15,8 @@ from rayapp.config.base import FrozenModel
 
 class DataSection(FrozenModel):
     train_files: tuple[str, ...] = ()
-    """Parquet files in verl's schema (docs/data.md), local or s3://. A run has either these or `tasks`."""
+    """Parquet files in verl's schema (docs/data.md), local or s3://. A run has either these or `tasks`, or
+    several of both in `sources`."""
     eval_files: tuple[str, ...] = ()
     """Files that evaluation samples, in their order. Never trained on."""
     max_eval_rows: int = Field(0, ge=0)

@@ -216,8 +216,8 @@ def _sources_fit(config: Config) -> None:
         if names.index(source.name) != number:
             raise ValueError(f"{where}: sources[{names.index(source.name)}] has the same name. Metrics go by name.")
         if bool(source.tasks) == source.has_files:
-            have = "both tasks and data files" if source.tasks else "neither tasks nor data.train_files"
-            raise ValueError(f"{where} has {have}: give it one of the two, and the other to a source of its own.")
+            both, none = "both tasks and data files: make it two", "neither tasks nor data.train_files: give it one"
+            raise ValueError(f"{where} has {both if source.tasks else none}.")
         _tools_have_rows(_alone(config, source), f"{where}: ")
         for key, own in source.rollout.model_dump(exclude_none=True).items():
             most = getattr(config.rollout, key)

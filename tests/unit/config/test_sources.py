@@ -76,7 +76,7 @@ def test_an_override_reaches_into_the_list(tmp_path: Path) -> None:
         ({"rollout": {"max_completion_tokens": 999}}, "is 999, but the run's is 256, which its processes are laid"),
         ({"rollout": {"group_deadline_s": 999}}, "rollout.group_deadline_s is 999, but the run's is 300, which its"),
         ({"tasks": []}, "sources[0] (code) has neither tasks nor data.train_files"),
-        ({"data": {"train_files": ["x"]}}, "sources[0] (code) has both tasks and data files: give it one of the two"),
+        ({"data": {"train_files": ["x"]}}, "sources[0] (code) has both tasks and data files: make it two."),
     ],
 )
 def test_what_a_source_cannot_be_is_told_with_its_place(tmp_path: Path, changes: dict[str, Any], said: str) -> None:
