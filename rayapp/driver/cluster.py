@@ -222,7 +222,7 @@ async def _start(
         config, on_gpu=on_gpu, timeout_s=config.cluster.start_timeout_s, with_learners=with_learners
     )
     plan = _plan(config, on_gpu=on_gpu) if with_learners else None
-    learners = LearnerGroup(await spawn_learners(config, started, placement) if with_learners else (), plan)
+    learners = LearnerGroup(await spawn_learners(config, started, placement) if with_learners else (), config, plan)
     servers = spawn_servers(config, started, placement, must_sync=with_learners)
     workers = spawn_rollout_workers(config, started, servers, pool)
     report(f"starting: {', '.join(started.names)}")
@@ -255,7 +255,7 @@ async def _start_learners_again(
     config: Config, started: Started, placement: Placement, timeout_s: float, report: Report, old: LearnerGroup
 ) -> LearnerGroup:
     await started.end(old.handles)
-    group = LearnerGroup(await spawn_learners(config, started, placement), old.plan)
+    group = LearnerGroup(await spawn_learners(config, started, placement), config, old.plan)
     await all_ready({learner.name: learner.ready(timeout_s) for learner in group.handles}, report)
     return group
 
