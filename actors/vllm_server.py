@@ -169,7 +169,10 @@ class VllmServer:
 
     async def go_on(self) -> int:
         """Serve with the weights of an update that is whole: memory that a sleeping server lent comes back, and
-        requests go on from the same tokens. Returns the policy version that it holds; -1 for none, or half an update."""
+        requests go on from the same tokens.
+
+        Returns the policy version that it holds; -1 for none, or half an update.
+        """
         engine = self._engine
         if self._is_sealed and engine is not None:
             await engine.go_on()

@@ -88,7 +88,8 @@ def shared_lines(shared: SharedPlan, room: int) -> Iterator[str]:
     yield "shared GPUs (cluster.placement: colocated):"
     yield f"  training     {shared.training / GIB:8.2f} GiB, the server asleep"
     yield f"  generating   {shared.generating / GIB:8.2f} GiB, with what stays of the learner"
-    yield f"  in host memory, each GPU: {shared.host / GIB:.2f} GiB of the sleeping server's weights"
+    if shared.host:
+        yield f"  in host memory, each GPU: {shared.host / GIB:.2f} GiB of the sleeping server's weights"
     if shared.generating > room:
         yield (
             f"  {(shared.generating - room) / GIB:.2f} GiB too much: lower server.gpu_memory_utilization, or set "
@@ -100,7 +101,7 @@ def shared_lines(shared: SharedPlan, room: int) -> Iterator[str]:
 def plan(
     config: ConfigFile,
     overrides: Overrides = None,
-    gpu: Annotated[str, typer.Option(help="h200, h100 or a100")] = "h200",
+    gpu: Annotated[str, typer.Option(help="h200, h100, a100 or rtx4090")] = "h200",
 ) -> None:
     """Print the memory that CONFIG takes on each GPU, by kind; exits with 1 if it does not fit. Allocates nothing."""
     from rayapp.config.loading import load_config

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from rayapp.config.config import Config
 from rayapp.core.errors import LearnerError
-from rayapp.core.machine import keep_freed_memory, share_of_cores
+from rayapp.core.machine import keep_freed_memory, share_of_cores, use_interface_towards
 
 T = TypeVar("T")
 
@@ -62,6 +62,7 @@ def start_ranks(config: Config, rank: int, world_size: int, master_address: str,
     if world_size == 1:
         store = HashStore()
     else:
+        use_interface_towards(master_address)
         store = TCPStore(master_address, master_port, world_size, is_master=rank == 0, timeout=timeout)
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
     mesh = init_device_mesh(device.type, (world_size,))
@@ -98,7 +99,7 @@ def learner_device(config: Config) -> torch.device:
 
 def _has_been_given_gpu(config: Config) -> bool:
     """True where a GPU is asked for, or Ray reserved one for this process: computing on the CPU would surprise."""
-    return config.cluster.device == "gpu" or bool(os.environ.get("CUDA_VISIBLE_DEVICES"))
+    return config.cluster.device == "gpu" or os.environ.get("CUDA_VISIBLE_DEVICES", "") not in ("", "-1")
 
 
 def give_back_memory(config: Config, device: torch.device) -> None:

@@ -18,7 +18,7 @@ from rayapp.core.types import GroupSummary
 
 
 class Share(NamedTuple):
-    """Neighbouring trajectories of a group. Example: `Share(3, 0, 8)`: the first half of 16; `Share(3)`: all of them."""
+    """Neighbouring trajectories of a group. Examples: `Share(3, 0, 8)`, the first eight; `Share(3)`, all."""
 
     position: int
     """Of the group in its step."""

@@ -23,6 +23,7 @@ from vllm.distributed.weight_transfer.nccl_engine import (
     NCCLWeightTransferEngine,
 )
 
+from rayapp.core.machine import use_interface_towards
 from rayapp.engine.weights.background import in_background
 
 BACKEND = "gloo"
@@ -73,6 +74,7 @@ class GlooGroup:
         timeout_s: float,
         is_hopeless: Callable[[], None] = lambda: None,
     ) -> None:
+        use_interface_towards(address)
         timeout = timedelta(seconds=timeout_s)
         is_master = rank == SENDER
         store = TCPStore(address, port, world_size, is_master=is_master, timeout=timeout, wait_for_workers=False)

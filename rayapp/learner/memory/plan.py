@@ -15,8 +15,8 @@ from rayapp.core.errors import InputError
 from rayapp.storage.models.prefetch import with_local_model
 
 GIB = 2**30
-GPU_BYTES = {"h200": 139 * GIB, "h100": 79 * GIB, "a100": 79 * GIB}
-"""Memory that a process can use of an H200 141 GB, an H100 80 GB and an A100 80 GB."""
+GPU_BYTES = {"h200": 139 * GIB, "h100": 79 * GIB, "a100": 79 * GIB, "rtx4090": 23 * GIB}
+"""Memory that a process can use of an H200 141 GB, an H100 80 GB, an A100 80 GB and an RTX 4090 24 GB."""
 RUNTIME_BYTES = 3 * GIB // 2
 """CUDA context, kernels and nccl's buffers: an assumption, not measured here."""
 FLOAT32, MASTER, ADAM = 4, 4, 8
@@ -109,7 +109,7 @@ class SharedPlan:
     generating: int
     """The server's share, plus what stays of the learner between steps."""
     host: int
-    """Weights of the sleeping server, in host memory."""
+    """Weights of the sleeping server, in host memory: those that no sync brings, under an adapter."""
 
     @property
     def total(self) -> int:
@@ -150,7 +150,7 @@ def plan_shared(learner: LearnerPlan, server: ServerPlan, config: Config, gpu_by
     return SharedPlan(
         training=learner.total + server.runtime,
         generating=int(gpu_bytes * config.server.gpu_memory_utilization) + learner.resident,
-        host=server.weights,
+        host=server.weights if config.learner.lora.sends_adapter else 0,
     )
 
 
