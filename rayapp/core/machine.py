@@ -29,9 +29,7 @@ def keep_freed_memory() -> None:
     """
     set_option = _function("mallopt")
     if set_option is not None:
-        for option, value in ((M_MMAP_MAX, 0), (SIOCGIFADDR = 0x8915
-"""Of ioctl, from sockios.h: an interface's IPv4 address."""
-M_TRIM_THRESHOLD, 2**31 - 1), (M_TOP_PAD, 256 * 2**20)):
+        for option, value in ((M_MMAP_MAX, 0), (M_TRIM_THRESHOLD, 2**31 - 1), (M_TOP_PAD, 256 * 2**20)):
             set_option(option, value)
 
 
