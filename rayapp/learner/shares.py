@@ -34,7 +34,7 @@ class _Row(NamedTuple):
     """A trajectory, as far as it is dealt."""
 
     position: int
-    index: int
+    trajectory: int
     num_tokens: int
     """Tokens that it computes alone."""
     num_shared: int
@@ -122,6 +122,6 @@ def _fill(rows: Sequence[_Row], capacity: int) -> list[int]:
 def _add(shares: list[Share], row: _Row) -> None:
     last = shares[-1] if shares else None
     if last is not None and last.position == row.position:
-        shares[-1] = Share(row.position, last.start, row.index + 1)
+        shares[-1] = Share(row.position, last.start, row.trajectory + 1)
     else:
-        shares.append(Share(row.position, row.index, row.index + 1))
+        shares.append(Share(row.position, row.trajectory, row.trajectory + 1))

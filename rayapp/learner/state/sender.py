@@ -135,7 +135,8 @@ class _Exchange:
         if self._failed.done():
             return
         answer = in_background(call)
-        wait((answer, self._failed), timeout=self._timeout_s, return_when=FIRST_COMPLETED)
+        either: tuple[Future[Any], ...] = (answer, self._failed)
+        wait(either, timeout=self._timeout_s, return_when=FIRST_COMPLETED)
         if answer.done():
             if isinstance(error := answer.exception(), Exception):
                 self.fail(error)

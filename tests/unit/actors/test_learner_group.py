@@ -11,7 +11,7 @@ import pytest
 from actors.handles import LearnerHandle
 from actors.learner_group import LearnerGroup
 from rayapp.config.config import Config
-from rayapp.core.errors import CheckpointError
+from rayapp.core.errors import CheckpointError, LearnersLostError, RayappError, WeightSyncError
 
 
 class Rank:
@@ -32,6 +32,29 @@ class Rank:
 
     async def begin_checkpoint(self, folder: str, version: int) -> None:
         self.saved.append(version)
+
+
+class Sender:
+    """One learner whose sync fails."""
+
+    name = "learner-0"
+
+    def __init__(self, error: RayappError) -> None:
+        self._error = error
+
+    async def send_weights(self, version: int, timeout_s: float) -> dict[str, float]:
+        raise self._error
+
+
+async def test_a_learner_that_breaks_off_in_the_middle_of_a_sync_is_lost_and_one_whose_server_fails_is_not() -> None:
+    def group(error: RayappError) -> LearnerGroup:
+        return LearnerGroup((cast("LearnerHandle", Sender(error)),), Config())
+
+    with pytest.raises(WeightSyncError, match=r"vllm-server-1: its process is gone"):
+        await group(WeightSyncError("vllm-server-1: its process is gone")).send_weights(1, 1.0)
+    # The other ranks wait for it in the middle of a gather.
+    with pytest.raises(LearnersLostError, match=r"broke off while it gave its weights\. .*CUDA out of memory"):
+        await group(RayappError("learner-0.send_weights failed: CUDA out of memory")).send_weights(1, 1.0)
 
 
 async def test_a_step_that_was_broken_off_is_not_saved_under_the_number_of_the_step_before() -> None:
