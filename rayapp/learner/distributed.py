@@ -87,7 +87,7 @@ def learner_device(config: Config) -> torch.device:
     if config.cluster.device == "cpu" or not (torch.cuda.is_available() or _has_been_given_gpu(config)):
         return torch.device("cpu")
     try:
-        torch.cuda.init()
+        torch.cuda.init()  # type: ignore[no-untyped-call]
         torch.cuda.set_device(0)
     except (RuntimeError, AssertionError) as error:
         raise LearnerError(

@@ -26,6 +26,8 @@ from pathlib import Path
 import torch
 from rayapp.engine.weights import vllm_gloo
 import actors.learner
+import rayapp.learner.policy
+from safetensors.torch import load_file
 from actors.learner import Learner
 from rayapp.config.config import Config
 from rayapp.core.errors import WeightSyncError
@@ -124,9 +126,13 @@ def attempt(learner, plan):
 
 def run(world, rank, port):
     actors.learner.ServersClient, config = Servers, config_of(world)
+    if rank > 0:
+        rayapp.learner.policy.load_causal_lm = None  # only the first rank ever holds the whole model
     learner = Learner(config, rank, world, "127.0.0.1", port)
     plan = replace(transfer_plan(config, "gloo"), bucket_bytes=1)  # smaller than any tensor
-    results = {}
+    in_file = load_file(Path(model, "model.safetensors"))
+    own = {n: t for b in learner.export_weights(1 << 20) for n, t in unpack(b.entries, torch.from_numpy(b.data))}
+    results = {"is_loaded": rank > 0 or all(torch.equal(own[name], tensor) for name, tensor in in_file.items())}
     for fault in ("join", "begin", "receive", "finish", ""):
         Servers.fault, started = fault, time.monotonic()
         error = attempt(learner, plan)
@@ -179,3 +185,10 @@ def test_the_next_sync_brings_every_tensor_in_buckets_smaller_than_any_and_from_
 ) -> None:
     assert not any(found[""]["error"] for found in results[world])
     assert all(found["is_whole"] for found in results[world])
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_every_rank_has_its_part_of_a_model_that_only_the_first_has_read(
+    world: int, results: dict[int, list[dict[str, Any]]]
+) -> None:
+    assert all(found["is_loaded"] for found in results[world])
