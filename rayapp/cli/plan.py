@@ -88,8 +88,7 @@ def shared_lines(shared: SharedPlan, room: int) -> Iterator[str]:
     yield "shared GPUs (cluster.placement: colocated):"
     yield f"  training     {shared.training / GIB:8.2f} GiB, the server asleep"
     yield f"  generating   {shared.generating / GIB:8.2f} GiB, with what stays of the learner"
-    if shared.host:
-        yield f"  in host memory, each GPU: {shared.host / GIB:.2f} GiB of the sleeping server's weights"
+    yield f"  in host memory, each GPU: {shared.host / GIB:.2f} GiB of the sleeping server's weights"
     if shared.generating > room:
         yield (
             f"  {(shared.generating - room) / GIB:.2f} GiB too much: lower server.gpu_memory_utilization, or set "

@@ -53,12 +53,9 @@ class VllmEngine:
         gate: where requests without a cohort wait for room.
         in_hand: the requests being served, and when one last got on; the watch over stalled servers asks it.
         patience_s: how long a request waits for its cohort.
-        sleep_level: vLLM's. 1 keeps the weights in host memory, 2 nowhere: for engines that get all of them anew.
     """
 
-    def __init__(
-        self, engine: Any, load: EngineLoad, gate: Gate, in_hand: InHand, patience_s: float, *, sleep_level: int = 1
-    ) -> None:
+    def __init__(self, engine: Any, load: EngineLoad, gate: Gate, in_hand: InHand, patience_s: float) -> None:
         self.in_hand = in_hand
         self._engine = engine
         self._load = load
@@ -66,7 +63,6 @@ class VllmEngine:
         self.policy_version = 0
         self._is_paused = False
         self._is_asleep = False
-        self._sleep_level = sleep_level
         self._seeds_requests: bool = engine.vllm_config.use_v2_model_runner
         """The runner draws each request's noise from the request's seed; see the module."""
         self._adapter: Any = None
@@ -101,8 +97,7 @@ class VllmEngine:
             raise EngineError(
                 f"vLLM did not start with {config.model.path}: {type(error).__name__}: {error}"
             ) from error
-        sleep_level = 1 if config.learner.lora.sends_adapter else 2
-        return cls(engine, load, gate, in_hand, config.recovery.stall_replace_s / 2, sleep_level=sleep_level)
+        return cls(engine, load, gate, in_hand, config.recovery.stall_replace_s / 2)
 
     def load(self) -> dict[str, float]:
         """See `EngineLoad.scalars` and `Gate.scalars`."""
@@ -309,7 +304,8 @@ class VllmEngine:
             return True
         await self.pause()
         try:
-            await self._engine.sleep(level=self._sleep_level)
+            # Level 2 would keep no weights, and lose those that no sync brings, such as routers' correction biases.
+            await self._engine.sleep(level=1)
         except Exception as error:  # boundary: vLLM
             raise EngineDeadError(f"the engine kept its memory: {type(error).__name__}: {error}") from error
         self._is_asleep = True

@@ -109,7 +109,7 @@ class SharedPlan:
     generating: int
     """The server's share, plus what stays of the learner between steps."""
     host: int
-    """Weights of the sleeping server, in host memory: those that no sync brings, under an adapter."""
+    """Weights of the sleeping server, in host memory."""
 
     @property
     def total(self) -> int:
@@ -150,7 +150,7 @@ def plan_shared(learner: LearnerPlan, server: ServerPlan, config: Config, gpu_by
     return SharedPlan(
         training=learner.total + server.runtime,
         generating=int(gpu_bytes * config.server.gpu_memory_utilization) + learner.resident,
-        host=server.weights if config.learner.lora.sends_adapter else 0,
+        host=server.weights,
     )
 
 
