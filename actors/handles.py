@@ -26,6 +26,7 @@ from rayapp.core.types import (
     Trajectory,
 )
 from rayapp.engine.weights.transfer_plan import TransferPlan
+from rayapp.learner.shares import Share
 from rayapp.rollout.order import GroupRequest
 from rayapp.sandbox.leases import Fate, Lease
 
@@ -107,9 +108,9 @@ class VllmServerHandle(Handle):
         facts: Facts = await self.call("load_weights", ref, self.sync_timeout_s)
         return facts
 
-    async def holds(self, timeout_s: float) -> int:
-        """Policy version that it holds whole; -1 for none."""
-        version: int = await self.call("holds", self.actor.holds.remote(), timeout_s)
+    async def go_on(self, timeout_s: float) -> int:
+        """Serve with the weights of an update that is whole. Policy version that it holds; -1 for none."""
+        version: int = await self.call("go_on", self.actor.go_on.remote(), timeout_s)
         return version
 
     async def sleep(self) -> bool:
@@ -134,12 +135,12 @@ class LearnerHandle(Handle):
         self,
         step: int,
         summaries: tuple[GroupSummary, ...],
-        assignment: tuple[tuple[int, ...], ...],
+        shares: tuple[tuple[Share, ...], ...],
         groups: Sequence[ObjectRef],
     ) -> dict[str, float]:
         """`groups` are references; Ray resolves top-level arguments in the learner's process, not here."""
         method = self.actor.train_step.options(name=f"{self.name}.train_step step={step}")
-        ref = method.remote(step, summaries, assignment, *groups)
+        ref = method.remote(step, summaries, shares, *groups)
         metrics: dict[str, float] = await self.call("train_step", ref, self.step_timeout_s)
         return metrics
 
@@ -176,8 +177,8 @@ class LearnerHandle(Handle):
         self, servers: tuple[VllmServerHandle, ...], plan: TransferPlan, address: tuple[str, int], timeout_s: float
     ) -> None:
         ref = self.actor.open_weight_group.remote(servers, plan, address, timeout_s)
-        # Each side's own deadline is timeout_s; this one is for a process that hangs.
-        await self.call("open_weight_group", ref, 2 * timeout_s + 60.0)
+        # Each side's own deadline is timeout_s, and vLLM's over NCCL is 300 s; this one is for a process that hangs.
+        await self.call("open_weight_group", ref, 2 * timeout_s + 300.0 + 60.0)
 
     async def send_weights(self, version: int, timeout_s: float) -> Facts:
         facts: Facts = await self.call("send_weights", self.actor.send_weights.remote(version), 4 * timeout_s + 60.0)

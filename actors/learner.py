@@ -9,6 +9,7 @@ import logging
 import math
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from torch.distributed import DistError
@@ -23,8 +24,9 @@ from rayapp.core.types import FloatArray, Group, GroupSummary, Trajectory
 from rayapp.engine.weights.buckets import WeightBucket
 from rayapp.engine.weights.transfer_plan import TransferPlan
 from rayapp.learner.build import build_learner
-from rayapp.learner.distributed import end_ranks, start_ranks
+from rayapp.learner.distributed import end_ranks, give_back_memory, start_ranks
 from rayapp.learner.scoring import log_probs_of
+from rayapp.learner.shares import Share
 from rayapp.learner.state.checkpoint import SaveInProgress, begin_save, load_learner
 from rayapp.learner.state.export import export_buckets, export_hf
 from rayapp.learner.supervised import supervised_loss, supervised_step
@@ -63,12 +65,21 @@ class Learner:
         except BaseException:
             end_ranks()
             raise
+        give_back_memory(config, ranks.device)
         self._saving: SaveInProgress | None = None
         self._sender: WeightSender | None = None
         self._client: ServersClient | None = None
 
     def __repr__(self) -> str:
         return f"learner-{self._rank}"
+
+    @contextmanager
+    def _borrowing_gpu(self) -> Iterator[None]:
+        """Around what computes: the memory that it used is the server's afterwards, where they share a GPU."""
+        try:
+            yield
+        finally:
+            give_back_memory(self._config, self._learner.ranks.device)
 
     def ready(self) -> dict[str, Any]:
         """Facts for the log."""
@@ -80,18 +91,18 @@ class Learner:
         self,
         step: int,
         summaries: tuple[GroupSummary, ...],
-        assignment: tuple[tuple[int, ...], ...],
+        shares: tuple[tuple[Share, ...], ...],
         *groups: Group,
     ) -> dict[str, float]:
-        """One step on the groups that `summaries` describe, of which this rank got `assignment[rank]`, in that order.
+        """One step on the groups that `summaries` describe, of which this rank got `shares[rank]`, in that order.
 
         Returns:
             Metrics; rank 0's are those of all ranks.
         Raises:
             LearnerError: groups and summaries don't match, or a trajectory is longer than a micro-batch.
         """
-        with about(step=step):
-            metrics = self._learner.train_step(step, summaries, assignment[self._learner.ranks.rank], groups)
+        with about(step=step), self._borrowing_gpu():
+            metrics = self._learner.train_step(step, summaries, shares[self._learner.ranks.rank], groups)
             log.info("trained on %d groups: loss %.4g", len(groups), metrics.get("learner/loss", math.nan))
         return metrics
 
@@ -113,7 +124,8 @@ class Learner:
     def export_weights(self, bucket_bytes: int) -> Iterator[WeightBucket]:
         """Weights in bfloat16 under their Hugging Face names. All ranks gather; only rank 0 yields."""
         rank, lora = self._learner.ranks.rank, self._config.learner.lora
-        yield from export_buckets(self._learner.model, bucket_bytes, rank=rank, lora=lora)
+        with self._borrowing_gpu():
+            yield from export_buckets(self._learner.model, bucket_bytes, rank=rank, lora=lora)
 
     def free_address(self) -> tuple[str, int]:
         """Where others can find this process: its node's address and a port that is free now."""
@@ -136,9 +148,11 @@ class Learner:
         if self._sender is not None:
             self._sender.close()
         self._client = ServersClient(servers, plan, timeout_s)
+        if self._learner.ranks.rank == 0:
+            self._client.check()
         self._sender = WeightSender(
             plan,
-            LearnerSource(self._learner.model, self._config.learner.lora),
+            LearnerSource(self._learner.model, self._config.learner.lora, self._learner.ranks.device),
             rank=self._learner.ranks.rank,
             client=self._client,
             address=address,
@@ -155,14 +169,16 @@ class Learner:
         assert self._client is not None
         started, source = time.monotonic(), self._sender.source
         self._client.announce(version, lambda: source.checksums)
-        self._sender.send()
+        with self._borrowing_gpu():
+            self._sender.send()
         seconds = time.monotonic() - started
         return {"bytes": float(source.num_bytes), "seconds": seconds, "num_checked": float(len(source.checksums))}
 
     def begin_checkpoint(self, folder: str, version: int) -> None:
         """Copy the state aside and start to write it; `checkpoint_done` comes next. Collective."""
         assert self._saving is None, "a checkpoint is still being written"
-        self._saving = begin_save(self._learner, folder, version)
+        with self._borrowing_gpu():
+            self._saving = begin_save(self._learner, folder, version)
 
     def checkpoint_done(self) -> bool:
         """Whether this rank's part of the checkpoint that began is written. Asked again until it is.
@@ -179,15 +195,18 @@ class Learner:
 
     def load_checkpoint(self, folder: str) -> int:
         """Read them back, whatever the number of ranks that wrote them; returns the version."""
-        return load_learner(self._learner, folder)
+        with self._borrowing_gpu():
+            return load_learner(self._learner, folder)
 
     def export_hf(self, folder: str) -> None:
         """Write a Hugging Face folder."""
-        export_hf(self._config, self._learner.model, folder, rank=self._learner.ranks.rank)
+        with self._borrowing_gpu():
+            export_hf(self._config, self._learner.model, folder, rank=self._learner.ranks.rank)
 
     def log_probs_of(self, group: Group) -> list[FloatArray]:
         """Log-probs of each trajectory's response tokens under the weights as they are. Collective when sharded."""
-        return log_probs_of(self._learner, group)
+        with self._borrowing_gpu():
+            return log_probs_of(self._learner, group)
 
     def close(self) -> None:
         """Leave the process groups. Idempotent."""

@@ -11,9 +11,19 @@ from typing import Any
 from ray.exceptions import RayActorError
 
 from actors.handles import LearnerHandle, VllmServerHandle
-from rayapp.core.errors import CheckpointError, DeadlineError, LearnersLostError, ObjectsLostError, ProcessDiedError
+from rayapp.config.config import Config
+from rayapp.core.errors import (
+    CheckpointError,
+    DeadlineError,
+    LearnersLostError,
+    ObjectsLostError,
+    ProcessDiedError,
+    RayappError,
+    WeightSyncError,
+)
 from rayapp.core.types import FloatArray, Group, GroupSummary, Trajectory
 from rayapp.engine.weights.transfer_plan import TransferPlan
+from rayapp.learner.shares import deal
 
 DEATH_NOTICE_S = 10.0
 """From a rank's death to the others' and Ray's word of it."""
@@ -24,6 +34,7 @@ class LearnerGroup:
     """Handles by rank. Empty when a run only evaluates."""
 
     handles: tuple[LearnerHandle, ...]
+    config: Config
     plan: TransferPlan | None = None
     """Of a transport that goes straight to the engines."""
     _written: set[str] = field(default_factory=set, init=False, repr=False)
@@ -39,12 +50,12 @@ class LearnerGroup:
         """One optimizer step on these groups, dealt out so that every rank has about as many tokens.
 
         Args:
-            refs: references to the groups, in the order of `summaries`; only the rank that trains on one fetches it.
+            refs: references to the groups, in the order of `summaries`; only ranks that train on one fetch it.
         """
         self._version = None
-        assignment = assign_by_tokens([int(summary.num_tokens.sum()) for summary in summaries], len(self.handles))
+        shares = deal(summaries, self.config, len(self.handles))
         results = await self._all(
-            handle.train_step(step, summaries, assignment, [refs[position] for position in assignment[rank]])
+            handle.train_step(step, summaries, shares, [refs[share.position] for share in shares[rank]])
             for rank, handle in enumerate(self.handles)
         )
         self._version = step
@@ -75,8 +86,14 @@ class LearnerGroup:
         return float(losses[0])
 
     def _dealt(self, rows: Sequence[Trajectory]) -> list[list[Trajectory]]:
-        assignment = assign_by_tokens([row.num_tokens for row in rows], len(self.handles))
-        return [[rows[position] for position in positions] for positions in assignment]
+        """By rank, the longest first, each to the rank with the fewest tokens so far."""
+        dealt: list[list[Trajectory]] = [[] for _ in self.handles]
+        loads = [0] * len(dealt)
+        for row in sorted(rows, key=lambda row: -row.num_tokens):
+            rank = loads.index(min(loads))
+            dealt[rank].append(row)
+            loads[rank] += row.num_tokens
+        return dealt
 
     async def log_probs_before(self, step: int) -> dict[int, FloatArray]:
         """Log-probs of the step's response tokens before its update, by the trajectory's position in the step.
@@ -120,9 +137,15 @@ class LearnerGroup:
         """Give the group's servers the weights as they are. Returns rank 0's bytes and seconds.
 
         Raises:
-            WeightSyncError: they did not all get there.
+            WeightSyncError: they did not all get there; the ranks are as they were.
+            LearnersLostError: a rank failed by itself; the others wait for it.
         """
-        results = await self._all(handle.send_weights(version, timeout_s) for handle in self.handles)
+        try:
+            results = await self._all(handle.send_weights(version, timeout_s) for handle in self.handles)
+        except (WeightSyncError, LearnersLostError):
+            raise
+        except RayappError as error:
+            raise LearnersLostError(f"a learner broke off while it gave its weights. {error}") from error
         return dict(results[0])
 
     async def begin_checkpoint(self, folder: Path, version: int) -> None:
@@ -180,17 +203,3 @@ class LearnerGroup:
         finally:
             for task in running:
                 task.cancel()
-
-
-def assign_by_tokens(num_tokens: Sequence[int], num_ranks: int) -> tuple[tuple[int, ...], ...]:
-    """Positions of the groups that each rank trains on: longest first, each to the rank with the fewest tokens so far.
-
-    Example: tokens (5, 4, 3, 2) on 2 ranks -> ((0, 3), (1, 2)).
-    """
-    loads = [0] * num_ranks
-    dealt: list[list[int]] = [[] for _ in range(num_ranks)]
-    for position in sorted(range(len(num_tokens)), key=lambda p: (-num_tokens[p], p)):
-        rank = loads.index(min(loads))
-        dealt[rank].append(position)
-        loads[rank] += num_tokens[position]
-    return tuple(tuple(sorted(positions)) for positions in dealt)

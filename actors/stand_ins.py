@@ -22,6 +22,7 @@ from rayapp.core.errors import WeightSyncError
 from rayapp.core.stall_detection import InHand
 from rayapp.core.types import Completion, FloatArray, Group, GroupSummary, SamplingParams, VersionSpan
 from rayapp.engine.weights.buckets import TensorEntry, WeightBucket
+from rayapp.learner.shares import Share
 
 _WEIGHT = "w"
 """The only one of an `InstantLearner`."""
@@ -108,7 +109,7 @@ class ScriptedServer(VllmServer):
         self._seeded = SeededEngine(latency_s)
         super().__init__(config, index, must_sync, cast("StartEngine", self._start_seeded))
 
-    async def _start_seeded(self, config: Config) -> SeededEngine:
+    async def _start_seeded(self, config: Config, *, seed: int) -> SeededEngine:
         return self._seeded
 
     async def stall(self) -> None:
@@ -144,11 +145,11 @@ class InstantLearner:
         self,
         step: int,
         summaries: tuple[GroupSummary, ...],
-        assignment: tuple[tuple[int, ...], ...],
+        shares: tuple[tuple[Share, ...], ...],
         *groups: Group,
     ) -> dict[str, float]:
         assert step == self._version + 1, f"step {step} after {self._version}: state is not that of the step before"
-        assert len(groups) == len(assignment[self._rank])
+        assert len(groups) == len(shares[self._rank])
         time.sleep(self._latency_s)
         self._version = step
         return {"learner/steps_taken": float(step)}

@@ -25,7 +25,7 @@ from rayapp.engine.weights.buckets import TensorEntry, WeightBucket
 from rayapp.rollout.order import ANY_VERSION
 
 log = logging.getLogger(__name__)
-StartEngine = Callable[[Config], Awaitable[VllmEngine]]
+StartEngine = Callable[..., Awaitable[VllmEngine]]
 REPORT_EVERY_S = 5.0
 
 
@@ -53,6 +53,8 @@ class VllmServer:
         self._is_settled = asyncio.Event()
         """Unset while weights arrive: requests wait for their end, and those in flight go on behind it."""
         self._is_settled.set()
+        self._is_sealed = False
+        """New weights are there and checked, and wait for `go_on`."""
 
     def __repr__(self) -> str:
         return f"vllm-server-{self._index}"
@@ -60,7 +62,8 @@ class VllmServer:
     async def start(self) -> dict[str, Any]:
         """Start the engine. Returns facts for the log."""
         started = time.monotonic()
-        self._engine = await self._start_engine(self._config)
+        # A seed of its own: servers that sample the same noise would explore the same.
+        self._engine = await self._start_engine(self._config, seed=self._config.run.seed + self._index)
         self._reporting = asyncio.create_task(self._report_for_ever(self._engine), name="report load")
         return await self._engine.facts() | {"start_s": time.monotonic() - started, "pid": os.getpid()}
 
@@ -139,10 +142,6 @@ class VllmServer:
             "num_held": float(num_held),
         }
 
-    async def holds(self) -> int:
-        """Policy version that it holds whole; -1 for none, or while an update has begun and not ended."""
-        return -1 if self._not_servable or self._engine is None else self._engine.policy_version
-
     async def join_weight_group(self, init_info: dict[str, Any]) -> None:
         """Make the engine's workers members of the learners' group. They keep it until they join another."""
         await self._started_engine().join_weight_group(init_info)
@@ -159,15 +158,27 @@ class VllmServer:
         await self._started_engine().receive_weights(update_info)
 
     async def finish_update(self, version: int, checksums: dict[str, int]) -> int:
-        """The weights are there: check them, and go on from the same tokens. Returns how many tensors were checked.
+        """The weights are there: check them; `go_on` comes next. Returns how many tensors were checked.
 
         Raises:
             WeightSyncError: they are not what the learners sent; this server must be replaced.
         """
         num_held = await self._started_engine().finish_update(version, checksums)
-        self._not_servable = ""
-        self._settle()
+        self._is_sealed = True
         return num_held
+
+    async def go_on(self) -> int:
+        """Serve with the weights of an update that is whole: memory that a sleeping server lent comes back, and
+        requests go on from the same tokens.
+
+        Returns the policy version that it holds; -1 for none, or half an update.
+        """
+        engine = self._engine
+        if self._is_sealed and engine is not None:
+            await engine.go_on()
+            self._is_sealed, self._not_servable = False, ""
+            self._settle()
+        return -1 if self._not_servable or engine is None else engine.policy_version
 
     def _settle(self) -> None:
         if self._engine is not None:

@@ -6,6 +6,7 @@ in the learner's process, from plain threads; the weights themselves never pass 
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -35,6 +36,14 @@ class ServersClient:
         """What the next `finish_weight_update` seals. Checksums are asked for then: they are made while sending."""
         self._version, self._checksums = version, checksums
 
+    def check(self) -> None:
+        """Return if every server is there to join: vLLM's rendezvous over NCCL waits 300 s for one that is gone.
+
+        Raises:
+            WeightSyncError: one is not; names it.
+        """
+        self._all("ping", [server.actor.ping.remote() for server in self._servers])
+
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
         self._all(
             "join_weight_group",
@@ -60,22 +69,23 @@ class ServersClient:
         self._all("finish_update", refs)
 
     def _all(self, what: str, refs: list[Any]) -> None:
-        """Wait for every server.
+        """Wait for every server, or until one has failed: the others may be waiting for that one.
 
         Raises:
             WeightSyncError: one is gone, refused, or did not answer in time; names it.
         """
-        _, late = ray.wait(refs, num_returns=len(refs), timeout=self._timeout_s, fetch_local=False)
-        problems = [
-            f"{server.name}.{what} did not answer within server.sync_timeout_s = {self._timeout_s:g} s"
-            for server, ref in zip(self._servers, refs, strict=True)
-            if ref in late
-        ]
-        for server, ref in zip(self._servers, refs, strict=True):
-            if ref not in late:
+        name_of = {ref: server.name for server, ref in zip(self._servers, refs, strict=True)}
+        deadline, late = time.monotonic() + self._timeout_s, refs
+        while late:
+            answered, late = ray.wait(late, timeout=max(0.0, deadline - time.monotonic()), fetch_local=False)
+            if not answered:
+                raise WeightSyncError(
+                    f"{', '.join(f'{name_of[ref]}.{what}' for ref in late)} did not answer within "
+                    f"server.sync_timeout_s = {self._timeout_s:g} s"
+                )
+            for ref in answered:
                 try:
                     ray.get(ref, timeout=self._timeout_s)
                 except (RayError, RayappError) as error:
-                    problems.append(f"{server.name}.{what}: {str(error).strip().splitlines()[-1]}")
-        if problems:
-            raise WeightSyncError("; ".join(problems))
+                    reason = str(error).strip().splitlines()[-1]
+                    raise WeightSyncError(f"{name_of[ref]}.{what}: {reason}") from error

@@ -22,6 +22,7 @@ import statistics
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -140,15 +141,23 @@ class Rank:
         from padded_learner import PaddedLearner
 
         from actors.learner import Learner
-        from actors.learner_group import assign_by_tokens
+        from rayapp.learner.shares import deal
 
         self.config, self.steps, self.rank = config, steps, rank
         self.ours, self.padded = Learner(config, rank, world, "127.0.0.1", port), PaddedLearner(config)
         self.summaries = [tuple(summarize_group(g, time_total_s=0.0) for g in groups) for groups in steps]
-        self.assignments = [assign_by_tokens([int(s.num_tokens.sum()) for s in some], world) for some in self.summaries]
+        self.shares = [deal(some, config, world) for some in self.summaries]
 
     def mine(self, step: int) -> list[Group]:
-        return [self.steps[step][position] for position in self.assignments[step][self.rank]]
+        """The groups that this rank has a share of."""
+        return [self.steps[step][share.position] for share in self.shares[step][self.rank]]
+
+    def cut(self, step: int) -> list[Group]:
+        """`mine`, with this rank's trajectories alone."""
+        return [
+            replace(group, trajectories=group.trajectories[share.start : share.stop])
+            for share, group in zip(self.shares[step][self.rank], self.mine(step), strict=True)
+        ]
 
     def run(self, name: str, num_steps: int) -> float:
         """Seconds for the first steps, from a common start to when all ranks are done."""
@@ -158,15 +167,15 @@ class Rank:
         started = time.perf_counter()
         for step, groups in enumerate(self.steps[:num_steps]):
             if name == "ours":
-                self.ours.train_step(step + 1, self.summaries[step], self.assignments[step], *self.mine(step))
+                self.ours.train_step(step + 1, self.summaries[step], self.shares[step], *self.mine(step))
             else:
                 responses = sum(t.num_response_tokens for group in groups for t in group.trajectories)
-                self.padded.step(self.mine(step), responses)
+                self.padded.step(self.cut(step), responses)
         dist.barrier()
         return time.perf_counter() - started
 
     def flops(self) -> float:
-        return sum(flops(self.config, self.mine(step)) for step in range(len(self.steps)))
+        return sum(flops(self.config, self.cut(step)) for step in range(len(self.steps)))
 
 
 def run_rank(arguments: argparse.Namespace, rank: int, port: int, results: Any) -> None:

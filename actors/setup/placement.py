@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 import ray
@@ -47,13 +48,21 @@ class Placement:
         self._gpu_ids = gpu_ids
 
     @classmethod
-    async def reserve(cls, config: Config, *, on_gpu: bool, timeout_s: float, with_learners: bool = True) -> Placement:
+    async def reserve(
+        cls,
+        config: Config,
+        *,
+        on_gpu: bool,
+        timeout_s: float,
+        with_servers: bool = True,
+        with_learners: bool = True,
+    ) -> Placement:
         """Reserve everything at once.
 
         Raises:
             ConfigError: the cluster can't hold it, or did not within timeout_s; says what was asked and what there is.
         """
-        bundles = bundles_of(config, on_gpu=on_gpu, with_learners=with_learners)
+        bundles = bundles_of(config, on_gpu=on_gpu, with_servers=with_servers, with_learners=with_learners)
         group = placement_group(
             [resources_of(bundle) for bundle in bundles], strategy="PACK", name=group_name(config.run.name)
         )
@@ -68,6 +77,11 @@ class Placement:
             remove_placement_group(group)
             raise
         return cls(group, bundles, {bundles.index(bundle): found for bundle, found in zip(shared, ids, strict=True)})
+
+    @property
+    def shares_gpus(self) -> bool:
+        """Servers use the GPUs of their learners."""
+        return bool(self._gpu_ids)
 
     def server(self, index: int) -> Seat:
         """Where server `index` runs."""
@@ -113,7 +127,12 @@ async def _gpu_ids(group: PlacementGroup, position: int, bundle: Bundle) -> str:
 
 
 def _visible() -> str:
-    return ",".join(sorted(ray.get_runtime_context().get_accelerator_ids()["GPU"], key=int))
+    return in_order(ray.get_runtime_context().get_accelerator_ids()["GPU"])
+
+
+def in_order(gpu_ids: Sequence[str]) -> str:
+    """For CUDA_VISIBLE_DEVICES: numbers by their size. Parts of a GPU (MIG) have UUIDs, whose order says nothing."""
+    return ",".join(sorted(gpu_ids, key=lambda gpu_id: (len(gpu_id), gpu_id)))
 
 
 def _refusal(bundles: list[Bundle], timeout_s: float) -> str:

@@ -100,7 +100,7 @@ def shared_lines(shared: SharedPlan, room: int) -> Iterator[str]:
 def plan(
     config: ConfigFile,
     overrides: Overrides = None,
-    gpu: Annotated[str, typer.Option(help="h200, h100 or a100")] = "h200",
+    gpu: Annotated[str, typer.Option(help="h200, h100, a100 or rtx4090")] = "h200",
 ) -> None:
     """Print the memory that CONFIG takes on each GPU, by kind; exits with 1 if it does not fit. Allocates nothing."""
     from rayapp.config.loading import load_config

@@ -1,4 +1,4 @@
-"""What a process takes of its machine: memory that it freed, and cores to compute on.
+"""What a process takes of its machine: memory that it freed, cores to compute on, a network interface.
 
 glibc can keep freed memory or give it back to the system; elsewhere the functions here do nothing. The two processes
 that allocate much want opposite things of it: a learner on CPU keeps it for the next step, the driver gives it back
@@ -8,9 +8,14 @@ after each.
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import os
+import socket
+import struct
 from collections.abc import Callable
 
+SIOCGIFADDR = 0x8915
+"""Of ioctl, from sockios.h: an interface's IPv4 address."""
 M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_MAX = -1, -2, -4
 """Options of glibc's mallopt, from malloc.h."""
 
@@ -55,3 +60,30 @@ def share_of_cores(num_processes: int, *, is_synchronous: bool) -> int:
     if not is_synchronous:
         cores //= 2
     return max(1, cores // num_processes)
+
+
+def use_interface_towards(address: str) -> None:
+    """Have gloo listen where processes of other nodes reach it, unless GLOO_SOCKET_IFNAME says where.
+
+    By itself it takes the address of the host's name, which is 127.0.1.1 on Debian.
+
+    Args:
+        address: of the process that all of a group find each other through.
+    """
+    if "GLOO_SOCKET_IFNAME" in os.environ:
+        return
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((address, 9))  # of UDP: nothing is sent
+        own = probe.getsockname()[0]
+        names = [name for _, name in socket.if_nameindex() if _address_of(name, probe) == own]
+    if names:
+        os.environ["GLOO_SOCKET_IFNAME"] = names[0]
+
+
+def _address_of(interface: str, probe: socket.socket) -> str:
+    """IPv4 address of an interface; empty if it has none."""
+    try:
+        answer = fcntl.ioctl(probe.fileno(), SIOCGIFADDR, struct.pack("256s", interface.encode()))
+    except OSError:
+        return ""
+    return socket.inet_ntoa(answer[20:24])

@@ -32,7 +32,6 @@ from actors.setup.starting import (
     spawn_rollout_workers,
     spawn_servers,
 )
-from actors.spawn import Seat, free_address, spawn
 from rayapp.config.config import Config, bundles_of
 from rayapp.core.aio import finish_despite_cancels
 from rayapp.core.errors import (
@@ -149,6 +148,8 @@ class Cluster:
                 "Start the run again: it goes on from its last checkpoint."
             )
         self.num_learner_restarts += 1
+        if self.config.cluster.placement == "colocated":
+            await self._put_to_sleep()  # the new ones load a model: not beside a server that is awake
         self.learners = await self.start_learners(self.learners)
 
     async def dump_stacks(self) -> str:
@@ -231,13 +232,18 @@ async def _start(
         config, on_gpu=on_gpu, timeout_s=config.cluster.start_timeout_s, with_learners=with_learners
     )
     plan = _plan(config, on_gpu=on_gpu) if with_learners else None
-    learners = LearnerGroup(await spawn_learners(config, started, placement) if with_learners else (), plan)
     servers = spawn_servers(config, started, placement, must_sync=with_learners)
+    if placement.shares_gpus:
+        # Alone: an engine takes what it finds free, and stops when that grows. Asleep it leaves the GPU to its learner.
+        report(f"starting: {', '.join(started.names)}")
+        await all_ready({server.name: server.ready(timeout_s) for server in servers}, report)
+        await asyncio.gather(*(server.sleep() for server in servers))
+    learners = LearnerGroup(await spawn_learners(config, started, placement) if with_learners else (), config, plan)
     workers = spawn_rollout_workers(config, started, servers, pool)
     report(f"starting: {', '.join(started.names)}")
     make_pool_ready = partial(ready_pool, config, pool, session, timeout_s)
     handles: tuple[VllmServerHandle | LearnerHandle | RolloutWorkerHandle, ...]
-    handles = (*servers, *learners.handles, *workers)
+    handles = (*(() if placement.shares_gpus else servers), *learners.handles, *workers)
     await all_ready({pool.name: make_pool_ready()} | {h.name: h.ready(timeout_s) for h in handles}, report)
     weights = (DirectTransport if plan is not None else ObjectStoreTransport)(config.server.sync_timeout_s)
     members: list[Member] = [
@@ -264,7 +270,7 @@ async def _start_learners_again(
     config: Config, started: Started, placement: Placement, timeout_s: float, report: Report, old: LearnerGroup
 ) -> LearnerGroup:
     await started.end(old.handles)
-    group = LearnerGroup(await spawn_learners(config, started, placement), old.plan)
+    group = LearnerGroup(await spawn_learners(config, started, placement), config, old.plan)
     await all_ready({learner.name: learner.ready(timeout_s) for learner in group.handles}, report)
     return group
 
@@ -297,14 +303,9 @@ async def open_learners(config: Config, *, report: Report = lambda text: None) -
         started = Started()
         try:
             on_gpu = uses_gpus(config, bundles_of(config, with_servers=False))
-            address, port = free_address()
-            world_size = config.learner.num_learners
-            handles = []
-            for rank in range(world_size):
-                name = f"learner-{rank}"
-                actor = spawn("learner", name, config, rank, world_size, address, port, seat=Seat(num_gpus=int(on_gpu)))
-                handles.append(started.add(LearnerHandle(actor, name, config.learner.step_timeout_s)))
+            started.placement = await Placement.reserve(config, on_gpu=on_gpu, timeout_s=timeout_s, with_servers=False)
+            handles = await spawn_learners(config, started, started.placement)
             await all_ready({handle.name: handle.ready(timeout_s) for handle in handles}, report)
-            yield LearnerGroup(tuple(handles))
+            yield LearnerGroup(handles, config)
         finally:
             await finish_despite_cancels(started.close())

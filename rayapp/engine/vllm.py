@@ -4,11 +4,13 @@ Used by the vllm-server actor, and directly by tests and tools. vLLM's names are
 
 Equal weights and seeds give equal completions, so that a resumed run repeats one that never stopped. For that the
 requests of a step start as one cohort: the scheduler stays paused from one weight update until the whole cohort is
-queued, in the order of request ids, and the cohort's first seed seeds the sampler. Equal seeds alone would not do: on
-CPU, and wherever kernels choose their blocking by batch size, the last bits of a log-prob depend on which requests
-share a batch, and a sampled token can flip on them. vLLM's own per-request seeds are not used: a generator per row
-costs as much as the model's forward here, and they crash the CPU engine of vLLM 0.30 when a prompt is prefilled in
-parts (`CPU Generator does not use offset`).
+queued, in the order of request ids. Equal seeds alone would not do: on CPU, and wherever kernels choose their blocking
+by batch size, the last bits of a log-prob depend on which requests share a batch, and a sampled token can flip on them.
+
+vLLM has two model runners. The second, which GPUs get, draws each request's noise from the request's own seed, and is
+given it. The first makes a torch generator per seed: that costs as much as the model's forward on a CPU, and crashes
+vLLM 0.30 when a prompt is prefilled in parts (`CPU Generator does not use offset`); there the cohort's first seed seeds
+the generator of all.
 """
 
 from __future__ import annotations
@@ -61,6 +63,8 @@ class VllmEngine:
         self.policy_version = 0
         self._is_paused = False
         self._is_asleep = False
+        self._seeds_requests: bool = engine.vllm_config.use_v2_model_runner
+        """The runner draws each request's noise from the request's seed; see the module."""
         self._adapter: Any = None
         """The LoRA adapter that every prompt is sampled with, as vLLM's LoRARequest; None until one is loaded."""
         self._cohorts = Cohorts(self._start_cohort, patience_s=patience_s)
@@ -144,7 +148,8 @@ class VllmEngine:
             try:
                 if len(cohort) > 1:
                     await self.pause()
-                    await self._engine.collective_rpc("seed_sampling", args=(cohort[0].sampling.seed,))
+                    if not self._seeds_requests:
+                        await self._engine.collective_rpc("seed_sampling", args=(cohort[0].sampling.seed,))
                 for request in cohort:
                     await self._begin(request)
                 await self._resume()
@@ -180,7 +185,7 @@ class VllmEngine:
             )
         prompt = {"prompt_token_ids": list(request.prompt_ids), "cache_salt": f"{purpose} {self.policy_version}"}
         try:
-            params = vllm_sampling_params(request.sampling)
+            params = vllm_sampling_params(request.sampling, with_seed=self._seeds_requests)
             queue = await self._engine.add_request(request.request_id, prompt, params, lora_request=self._adapter)
             self._versions.begin(queue.request_id)
             return queue
@@ -215,11 +220,10 @@ class VllmEngine:
             # The KV cache gets its memory back last: the learners' gradients may still be on the GPU during the load.
             await self._wake("weights")
             held = await self._engine.collective_rpc("load_shared_weights", args=(path, list(entries), dict(checksums)))
-            await self._wake("kv_cache")
+            await self._wake_kv_cache()
         except Exception as error:  # boundary: vLLM
             raise WeightSyncError(f"version {version} was not loaded: {type(error).__name__}: {error}") from error
         self._adapter = adapter_request() if is_adapter(entries) else None
-        self._is_asleep = False
         self.policy_version = version
         return int(min(held))
 
@@ -233,6 +237,7 @@ class VllmEngine:
         """
         from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
 
+        await self._transfer("leave", self._engine.collective_rpc("leave_weight_group"))
         await self._transfer("join", self._engine.init_weight_transfer_engine(WeightTransferInitRequest(init_info)))
 
     async def begin_update(self) -> None:
@@ -257,7 +262,7 @@ class VllmEngine:
         await self._transfer("receive", self._engine.update_weights(WeightTransferUpdateRequest(update_info)))
 
     async def finish_update(self, version: int, checksums: Mapping[str, int]) -> int:
-        """End the update: check the weights, call them `version`, let the requests go on.
+        """Check the weights and call them `version`. Nothing is sampled with them before `go_on`.
 
         Returns the number of tensors that the model was found to hold as the learner sent them.
 
@@ -266,13 +271,18 @@ class VllmEngine:
         """
         await self._transfer("finish", self._engine.finish_weight_update())
         held = await self._transfer("check", self._engine.collective_rpc("seal_weights", args=(dict(checksums),)))
-        await self._wake("kv_cache")
-        self._is_asleep = False
         self.policy_version = version
+        return int(min(held))
+
+    async def go_on(self) -> None:
+        """End the update that `begin_update` began: the requests go on.
+
+        The KV cache gets its memory back here, when no learner sends any more: each has given back what it used.
+        """
+        await self._wake_kv_cache()
         if self._versions.num_open:
             await self._resume()
         self._changing.release()
-        return int(min(held))
 
     async def _transfer(self, phase: str, call: Awaitable[Any]) -> Any:
         try:
@@ -281,7 +291,7 @@ class VllmEngine:
             raise WeightSyncError(f"weight update, {phase}: {type(error).__name__}: {error}") from error
 
     async def sleep(self) -> bool:
-        """Give the GPU's memory to the learners until the next `load_weights`. False where vLLM can't: on CPU.
+        """Give the GPU's memory to the learners until the next weights. False where vLLM can't: on CPU. Idempotent.
 
         Not run on a GPU yet.
 
@@ -290,8 +300,11 @@ class VllmEngine:
         """
         if not self._engine.model_config.enable_sleep_mode:
             return False
+        if self._is_asleep:
+            return True
         await self.pause()
         try:
+            # Level 2 would keep no weights, and lose those that no sync brings, such as routers' correction biases.
             await self._engine.sleep(level=1)
         except Exception as error:  # boundary: vLLM
             raise EngineDeadError(f"the engine kept its memory: {type(error).__name__}: {error}") from error
@@ -301,6 +314,12 @@ class VllmEngine:
     async def _wake(self, what: str) -> None:
         if self._is_asleep:
             await self._engine.wake_up(tags=[what])
+
+    async def _wake_kv_cache(self) -> None:
+        if self._is_asleep:
+            await self._wake("kv_cache")
+            # With that everything is awake, and vLLM schedules again by itself.
+            self._is_asleep = self._is_paused = False
 
     async def pause(self) -> None:
         """Let running requests finish, then schedule nothing until `_resume`."""

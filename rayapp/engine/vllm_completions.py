@@ -10,8 +10,12 @@ from rayapp.core.errors import EngineError
 from rayapp.core.types import Completion, SamplingParams, VersionSpan
 
 
-def vllm_sampling_params(sampling: SamplingParams) -> Any:
-    """vLLM's `SamplingParams`: whole completions only, each token with its own log-prob."""
+def vllm_sampling_params(sampling: SamplingParams, *, with_seed: bool) -> Any:
+    """vLLM's `SamplingParams`: whole completions only, each token with its own log-prob.
+
+    Args:
+        with_seed: the request brings its own seed; see `rayapp.engine.vllm`.
+    """
     from vllm import SamplingParams as VllmSamplingParams
     from vllm.sampling_params import RequestOutputKind
 
@@ -20,6 +24,7 @@ def vllm_sampling_params(sampling: SamplingParams) -> Any:
         temperature=sampling.temperature,
         top_p=sampling.top_p,
         top_k=sampling.top_k,
+        seed=sampling.seed if with_seed else None,
         stop=list(sampling.stop),
         logprobs=0,
         flat_logprobs=True,

@@ -23,9 +23,12 @@ vllm_gloo.register()
 
 
 class WeightUpdateExtension:
-    """Mixed into vLLM's worker, which brings `model_runner`."""
+    """Mixed into vLLM's worker, which brings what is declared here."""
 
     model_runner: Any
+    reload_weights: Any
+    parallel_config: Any
+    weight_transfer_engine: Any
 
     def load_shared_weights(self, path: str, entries: list[TensorEntry], checksums: dict[str, int]) -> int:
         """Load a whole model, or an adapter, from a file in shared memory. Returns the number of tensors found to be
@@ -48,7 +51,7 @@ class WeightUpdateExtension:
             return load_adapter(self.model_runner, unpack(entries, data))
         # Layer-wise reload and not load_weights: on CPU vLLM repacks parameters after the first load, and a second
         # plain load finds no weight_loader on them.
-        self.model_runner.reload_weights(weights_iterator=unpack(entries, data))
+        self.reload_weights(weights_iterator=unpack(entries, data))
         _pack_experts_again(self.model_runner.get_model())
         _tie_again(self.model_runner.get_model(), self.model_runner.model_config.hf_text_config)
         return self.check_weights(checksums)
@@ -61,22 +64,34 @@ class WeightUpdateExtension:
 
     def check_weights(self, checksums: dict[str, int]) -> int:
         """Compare what the model holds with checksums of the learner's; tensors that it keeps apart under their own
-        names, whole and in bfloat16: norms and biases. Returns how many those are.
+        names, whole and in bfloat16: norms, and on one GPU biases. Returns how many those are.
 
         Raises:
             ValueError: one differs.
         """
         import torch
+        from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 
         parameters = dict(self.model_runner.get_model().named_parameters())
         held = {name: p for name, p in parameters.items() if name in checksums and p.dtype == torch.bfloat16}
         # By name and not by shape: on CPU vLLM repacks some matrices into one dimension.
         whole = {name: p for name, p in held.items() if "norm" in name or name.endswith(".bias")}
+        if self.parallel_config.tensor_parallel_size > 1:
+            # What is split over the ranks has a loader of its own, which takes this rank's part.
+            loaders = {name: getattr(p, "weight_loader", default_weight_loader) for name, p in whole.items()}
+            whole = {name: p for name, p in whole.items() if loaders[name] is default_weight_loader}
         _check("are held", whole, checksums)
         return len(whole)
 
+    def leave_weight_group(self) -> None:
+        """Destroy the group that was joined before, if there is one: vLLM would forget it with its GPU memory."""
+        group = getattr(self.weight_transfer_engine, "model_update_group", None)
+        if group is not None:
+            group.destroy()
+            self.weight_transfer_engine.model_update_group = None
+
     def seed_sampling(self, seed: int) -> None:
-        """Seed the generator that all requests sample from."""
+        """Seed the generator that all requests sample from, where the runner has one for all."""
         import torch
 
         torch.manual_seed(seed)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -13,7 +14,8 @@ from torch._C._distributed_c10d import HashStore, Store, TCPStore
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from rayapp.config.config import Config
-from rayapp.core.machine import keep_freed_memory, share_of_cores
+from rayapp.core.errors import LearnerError
+from rayapp.core.machine import keep_freed_memory, share_of_cores, use_interface_towards
 
 T = TypeVar("T")
 
@@ -60,6 +62,7 @@ def start_ranks(config: Config, rank: int, world_size: int, master_address: str,
     if world_size == 1:
         store = HashStore()
     else:
+        use_interface_towards(master_address)
         store = TCPStore(master_address, master_port, world_size, is_master=rank == 0, timeout=timeout)
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
     mesh = init_device_mesh(device.type, (world_size,))
@@ -76,11 +79,34 @@ def end_ranks() -> None:
 
 
 def learner_device(config: Config) -> torch.device:
-    """The device of this learner: the GPU that Ray gave it, else the CPU."""
-    if config.cluster.device == "cpu" or not torch.cuda.is_available():
+    """The device of this learner: the GPU that Ray gave it, else the CPU.
+
+    Raises:
+        LearnerError: it was to have a GPU, and torch finds none that works.
+    """
+    if config.cluster.device == "cpu" or not (torch.cuda.is_available() or _has_been_given_gpu(config)):
         return torch.device("cpu")
-    torch.cuda.set_device(0)
+    try:
+        torch.cuda.init()  # type: ignore[no-untyped-call]
+        torch.cuda.set_device(0)
+    except (RuntimeError, AssertionError) as error:
+        raise LearnerError(
+            f"this learner was to compute on a GPU, but torch {torch.__version__} can use none: "
+            f"{str(error).strip().splitlines()[0]}. nvidia-smi has the driver: CUDA 13 needs 580 or later. Was "
+            "the CPU build installed? Use `make venv DEVICE=gpu`, or cluster.device=cpu."
+        ) from error
     return torch.device("cuda", 0)
+
+
+def _has_been_given_gpu(config: Config) -> bool:
+    """True where a GPU is asked for, or Ray reserved one for this process: computing on the CPU would surprise."""
+    return config.cluster.device == "gpu" or os.environ.get("CUDA_VISIBLE_DEVICES", "") not in ("", "-1")
+
+
+def give_back_memory(config: Config, device: torch.device) -> None:
+    """Return what torch keeps for reuse to the GPU, where a server shares it: that one wakes when the learners rest."""
+    if device.type == "cuda" and config.cluster.placement == "colocated":
+        torch.cuda.empty_cache()
 
 
 def use_threads(config: Config, world_size: int) -> None:

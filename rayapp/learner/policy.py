@@ -12,9 +12,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from rayapp.config.config import Config
 from rayapp.core.errors import InputError
@@ -105,21 +107,62 @@ def _rows(values: Tensor, index: Tensor, mask: Tensor) -> Tensor:
 
 
 def load_policy(config: Config, mesh: DeviceMesh, *, trainable: bool) -> PolicyModel:
-    """The model at `config.model.path`, sharded over the mesh.
+    """The model at `config.model.path`, sharded over the mesh. Collective.
+
+    Only the first rank reads it and holds it whole, in host memory, until every rank has its shards.
 
     Raises:
         InputError: the model can't be loaded, or has a head that the learner does not compute.
     """
-    causal_lm = load_causal_lm(config)
+    has_weights = mesh.get_local_rank() == 0
+    causal_lm = load_causal_lm(config) if has_weights else causal_lm_without_weights(config)
     if config.learner.activation_checkpointing and trainable:
         causal_lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     model = PolicyModel(causal_lm)
     model.train(trainable).requires_grad_(trainable)
     if trainable and config.learner.lora.rank > 0:
         add_adapters(causal_lm, config.learner.lora)
-    return shard(
+    whole = dict(model.named_parameters()) if has_weights else {}
+    sharded = shard(
         model, mesh, compute_dtype=DTYPES[config.learner.compute_dtype], cpu_offload=config.learner.cpu_offload
     )
+    if mesh.size() > 1:
+        _scatter(whole, sharded, mesh)
+    return sharded
+
+
+def _scatter(whole: dict[str, nn.Parameter], model: PolicyModel, mesh: DeviceMesh) -> None:
+    """Give every rank its shards of the first rank's parameters, and all of its buffers. Collective.
+
+    Args:
+        whole: the parameters before they were sharded; empty on the other ranks.
+    """
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            # Where there are no weights only the shape is read.
+            source = whole.pop(name).detach() if whole else torch.empty(parameter.shape, dtype=parameter.dtype)
+            assert isinstance(parameter, DTensor)
+            mine = distribute_tensor(source, mesh, parameter.placements, src_data_rank=0)
+            parameter.to_local().copy_(mine.to_local())
+        for buffer in model.buffers():
+            dist.broadcast(buffer, src=0, group=mesh.get_group())
+
+
+def causal_lm_without_weights(config: Config) -> Any:
+    """What `load_causal_lm` gives, with whatever is in memory for weights: pages that nobody writes take no room."""
+    from transformers import AutoModelForCausalLM
+
+    register_attention()
+    with torch.device("meta"):
+        causal_lm = AutoModelForCausalLM.from_config(
+            read_architecture(config),
+            dtype=torch.float32,
+            attn_implementation=ATTENTION_NAME,
+            trust_remote_code=config.model.trust_remote_code,
+        )
+    causal_lm.to_empty(device="cpu")
+    causal_lm.tie_weights()
+    return causal_lm
 
 
 def load_causal_lm(config: Config) -> Any:

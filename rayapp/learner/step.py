@@ -40,6 +40,7 @@ from rayapp.learner.log_probs import HeadOptions
 from rayapp.learner.metrics import MicroBatchFacts, RowFacts, step_metrics, timing_metrics
 from rayapp.learner.optimizer import clip_gradients, learning_rate, set_learning_rate
 from rayapp.learner.policy import PolicyModel, TokenScores, reduce_gradients, to_device
+from rayapp.learner.shares import Share
 from rayapp.learner.step_plan import (
     StepTable,
     advantage_inputs,
@@ -76,11 +77,11 @@ class PolicyLearner:
         self,
         step: int,
         summaries: Sequence[GroupSummary],
-        positions: Sequence[int],
+        shares: Sequence[Share],
         groups: Sequence[Group],
     ) -> dict[str, float]:
-        """Train on a step: `summaries` of all its groups, this rank's `groups`, and their `positions` among all."""
-        return _Step(self, step, summaries, positions, groups).run()
+        """Train on a step: `summaries` of all its groups, this rank's `shares` of them, and the `groups` of those."""
+        return _Step(self, step, summaries, shares, groups).run()
 
     def score(self, items: Sequence[TrainItem], model: PolicyModel, options: HeadOptions) -> dict[int, RowScores]:
         """Scores of every item without gradient. Collective: every rank must call it."""
@@ -166,12 +167,12 @@ class _Step:
         learner: PolicyLearner,
         step: int,
         summaries: Sequence[GroupSummary],
-        positions: Sequence[int],
+        shares: Sequence[Share],
         groups: Sequence[Group],
     ) -> None:
         self.learner, self.config, self.number = learner, learner.config, step
         self.algorithm = learner.config.algorithm
-        self.summaries, self.positions, self.groups = summaries, positions, groups
+        self.summaries, self.shares, self.groups = summaries, shares, groups
         self.watch = stopwatch(learner.ranks.device)
         self.micro_facts: list[MicroBatchFacts] = []
         self.row_facts: dict[int, RowFacts] = {}
@@ -207,13 +208,13 @@ class _Step:
             inputs = self._advantage_inputs(table)
             advantages = row_advantages(table, inputs, self.config)
             in_loss = {int(row): advantages[int(row)] for row in table.loss_rows}
-            items = local_items(table, in_loss, self.positions, self.groups)
+            items = local_items(table, in_loss, self.shares, self.groups)
             return [item for item in items if needs_computing(item, self.config)]
 
     def _score_all(self, table: StepTable) -> None:
         """Score all trained trajectories, for estimators whose baseline weighs tokens by their probabilities."""
         nothing = {int(row): np.zeros(table.num_response_tokens[row], np.float32) for row in table.trained_rows}
-        items = local_items(table, nothing, self.positions, self.groups)
+        items = local_items(table, nothing, self.shares, self.groups)
         with self.watch("old_log_probs"):
             self.old = self.learner.score(
                 items, self.learner.model, self.learner.head_options(needs_sum_pi_squared=True)
@@ -244,6 +245,8 @@ class _Step:
         if learner.reference is not None:
             with self.watch("ref"):
                 self.reference = learner.score(items, learner.reference, learner.head_options())
+                # Without a backward its embedding and head would stay gathered, beside whatever comes next.
+                learner.reference.reshard()  # type: ignore[operator]
 
     def _optimizer_step(self, items: Sequence[TrainItem], scale: LossScale) -> None:
         learner = self.learner

@@ -12,13 +12,14 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from rayapp.config.algorithm_names import BATCH_COUPLED_LOSSES, NEEDS_GREEDY_BASELINE, NEEDS_NO_GROUP
+from rayapp.config.algorithm_names import NEEDS_GREEDY_BASELINE, NEEDS_NO_GROUP
 from rayapp.config.config import Config
 from rayapp.core.errors import LearnerError
 from rayapp.core.types import FloatArray, Group, GroupSummary, RolloutStatus
 from rayapp.learner.algo.advantages import AdvantageInputs, compute_advantages
 from rayapp.learner.algo.losses import LossScale
 from rayapp.learner.batch import TrainItem
+from rayapp.learner.shares import Share, groups_per_minibatch, pulls_at_zero_advantage
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,8 +106,7 @@ def row_advantages(table: StepTable, inputs: AdvantageInputs, config: Config) ->
 
 def minibatch_of(table: StepTable, num_minibatches: int) -> NDArray[np.int64]:
     """(R,) which optimizer step of this step a row belongs to: whole groups, in order."""
-    per_minibatch = -(-table.num_groups // num_minibatches)
-    result: NDArray[np.int64] = table.group // per_minibatch
+    result: NDArray[np.int64] = table.group // groups_per_minibatch(table.num_groups, num_minibatches)
     return result
 
 
@@ -124,19 +124,22 @@ def loss_scale(table: StepTable, chosen: NDArray[np.bool_], config: Config, dp_s
 def local_items(
     table: StepTable,
     advantages: dict[int, FloatArray],
-    positions: Sequence[int],
+    shares: Sequence[Share],
     groups: Sequence[Group],
 ) -> list[TrainItem]:
     """This rank's trajectories among those that `advantages` has.
 
+    Args:
+        groups: of the shares, in their order.
+
     Raises:
         LearnerError: a group is not the one its summary describes.
     """
-    by_position = dict(zip(positions, groups, strict=True))
+    mine = {share.position: (share, group) for share, group in zip(shares, groups, strict=True)}
     items: list[TrainItem] = []
     for row in sorted(advantages):
-        group = by_position.get(int(table.group[row]))
-        if group is None:
+        share, group = mine.get(int(table.group[row]), (None, None))
+        if share is None or group is None or not share.has(int(table.index[row])):
             continue
         trajectory = group.trajectories[int(table.index[row])]
         if trajectory.num_response_tokens != table.num_response_tokens[row]:
@@ -153,13 +156,7 @@ def local_items(
 
 def needs_computing(item: TrainItem, config: Config) -> bool:
     """False when the trajectory's gradient is exactly zero: its advantages are, and no other loss is configured."""
-    algorithm = config.algorithm
-    pulls_at_zero_advantage = (
-        algorithm.kl_loss_coef > 0
-        or algorithm.entropy_coef > 0
-        or algorithm.policy_loss in (*BATCH_COUPLED_LOSSES, "dro")
-    )
-    return pulls_at_zero_advantage or bool(np.any(item.advantages))
+    return pulls_at_zero_advantage(config) or bool(np.any(item.advantages))
 
 
 def _reward_terms(table: StepTable, summaries: Sequence[GroupSummary]) -> dict[str, FloatArray]:

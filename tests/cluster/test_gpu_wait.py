@@ -79,3 +79,27 @@ async def test_an_evaluation_does_not_wait_for_the_learners_gpus(
 
     async with open_cluster(config, with_learners=False, stand_ins=StandIns()) as opened:
         assert len(opened.servers) == 1
+
+
+async def test_servers_on_shared_gpus_are_ready_and_asleep_before_a_learner_loads_its_model(
+    cluster: Any, tiny_model: Path, letter_tasks: list[str], tmp_path: Path
+) -> None:
+    config = Config.model_validate(
+        {
+            "run": {"name": "shared", "output_dir": str(tmp_path)},
+            "model": {"path": str(tiny_model)},
+            "tasks": letter_tasks,
+            "cluster": {"address": cluster.address, "placement": "colocated"},
+            "server": {"weight_transport": "object_store"},
+        }
+    )
+    ray.shutdown()
+    lines: list[str] = []
+
+    async with open_cluster(config, report=lines.append, stand_ins=StandIns()):
+        pass
+
+    began = [line for line in lines if line.startswith(("starting:", "ready:"))]
+    assert began[0] == "starting: sandbox-pool, vllm-server-0"
+    assert began[1].startswith("ready: vllm-server-0")
+    assert "learner-0" in began[2]

@@ -22,10 +22,10 @@ import numpy as np
 import time
 
 from actors.learner import Learner
-from actors.learner_group import assign_by_tokens
 from rayapp.config.config import Config
 from rayapp.core.types import Reward, RolloutStatus
 from rayapp.core.summaries import summarize_group
+from rayapp.learner.shares import Share, deal
 from rayapp.runs.trajectories import read_groups
 from rayapp.engine.weights.buckets import unpack
 import torch
@@ -52,10 +52,10 @@ first = 1
 if Path(checkpoint).exists() and sys.argv[8] == "resume":
     first = learner.load_checkpoint(checkpoint) + 1
 for step in range(first, 3):
-    assignment = assign_by_tokens([int(s.num_tokens.sum()) for s in summaries], world)
+    shares = deal(summaries, config, world)
     if sys.argv[8] == "failed" and world == 2:
-        assignment = ((0,), (1,))
-    metrics = learner.train_step(step, summaries, assignment, *(groups[i] for i in assignment[rank]))
+        shares = ((Share(0),), (Share(1),))
+    metrics = learner.train_step(step, summaries, shares, *(groups[share.position] for share in shares[rank]))
     if step == 1 and sys.argv[8] == "save":
         learner.begin_checkpoint(checkpoint, 1)  # written while the second step is trained
 if sys.argv[8] == "save":

@@ -27,9 +27,9 @@ import numpy as np
 import torch
 
 from actors.learner import Learner
-from actors.learner_group import assign_by_tokens
 from rayapp.config.config import Config
 from rayapp.core.summaries import summarize_group
+from rayapp.learner.shares import deal
 from rayapp.runs.trajectories import read_groups
 
 rank, world, port = (int(word) for word in sys.argv[1:4])
@@ -49,8 +49,8 @@ def whole():
     return {name: p.full_tensor().detach().numpy().copy() for name, p in named}
 
 def step(number):
-    assignment = assign_by_tokens([int(s.num_tokens.sum()) for s in summaries], world)
-    learner.train_step(number, summaries, assignment, *(groups[i] for i in assignment[rank]))
+    shares = deal(summaries, config, world)
+    learner.train_step(number, summaries, shares, *(groups[share.position] for share in shares[rank]))
 
 if mode == "gradient":
     learner._learner.optimizer = torch.optim.SGD(learner._learner.model.parameters(), lr=1.0)

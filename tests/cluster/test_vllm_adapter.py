@@ -16,6 +16,7 @@ from rayapp.core.errors import WeightSyncError
 from rayapp.core.summaries import summarize_group
 from rayapp.core.types import Group, Prompt, SamplingParams
 from rayapp.engine.weights.buckets import WeightBucket
+from rayapp.learner.shares import Share
 from rayapp.testing.learners import sampled
 
 References = Callable[[Iterable[WeightBucket]], list[Any]]
@@ -62,7 +63,7 @@ def after_each_step(config: Config, num_steps: int) -> list[tuple[list[WeightBuc
     try:
         for step in range(num_steps + 1):
             if step:
-                learner.train_step(step, (summary,), ((0,),), group)
+                learner.train_step(step, (summary,), ((Share(0),),), group)
             found.append((list(learner.export_weights(100_000)), learner.log_probs_of(group)[0]))
     finally:
         learner.close()

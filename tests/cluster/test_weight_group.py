@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import pytest_asyncio
+import torch
 
 from actors.learner import Learner
 from actors.vllm_server import VllmServer
@@ -31,14 +32,17 @@ pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.asyncio(loop_sc
 MAX_LOG_PROB_DIFFERENCE = 0.05
 """bfloat16 has 8 bits of mantissa: logits of size 4 differ by up to 1/64 between two orders of summation."""
 TIMEOUT_S = 120.0
-BUCKET_BYTES = 10_000
+BUCKET_BYTES = 100_000
+"""Larger than the largest tensor, smaller than the model."""
+CPU = torch.device("cpu")
 TAKES_ONE_BUCKET = """
 import os, signal, sys, torch
 from datetime import timedelta
 from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, TCPStore
 size, address, port = int(sys.argv[1]), sys.argv[2], int(sys.argv[3])
 timeout = timedelta(seconds=120)
-store = TCPStore(address, port, 2, is_master=False, timeout=timeout)
+store = TCPStore(address, port, 2, is_master=False, timeout=timeout, wait_for_workers=False)
+store.set("here/1", "")
 group = ProcessGroupGloo(PrefixStore("rayapp-weights", store), 1, 2, timeout)
 group.broadcast(torch.empty(size, dtype=torch.uint8), 0).wait()
 os.kill(os.getpid(), signal.SIGKILL)
@@ -113,7 +117,7 @@ def free_port() -> int:
 async def joined(server: VllmServer, learner: Learner, moved_model: Path) -> tuple[WeightSender, Client]:
     settings = config(moved_model)
     client = Client(server, asyncio.get_running_loop())
-    client.source = LearnerSource(learner._learner.model, settings.learner.lora)
+    client.source = LearnerSource(learner._learner.model, settings.learner.lora, CPU)
     sender = await asyncio.to_thread(
         WeightSender,
         transfer_plan(settings, "gloo"),
@@ -127,7 +131,6 @@ async def joined(server: VllmServer, learner: Learner, moved_model: Path) -> tup
 
 
 def log_probs(folder: Path, token_ids: list[int]) -> np.ndarray:
-    import torch
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
@@ -144,7 +147,7 @@ async def test_one_group_takes_the_weights_again_and_again_and_the_server_comput
     for version in (1, 2):
         client.version = version
         await asyncio.to_thread(sender.send)
-        assert await server.holds() == version
+        assert await server.go_on() == version
         assert client.num_held >= 4  # two norms in each of two layers, and the last one
         (found,) = await server.prompt_log_probs([tokens])
         assert np.abs(found - log_probs(moved_model, tokens)).max() < MAX_LOG_PROB_DIFFERENCE
@@ -162,7 +165,7 @@ async def test_weights_that_are_not_what_was_sent_are_found_and_the_server_serve
     with pytest.raises(WeightSyncError, match="have another checksum where they are held"):
         await asyncio.to_thread(sender.send)
 
-    assert await server.holds() == -1
+    assert await server.go_on() == -1
     assert "mixture" in server._not_servable
     with pytest.raises(TimeoutError):
         async with asyncio.timeout(0.2):
@@ -187,9 +190,12 @@ class Deserter:
         self.process.wait(TIMEOUT_S)
         raise WeightSyncError("vllm-server-0.receive_weights: its process is gone")
 
+    def finish_weight_update(self, weight_version: str | None = None) -> None:
+        raise AssertionError("nobody is left to finish")
+
 
 def sender_to(client: Deserter, learner: Learner, *, timeout_s: float) -> WeightSender:
-    source = LearnerSource(learner._learner.model, learner._config.learner.lora)
+    source = LearnerSource(learner._learner.model, learner._config.learner.lora, CPU)
     plan = replace(transfer_plan(learner._config, "gloo"), bucket_bytes=BUCKET_BYTES)
     address = ("127.0.0.1", free_port())
     return WeightSender(plan, source, rank=0, client=client, address=address, timeout_s=timeout_s)
@@ -202,7 +208,7 @@ async def test_a_server_that_never_joins_the_group_is_named_after_the_deadline(l
 
 
 async def test_a_server_that_dies_with_half_of_the_weights_ends_the_sync_before_its_deadline(learner: Learner) -> None:
-    meta = LearnerSource(learner._learner.model, learner._config.learner.lora).metadata()
+    meta = LearnerSource(learner._learner.model, learner._config.learner.lora, CPU).metadata()
     sizes = [math.prod(m.shape) * m.dtype.itemsize for m in meta]
     first = sum(sizes[position] for position in next(chunks(sizes, BUCKET_BYTES)))
     assert first < sum(sizes)
@@ -213,3 +219,27 @@ async def test_a_server_that_dies_with_half_of_the_weights_ends_the_sync_before_
     with pytest.raises(WeightSyncError, match=r"did not reach every server|its process is gone"):
         await asyncio.wait_for(asyncio.to_thread(sender.send), TIMEOUT_S)
     assert client.process.wait() == -signal.SIGKILL
+
+
+class HostTensor:
+    """What vLLM keeps in memory that a GPU reads too."""
+
+    def __init__(self, size: int, dtype: Any) -> None:
+        self.np = torch.zeros(size, dtype=dtype).numpy()
+
+    def copy_to_uva(self) -> None:
+        return
+
+
+async def test_the_sampler_that_gpus_use_draws_from_the_seed_of_each_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.v1.worker.gpu.sample import states
+
+    from rayapp.engine.vllm_completions import vllm_sampling_params
+
+    monkeypatch.setattr(states, "UvaBackedTensor", HostTensor)
+    sampler = states.SamplingStates(2, 100)
+    for slot, seed in enumerate((11, 12)):
+        sampler.add_request(slot, vllm_sampling_params(SamplingParams(max_tokens=1, seed=seed), with_seed=True))
+    assert sampler.seeds.np.tolist() == [11, 12]
+    # ... and where the runner has one generator for all, no request brings its own.
+    assert vllm_sampling_params(SamplingParams(max_tokens=1, seed=11), with_seed=False).seed is None

@@ -24,6 +24,7 @@ from rayapp.learner.distributed import Ranks
 from rayapp.learner.log_probs import HeadOptions, Targets, token_log_probs
 from rayapp.learner.memory.plan import RUNTIME_BYTES, model_shape, plan_learner
 from rayapp.learner.memory.token_budget import find_token_budget, measure_need
+from rayapp.learner.shares import Share
 from rayapp.learner.state.checkpoint import begin_save, load_learner
 from rayapp.learner.step import PolicyLearner
 from rayapp.testing.learners import learner_alone, sampled, save_llama
@@ -95,7 +96,7 @@ def groups_of(num_groups: int, *, seed: int = 0, is_full: bool = True) -> list[G
 
 def take_step(learner: PolicyLearner, number: int, groups: list[Group]) -> dict[str, float]:
     summaries = tuple(summarize_group(group, time_total_s=0.0) for group in groups)
-    return learner.train_step(number, summaries, tuple(range(len(groups))), groups)
+    return learner.train_step(number, summaries, tuple(map(Share, range(len(groups)))), groups)
 
 
 def peak_of_second_step(config: Config, num_tokens: int) -> int:

@@ -1,6 +1,6 @@
 """Weights straight from the learners to the engines: the transport of runs whose servers and learners form a group.
 
-    sync: learners.send_weights --vLLM's start, update, finish--> every server holds the version, or is named
+    sync: learners.send_weights --vLLM's start, update, finish--> servers.go_on: all hold the version, or are named
     catch_up: one server that was started again takes the learners' weights through the object store, as the group it
               belonged to is gone; the next sync forms a new one
 
@@ -41,8 +41,8 @@ class GroupTarget(Protocol):
     @property
     def name(self) -> str: ...
 
-    async def holds(self, timeout_s: float) -> int:
-        """Policy version that it holds whole; -1 for none."""
+    async def go_on(self, timeout_s: float) -> int:
+        """Serve with the weights of an update that is whole. Policy version that it holds; -1 for none."""
         ...
 
     async def load_weights(self, version: int, buckets: Sequence[Any]) -> dict[str, Any]: ...
@@ -52,7 +52,7 @@ class DirectTransport:
     """Gives every server the learners' weights through one process group.
 
     Args:
-        timeout_s: for each phase: forming the group, sending, and asking the servers what they hold.
+        timeout_s: for each phase: forming the group, sending, and having the servers go on.
     """
 
     def __init__(self, timeout_s: float) -> None:
@@ -106,8 +106,11 @@ class DirectTransport:
     async def _without(
         self, version: int, servers: Sequence[GroupTarget], error: RayappError | None
     ) -> dict[str, RayappError]:
-        """Servers that do not hold the version, by name, each with the reason."""
-        answers = await asyncio.gather(*(self._holds(server) for server in servers))
+        """Have the servers go on. Those that do not hold the version, by name, each with the reason.
+
+        Only now, when every learner is done: servers that share a GPU with one take its memory back.
+        """
+        answers = await asyncio.gather(*(self._go_on(server) for server in servers))
         reason = error or WeightSyncError(f"it does not hold version {version} although the sync went through")
         failed: dict[str, RayappError] = {}
         for server, answer in zip(servers, answers, strict=True):
@@ -117,9 +120,9 @@ class DirectTransport:
                 failed[server.name] = reason
         return failed
 
-    async def _holds(self, server: GroupTarget) -> int | RayappError:
+    async def _go_on(self, server: GroupTarget) -> int | RayappError:
         try:
-            return await server.holds(self._timeout_s)
+            return await server.go_on(self._timeout_s)
         except RayappError as error:
             return error
 

@@ -7,8 +7,9 @@ learner 0 and all workers, made once and kept between syncs; a peer that is gone
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import Any, ClassVar
@@ -22,8 +23,12 @@ from vllm.distributed.weight_transfer.nccl_engine import (
     NCCLWeightTransferEngine,
 )
 
+from rayapp.core.machine import use_interface_towards
+from rayapp.engine.weights.background import in_background
+
 BACKEND = "gloo"
 SENDER = 0
+POLL_S = 0.02
 
 
 @dataclass(kw_only=True)
@@ -50,15 +55,67 @@ class GlooTrainerInitInfo(TrainerInitInfo):  # type: ignore[misc]
     timeout_s: float
 
 
-def join(address: str, port: int, *, rank: int, world_size: int, timeout_s: float) -> Any:
-    """Join the group; blocks until all are there. Returns a `ProcessGroupGloo`, whose collectives torch leaves untyped.
+class GlooGroup:
+    """The group of learner 0 and all workers, with the two methods of vLLM's NCCL communicator that a sync uses.
 
+    Args:
+        is_hopeless: asked while rank 0 waits for the others; raises if somebody will never come.
     Raises:
         RuntimeError: somebody did not come in time, or the port is taken.
     """
-    timeout = timedelta(seconds=timeout_s)
-    store = TCPStore(address, port, world_size, is_master=rank == SENDER, timeout=timeout)
-    return ProcessGroupGloo(PrefixStore("rayapp-weights", store), rank, world_size, timeout)
+
+    def __init__(
+        self,
+        address: str,
+        port: int,
+        *,
+        rank: int,
+        world_size: int,
+        timeout_s: float,
+        is_hopeless: Callable[[], None] = lambda: None,
+    ) -> None:
+        use_interface_towards(address)
+        timeout = timedelta(seconds=timeout_s)
+        is_master = rank == SENDER
+        store = TCPStore(address, port, world_size, is_master=is_master, timeout=timeout, wait_for_workers=False)
+        # Call the roll first: what makes the group's connections waits for everybody, and can't be told to give up.
+        store.set(f"here/{rank}", "")
+        if is_master:
+            _wait_for(store, [f"here/{other}" for other in range(world_size)], timeout_s, is_hopeless)
+        self._group: Any = ProcessGroupGloo(PrefixStore("rayapp-weights", store), rank, world_size, timeout)
+        self._destroyed: Future[None] = Future()
+
+    def broadcast(self, tensor: torch.Tensor, src: int) -> None:
+        """Return when the tensor is sent, or has arrived.
+
+        Raises:
+            RuntimeError: a peer is gone, or the deadline passed, or `destroy` was called.
+        """
+        if self._destroyed.done():
+            raise RuntimeError("the group is destroyed")
+        # gloo's own abort ends nothing that waits. The thread holds the group, whose end would wait as well.
+        group = self._group
+        sent = in_background(lambda: group.broadcast(tensor, src).wait())
+        wait((sent, self._destroyed), return_when=FIRST_COMPLETED)
+        if not sent.done():
+            raise RuntimeError("the group was destroyed")
+        sent.result()
+
+    def destroy(self) -> None:
+        """End what waits in `broadcast`. Idempotent."""
+        if not self._destroyed.done():
+            self._destroyed.set_result(None)
+            self._group = None
+
+
+def _wait_for(store: TCPStore, keys: list[str], timeout_s: float, is_hopeless: Callable[[], None]) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not store.check(keys):
+        is_hopeless()
+        if time.monotonic() > deadline:
+            missing = sum(not store.check([key]) for key in keys)
+            raise RuntimeError(f"{missing} of {len(keys)} members did not come within {timeout_s:g} s")
+        time.sleep(POLL_S)
 
 
 def chunks(sizes: Sequence[int], bucket_bytes: int) -> Iterator[range]:
@@ -82,7 +139,7 @@ class GlooWeightTransferEngine(NCCLWeightTransferEngine):  # type: ignore[misc]
         parallel = self.parallel_config
         rank = init_info.rank_offset + parallel.data_parallel_index * parallel.world_size + parallel.rank
         self._bucket_bytes = init_info.bucket_bytes
-        self._group: Any = join(
+        self.model_update_group: Any = GlooGroup(
             init_info.master_address,
             init_info.master_port,
             rank=rank,
@@ -99,22 +156,18 @@ class GlooWeightTransferEngine(NCCLWeightTransferEngine):  # type: ignore[misc]
         sizes = [_nbytes(shape, dtype) for shape, dtype in zip(update_info.shapes, dtypes, strict=True)]
         for positions in chunks(sizes, self._bucket_bytes):
             buffer = torch.empty(sum(sizes[p] for p in positions), dtype=torch.uint8)
-            self._group.broadcast(buffer, SENDER).wait()
+            self.model_update_group.broadcast(buffer, SENDER)
             parts: Any = buffer.split([sizes[p] for p in positions])  # type: ignore[no-untyped-call]
             self.model.load_weights(
                 (update_info.names[p], part.view(dtypes[p]).view(update_info.shapes[p]))
                 for p, part in zip(positions, parts, strict=True)
             )
 
-    def shutdown(self) -> None:
-        self._group = None
-
 
 class GlooTrainerWeightTransferEngine(NCCLTrainerWeightTransferEngine):  # type: ignore[misc]
     """In a learner: vLLM's own sequence of calls, with gloo where NCCL would be."""
 
     init_info_cls = GlooTrainerInitInfo
-    _group: Any = None
     _bucket_bytes = 0
 
     @classmethod
@@ -127,17 +180,14 @@ class GlooTrainerWeightTransferEngine(NCCLTrainerWeightTransferEngine):  # type:
         with ThreadPoolExecutor(max_workers=1) as joining:
             # Joining blocks on both sides until the other is there: the workers join in a thread, learner 0 here.
             workers = joining.submit(client.init_weight_transfer_engine, wanted | {"rank_offset": 1})
-            try:
-                engine._group = join(
-                    init_info.master_address,
-                    init_info.master_port,
-                    rank=SENDER,
-                    world_size=init_info.world_size,
-                    timeout_s=init_info.timeout_s,
-                )
-            except RuntimeError as error:
-                # torch knows how many are missing; which servers they are, only the client does.
-                raise RuntimeError(f"{_first_line(error)} {workers.exception() or ''}".strip()) from error
+            engine.model_update_group = GlooGroup(
+                init_info.master_address,
+                init_info.master_port,
+                rank=SENDER,
+                world_size=init_info.world_size,
+                timeout_s=init_info.timeout_s,
+                is_hopeless=lambda: _raise_if_failed(workers),
+            )
             workers.result()
         return engine
 
@@ -151,17 +201,15 @@ class GlooTrainerWeightTransferEngine(NCCLTrainerWeightTransferEngine):  # type:
         tensors = iter(tensors)
         for positions in chunks(sizes, self._bucket_bytes):
             parts = [next(tensors)[1].reshape(-1).view(torch.uint8).cpu() for _ in positions]
-            self._group.broadcast(torch.cat(parts), SENDER).wait()
+            self.model_update_group.broadcast(torch.cat(parts), SENDER)
         # Exhaust the generator: at its end it checks that nothing is missing.
         assert next(tensors, None) is None
 
-    def shutdown(self) -> None:
-        self._group = None
 
-
-def _first_line(error: BaseException) -> str:
-    """The error's first line, without the C++ stack that torch adds."""
-    return str(error).strip().partition("\n")[0]
+def _raise_if_failed(workers: Future[None]) -> None:
+    """torch would know how many are missing; which servers they are, only the client does."""
+    if workers.done():
+        workers.result()
 
 
 def _nbytes(shape: Sequence[int], dtype: torch.dtype) -> int:

@@ -15,8 +15,8 @@ from rayapp.core.errors import InputError
 from rayapp.storage.models.prefetch import with_local_model
 
 GIB = 2**30
-GPU_BYTES = {"h200": 139 * GIB, "h100": 79 * GIB, "a100": 79 * GIB}
-"""Memory that a process can use of an H200 141 GB, an H100 80 GB and an A100 80 GB."""
+GPU_BYTES = {"h200": 139 * GIB, "h100": 79 * GIB, "a100": 79 * GIB, "rtx4090": 23 * GIB}
+"""Memory that a process can use of an H200 141 GB, an H100 80 GB, an A100 80 GB and an RTX 4090 24 GB."""
 RUNTIME_BYTES = 3 * GIB // 2
 """CUDA context, kernels and nccl's buffers: an assumption, not measured here."""
 FLOAT32, MASTER, ADAM = 4, 4, 8

@@ -89,7 +89,8 @@ def not_finite(state: Mapping[str, Any]) -> str:
 
 def stage_hf(config: Config, model: PolicyModel, *, rank: int) -> HfFolder | None:
     """Gather the weights. Collective; None on ranks other than 0."""
-    weights = dict(whole_weights(model, config.learner.lora))
+    # The other ranks gather with it and keep nothing: host memory holds one whole model per run, not one per GPU.
+    weights = {name: weight for name, weight in whole_weights(model, config.learner.lora) if rank == 0}
     # Buffers belong to the model though they are not trained: routers' correction biases, layers' scalars.
     weights |= {name: buffer.to("cpu", copy=True) for name, buffer in persistent_buffers(model.causal_lm).items()}
     if rank != 0:
@@ -130,23 +131,29 @@ def whole_weights(model: PolicyModel, lora: LoraSection) -> Iterator[tuple[str, 
     yield from ((name, _whole(parameter)) for name, parameter in named_weights(model))
 
 
-def weight_shapes(model: PolicyModel) -> list[tuple[str, tuple[int, ...]]]:
+def weight_shapes(model: PolicyModel) -> list[tuple[str, torch.Size]]:
     """Names and whole shapes of what `device_weights` yields, in its order, without gathering anything."""
     named = ((name, parameter) for name, parameter in named_weights(model) if ADAPTER not in name)
-    return [(name.replace(BASE, ""), tuple(parameter.shape)) for name, parameter in named]
+    return [(name.replace(BASE, ""), parameter.shape) for name, parameter in named]
 
 
-def device_weights(model: PolicyModel, lora: LoraSection) -> Iterator[tuple[str, Tensor]]:
-    """Every weight in bfloat16 where the learner computes, adapters merged in, one at a time. Collective."""
+def device_weights(model: PolicyModel, lora: LoraSection, device: torch.device) -> Iterator[tuple[str, Tensor]]:
+    """Every weight in bfloat16 on the device where the learner computes, adapters merged in, one at a time.
+
+    Collective. Weights that live in host memory (`learner.cpu_offload`) are moved there first: it gathers faster.
+    """
     if lora.rank > 0:
-        yield from ((name, weight.to(EXPORT_DTYPE)) for name, weight in merged_weights(model.causal_lm, lora))
+        merged = merged_weights(model.causal_lm, lora)
+        yield from ((name, weight.to(EXPORT_DTYPE).to(device)) for name, weight in merged)
         return
-    yield from ((name, _gathered(parameter)) for name, parameter in named_weights(model))
+    yield from ((name, _gathered(parameter, device)) for name, parameter in named_weights(model))
 
 
-def _gathered(parameter: torch.nn.Parameter) -> Tensor:
+def _gathered(parameter: torch.nn.Parameter, device: torch.device | None = None) -> Tensor:
     """The full tensor in bfloat16. It is cast before it is gathered, so that half the bytes travel."""
     narrow: Any = parameter.detach().to(EXPORT_DTYPE)
+    if device is not None:
+        narrow = narrow.to(device)
     full: Tensor = narrow.full_tensor() if hasattr(narrow, "full_tensor") else narrow
     return full
 

@@ -1,4 +1,4 @@
-"""Dealing groups out to learner ranks, and what version they hold."""
+"""What version the learners hold, and what becomes of them when one fails."""
 
 from __future__ import annotations
 
@@ -7,25 +7,11 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from actors.handles import LearnerHandle
-from actors.learner_group import LearnerGroup, assign_by_tokens
-from rayapp.core.errors import CheckpointError
-
-
-@given(num_tokens=st.lists(st.integers(1, 10_000), max_size=40), num_ranks=st.integers(1, 9))
-def test_every_group_goes_to_exactly_one_rank(num_tokens: list[int], num_ranks: int) -> None:
-    assignment = assign_by_tokens(num_tokens, num_ranks)
-    assert len(assignment) == num_ranks
-    assert sorted(position for positions in assignment for position in positions) == list(range(len(num_tokens)))
-
-
-@given(num_tokens=st.lists(st.integers(1, 10_000), min_size=1, max_size=40), num_ranks=st.integers(1, 9))
-def test_no_rank_is_ahead_of_another_by_more_than_one_group(num_tokens: list[int], num_ranks: int) -> None:
-    loads = [sum(num_tokens[p] for p in positions) for positions in assign_by_tokens(num_tokens, num_ranks)]
-    assert max(loads) - min(loads) <= max(num_tokens)
+from actors.learner_group import LearnerGroup
+from rayapp.config.config import Config
+from rayapp.core.errors import CheckpointError, LearnersLostError, RayappError, WeightSyncError
 
 
 class Rank:
@@ -48,9 +34,32 @@ class Rank:
         self.saved.append(version)
 
 
+class Sender:
+    """One learner whose sync fails."""
+
+    name = "learner-0"
+
+    def __init__(self, error: RayappError) -> None:
+        self._error = error
+
+    async def send_weights(self, version: int, timeout_s: float) -> dict[str, float]:
+        raise self._error
+
+
+async def test_a_learner_that_breaks_off_in_the_middle_of_a_sync_is_lost_and_one_whose_server_fails_is_not() -> None:
+    def group(error: RayappError) -> LearnerGroup:
+        return LearnerGroup((cast("LearnerHandle", Sender(error)),), Config())
+
+    with pytest.raises(WeightSyncError, match=r"vllm-server-1: its process is gone"):
+        await group(WeightSyncError("vllm-server-1: its process is gone")).send_weights(1, 1.0)
+    # The other ranks wait for it in the middle of a gather.
+    with pytest.raises(LearnersLostError, match=r"broke off while it gave its weights\. .*CUDA out of memory"):
+        await group(RayappError("learner-0.send_weights failed: CUDA out of memory")).send_weights(1, 1.0)
+
+
 async def test_a_step_that_was_broken_off_is_not_saved_under_the_number_of_the_step_before() -> None:
     rank = Rank()
-    group = LearnerGroup((cast("LearnerHandle", rank),))
+    group = LearnerGroup((cast("LearnerHandle", rank),), Config())
     assert await group.load_checkpoint(Path("step=000006")) == 6
     await group.begin_checkpoint(Path("a"), 6)
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import numpy as np
 import pytest
 
 from actors.stand_ins import ScriptedServer
+from actors.vllm_server import VllmServer
 from rayapp.config.config import Config
 from rayapp.core.errors import EngineDeadError, StaleVersionError, StalledError, WeightSyncError
 from rayapp.core.types import Completion, SamplingParams
@@ -70,7 +72,7 @@ async def test_a_server_with_half_an_update_samples_nothing_until_the_next_whole
         await server.load_weights(1, [weights(1), lost()])
     with pytest.raises(WeightSyncError, match="may hold a mixture of two versions"):
         await ask(server)
-    assert await server.holds() == -1
+    assert await server.go_on() == -1
     await server.load_weights(2, [weights(2)])
     assert (await ask(server)).policy_version == 2
 
@@ -84,3 +86,17 @@ async def test_a_server_that_answers_but_samples_nothing_says_so_when_it_is_ping
     with pytest.raises(StalledError, match=r"none of the 1 requests it has in hand got on"):
         await server.ping()
     asked.cancel()
+
+
+async def test_every_server_of_a_run_samples_with_a_seed_of_its_own() -> None:
+    seeds: list[int] = []
+
+    async def start(config: Config, *, seed: int) -> Any:
+        seeds.append(seed)
+        raise EngineDeadError("this one need not start")
+
+    for index in range(3):
+        with pytest.raises(EngineDeadError):
+            await VllmServer(Config.model_validate({"run": {"seed": 5}}), index, start_engine=start).start()
+    assert len(set(seeds)) == 3
+    assert seeds[0] == 5

@@ -20,7 +20,7 @@ class Server:
     error: RayappError | None = None
     loaded: list[tuple[int, tuple[str, ...]]] = field(default_factory=list)
 
-    async def holds(self, timeout_s: float) -> int:
+    async def go_on(self, timeout_s: float) -> int:
         if self.error:
             raise self.error
         return self.version
@@ -97,6 +97,6 @@ async def test_a_broken_sync_names_who_has_no_weights_and_the_next_makes_a_new_g
 
 async def test_a_server_that_does_not_say_what_it_holds_has_failed() -> None:
     servers = two_servers()
-    servers[0].error = DeadlineError("vllm-server-0.holds did not answer within 5 s")
+    servers[0].error = DeadlineError("vllm-server-0.go_on did not answer within 5 s")
     _, failed = await DirectTransport(5.0).sync(1, source=Learners(), servers=servers)
     assert list(failed) == ["vllm-server-0"]

@@ -18,6 +18,7 @@ from rayapp.learner.batch import TrainItem, make_micro_batch
 from rayapp.learner.build import build_learner
 from rayapp.learner.distributed import end_ranks, start_ranks
 from rayapp.learner.scoring import log_probs_of
+from rayapp.learner.shares import Share
 
 MAX_GRADIENT_ERROR = 2e-6
 """Relative to the gradient's largest entry: float32 has 24 bits, and the sums run over a few hundred terms."""
@@ -82,7 +83,7 @@ def gradient_of_step(config: Config, groups: list[Group]) -> dict[str, torch.Ten
         learner.optimizer = torch.optim.SGD(learner.model.parameters(), lr=1.0)  # type: ignore[assignment]
         before = full_tensors(learner.model)
         summaries = tuple(summarize_group(group, time_total_s=0.0) for group in groups)
-        learner.train_step(1, summaries, tuple(range(len(groups))), groups)
+        learner.train_step(1, summaries, tuple(map(Share, range(len(groups)))), groups)
         after = full_tensors(learner.model)
     finally:
         end_ranks()

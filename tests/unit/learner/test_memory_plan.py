@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 
 from rayapp.cli.plan import plan_command
 from rayapp.config.config import Config
+from rayapp.config.loading import load_config
 from rayapp.core.errors import InputError
 from rayapp.learner.memory.plan import (
     GIB,
@@ -108,6 +110,27 @@ def test_a_gpu_that_both_share_by_hand() -> None:
     # While the server generates: its half, and of the learner float32 weights, two moments and the runtime.
     assert plan.generating == 5 * GIB + (4 + 8) * 1000 + RUNTIME_BYTES
     assert plan.host == 2 * 1000
+
+
+QWEN = {
+    "3B": {"hidden_size": 2048, "intermediate_size": 11008, "num_hidden_layers": 36, "num_attention_heads": 16},
+    "1.5B": {"hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 28, "num_attention_heads": 12},
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "size", "gpu"),
+    [("coding_8gpu", "3B", "h100"), ("gsm8k_tool_8gpu", "3B", "h100"), ("coding_1gpu", "1.5B", "rtx4090")],
+)
+def test_the_configs_for_gpus_fit_the_hardware_that_they_name(name: str, size: str, gpu: str, tmp_path: Path) -> None:
+    common = {"num_key_value_heads": 2, "vocab_size": 151936, "tie_word_embeddings": True, "model_type": "qwen2"}
+    architecture = common | QWEN[size] | {"architectures": ["Qwen2ForCausalLM"]}
+    (tmp_path / "config.json").write_text(json.dumps(architecture))
+    file = Path("configs") / f"{name}.yaml"
+    assert size in load_config(file, []).model.path
+    no_data = ["data.train_files=[]", "data.eval_files=[]", "agent.tool_file=''"]
+    config = load_config(file, [f"model.path={tmp_path}", *no_data])
+    assert plan_command(config, gpu)
 
 
 def test_a_shared_gpu_that_is_too_small_says_what_to_lower(

@@ -33,6 +33,7 @@ from rayapp.config.config import Config
 from rayapp.core.machine import M_MMAP_MAX, M_TOP_PAD, M_TRIM_THRESHOLD, trim_heap
 from rayapp.learner.build import build_learner
 from rayapp.learner.distributed import end_ranks, start_ranks
+from rayapp.learner.shares import Share
 from rayapp.learner.policy import load_policy
 from rayapp.core.summaries import summarize_group
 from rayapp.core.types import Group, Prompt, Reward, RolloutStatus, Trajectory
@@ -75,7 +76,7 @@ before = status("VmRSS")
 learner = build_learner(config, ranks)
 Path("/proc/self/clear_refs").write_text("5")  # the peak is counted from here
 for step in (1, 2):
-    learner.train_step(step, summaries, (0, 1, 2, 3), groups)
+    learner.train_step(step, summaries, tuple(map(Share, range(4))), groups)
 print(json.dumps({"peak": status("VmHWM") - before}))
 end_ranks()
 '''

@@ -26,6 +26,7 @@ from rayapp.core.summaries import summarize_group
 from rayapp.core.types import Group, Prompt, Reward, RolloutStatus
 from rayapp.engine.weights.buckets import unpack
 from rayapp.learner.optimizer import learning_rate
+from rayapp.learner.shares import Share
 from rayapp.testing.learners import sampled
 
 GROUP_SIZE = 4
@@ -67,7 +68,7 @@ def learner_of(model: Path, changes: dict[str, Any] | None = None) -> Iterator[L
 
 def step(learner: Learner, number: int, groups: list[Group]) -> dict[str, float]:
     summaries = tuple(summarize_group(group, time_total_s=0.0) for group in groups)
-    return learner.train_step(number, summaries, (tuple(range(len(groups))),), *groups)
+    return learner.train_step(number, summaries, (tuple(map(Share, range(len(groups)))),), *groups)
 
 
 def weights(learner: Learner) -> dict[str, np.ndarray]:
@@ -228,7 +229,7 @@ def test_a_group_that_is_not_the_summarized_one_is_refused(tiny_model: Path) -> 
     with learner_of(tiny_model) as learner:
         summaries = tuple(summarize_group(group, time_total_s=0.0) for group in two_groups())
         with pytest.raises(LearnerError, match="summaries and groups are out of step"):
-            learner.train_step(1, summaries, ((0, 1),), *two_groups(2))
+            learner.train_step(1, summaries, ((Share(0), Share(1)),), *two_groups(2))
 
 
 def test_a_resumed_learner_goes_on_to_the_last_digit(tiny_model: Path, tmp_path: Path) -> None:

@@ -34,6 +34,7 @@ from rayapp.learner.memory.token_budget import (
     free_bytes,
     measure_need,
 )
+from rayapp.learner.shares import Share
 from rayapp.learner.step import PolicyLearner
 from rayapp.testing.learners import learner_alone, sampled, save_llama
 
@@ -100,7 +101,7 @@ def peak_of_step(config: Config, num_tokens: int) -> int:
 def take_step(learner: PolicyLearner, step: int, num_tokens: int) -> None:
     groups = groups_of(num_tokens, learner.config.max_model_tokens)
     summaries = tuple(summarize_group(group, time_total_s=0.0) for group in groups)
-    learner.train_step(step, summaries, (0,), groups)
+    learner.train_step(step, summaries, (Share(0),), groups)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,94 @@
+"""An engine on a shared GPU: what it gets back when, around an update. vLLM is stood for, as no CPU sleeps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from rayapp.core.stall_detection import InHand
+from rayapp.core.types import SamplingParams
+from rayapp.engine.concurrency import ConcurrencyLimit, Gate
+from rayapp.engine.vllm import VllmEngine
+from rayapp.engine.vllm_stats import EngineLoad
+
+
+class Recorded:
+    """vLLM's AsyncLLM, as far as it notes what it is told. It schedules again by itself once all of it is awake."""
+
+    def __init__(self, *, is_v2: bool = True) -> None:
+        self.calls: list[str] = []
+        self.model_config = SimpleNamespace(enable_sleep_mode=True)
+        self.vllm_config = SimpleNamespace(use_v2_model_runner=is_v2)
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        async def call(*args: Any, **kwargs: Any) -> list[int]:
+            shown = [str(value) for key, value in kwargs.items() if key in ("tags", "level", "mode")]
+            self.calls.append(" ".join([name, *map(str, args), *shown]))
+            return [4]
+
+        return call
+
+
+def engine_of(recorded: Recorded) -> VllmEngine:
+    return VllmEngine(recorded, EngineLoad(), Gate(ConcurrencyLimit(ceiling=8)), InHand(), 1.0)
+
+
+async def test_the_kv_cache_gets_its_memory_when_no_learner_sends_any_more() -> None:
+    recorded = Recorded()
+    engine = engine_of(recorded)
+
+    assert await engine.sleep()
+    await engine.begin_update()
+    await engine.finish_update(3, {})
+    assert recorded.calls == [
+        "pause_generation wait",
+        "sleep 1",
+        "wake_up ['weights']",
+        "start_weight_update",
+        "finish_weight_update",
+        "collective_rpc seal_weights",
+    ]
+    await engine.go_on()
+    assert recorded.calls[6:] == ["wake_up ['kv_cache']"]
+    assert engine.policy_version == 3
+
+
+async def test_one_that_sleeps_is_not_put_to_sleep_again() -> None:
+    recorded = Recorded()
+    engine = engine_of(recorded)
+    assert await engine.sleep()
+    before = list(recorded.calls)
+    assert await engine.sleep()
+    assert recorded.calls == before
+
+
+async def test_a_cohort_after_a_sleep_starts_from_a_scheduler_that_stands_still() -> None:
+    recorded = Recorded()
+    engine = engine_of(recorded)
+    await engine.sleep()
+    await engine.begin_update()
+    await engine.finish_update(1, {})
+    await engine.go_on()
+
+    recorded.calls.clear()
+    await engine._start_cohort([SimpleNamespace(sampling=SamplingParams(max_tokens=1, seed=7), queue=Gone())] * 2)  # type: ignore[list-item]
+    # vLLM schedules by itself since it is awake: paused again, or the first request would run without the second.
+    assert recorded.calls == ["pause_generation wait", "resume_generation"]
+
+
+@pytest.mark.parametrize("is_v2", [True, False])
+async def test_the_generator_of_all_requests_is_seeded_where_there_is_one(is_v2: bool) -> None:
+    recorded = Recorded(is_v2=is_v2)
+    cohort = [SimpleNamespace(sampling=SamplingParams(max_tokens=1, seed=7), queue=Gone())] * 2
+    await engine_of(recorded)._start_cohort(cohort)  # type: ignore[arg-type]
+    assert ("collective_rpc seed_sampling" in recorded.calls) is not is_v2
+
+
+class Gone:
+    """Whoever asked has gone: nothing is queued."""
+
+    def done(self) -> bool:
+        return True

@@ -1,0 +1,61 @@
+"""Where a learner computes, and through which interface ranks of several nodes find each other."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+from actors.setup.placement import in_order
+from rayapp.config.config import Config
+from rayapp.core.errors import LearnerError
+from rayapp.core.machine import use_interface_towards
+from rayapp.learner.distributed import give_back_memory, learner_device
+
+
+def config(device: str, placement: str = "split") -> Config:
+    return Config.model_validate({"cluster": {"device": device, "placement": placement}})
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
+@pytest.mark.parametrize(("device", "visible"), [("gpu", ""), ("auto", "0"), ("auto", "MIG-6a5c")])
+def test_a_learner_that_was_given_a_gpu_does_not_compute_on_the_cpu_instead(
+    monkeypatch: pytest.MonkeyPatch, device: str, visible: str
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    with pytest.raises(LearnerError, match=r"to compute on a GPU, but torch .* can use none: .*CUDA 13 needs 580"):
+        learner_device(config(device))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
+@pytest.mark.parametrize(("device", "visible"), [("auto", ""), ("auto", "-1"), ("cpu", "0")])
+def test_without_one_it_computes_on_the_cpu(monkeypatch: pytest.MonkeyPatch, device: str, visible: str) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert learner_device(config(device)).type == "cpu"
+
+
+@pytest.mark.parametrize(("placement", "times"), [("colocated", 1), ("split", 0)])
+def test_memory_goes_back_to_a_gpu_that_a_server_shares(
+    monkeypatch: pytest.MonkeyPatch, placement: str, times: int
+) -> None:
+    emptied: list[None] = []
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: emptied.append(None))
+    give_back_memory(config("gpu", placement), torch.device("cuda", 0))
+    give_back_memory(config("cpu", placement), torch.device("cpu"))
+    assert len(emptied) == times
+
+
+def test_gloo_listens_where_the_others_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "before")
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME")
+    use_interface_towards("127.0.0.1")
+    assert os.environ["GLOO_SOCKET_IFNAME"] == "lo"
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth7")  # a user's choice stands
+    use_interface_towards("127.0.0.1")
+    assert os.environ["GLOO_SOCKET_IFNAME"] == "eth7"
+
+
+def test_gpus_are_in_the_order_of_their_numbers_and_parts_of_them_have_names() -> None:
+    assert in_order(["10", "9", "0"]) == "0,9,10"
+    assert in_order(["MIG-b", "MIG-a"]) == "MIG-a,MIG-b"

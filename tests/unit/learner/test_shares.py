@@ -1,0 +1,100 @@
+"""What each rank trains on: everything once, in every mini-batch about as many tokens on each."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rayapp.config.config import Config
+from rayapp.core.types import GroupSummary
+from rayapp.learner.shares import Share, deal
+
+PROMPT = 100
+
+
+def config(num_minibatches: int = 1, **algorithm: Any) -> Config:
+    return Config.model_validate(
+        {"train": {"groups_per_step": 16, "num_minibatches": num_minibatches}, "algorithm": algorithm}
+    )
+
+
+def summary(position: int, num_response_tokens: list[int], rewards: list[float] | None = None) -> GroupSummary:
+    size = len(num_response_tokens)
+    return GroupSummary(
+        group_id=position,
+        task="t",
+        rewards=np.array(rewards or np.arange(size), np.float32),
+        valid=np.ones(size, np.bool_),
+        num_tokens=np.array(num_response_tokens, np.int32) + PROMPT,
+        num_response_tokens=np.array(num_response_tokens, np.int32),
+        num_prompt_tokens=PROMPT,
+        statuses=("ok",) * size,
+        reward_statuses=("ok",) * size,
+        failure_kinds=("",) * size,
+        reward_terms={},
+        min_policy_version=0,
+        max_policy_version=0,
+        time_generate_s=0.0,
+        time_score_s=0.0,
+        time_total_s=0.0,
+    )
+
+
+def tokens(shares: tuple[Share, ...], summaries: list[GroupSummary]) -> int:
+    """That a rank computes: each prompt once, and the responses of its trajectories."""
+    return sum(PROMPT + int(summaries[s.position].num_response_tokens[s.start : s.stop].sum()) for s in shares)
+
+
+GROUPS = st.lists(st.lists(st.integers(1, 2000), min_size=2, max_size=6), min_size=1, max_size=12)
+
+
+@given(groups=GROUPS, num_ranks=st.integers(1, 9), num_minibatches=st.integers(1, 3))
+@settings(deadline=None)
+def test_every_trajectory_goes_to_exactly_one_rank(
+    groups: list[list[int]], num_ranks: int, num_minibatches: int
+) -> None:
+    summaries = [summary(position, sizes) for position, sizes in enumerate(groups)]
+    shares = deal(summaries, config().model_copy(update={"train": _train(num_minibatches)}), num_ranks)
+    assert len(shares) == num_ranks
+    dealt = [(s.position, i) for mine in shares for s in mine for i, _ in enumerate(groups[s.position]) if s.has(i)]
+    assert sorted(dealt) == [(position, i) for position, sizes in enumerate(groups) for i in range(len(sizes))]
+    assert all(len({s.position for s in mine}) == len(mine) for mine in shares)
+
+
+def _train(num_minibatches: int) -> Any:
+    return config().train.model_copy(update={"num_minibatches": num_minibatches})
+
+
+@given(groups=GROUPS, num_ranks=st.integers(1, 9))
+@settings(deadline=None)
+def test_the_busiest_rank_is_ahead_by_one_trajectory_at_most(groups: list[list[int]], num_ranks: int) -> None:
+    summaries = [summary(position, sizes) for position, sizes in enumerate(groups)]
+    loads = [tokens(mine, summaries) for mine in deal(summaries, config(), num_ranks)]
+    even = sum(PROMPT + sum(sizes) for sizes in groups) / num_ranks
+    assert max(loads) <= even + PROMPT + max(max(sizes) for sizes in groups) + 1
+
+
+@pytest.mark.parametrize("num_minibatches", [1, 2, 4])
+def test_every_mini_batch_keeps_all_of_eight_ranks_busy(num_minibatches: int) -> None:
+    rng = np.random.default_rng(0)
+    groups = [rng.integers(200, 1024, 16).tolist() for _ in range(16)]
+    summaries, size = [summary(p, sizes) for p, sizes in enumerate(groups)], 16 // num_minibatches
+    shares = deal(summaries, config(num_minibatches), 8)
+    took = 0
+    for first in range(0, 16, size):
+        parts = [tuple(s for s in mine if first <= s.position < first + size) for mine in shares]
+        took += max(tokens(part, summaries) for part in parts)
+    # Ranks wait for each other after each mini-batch. Dealt over the whole step it was 2.0 with two of them.
+    assert took / (sum(PROMPT + sum(sizes) for sizes in groups) / 8) <= 1.1
+
+
+def test_groups_that_teach_nothing_keep_no_rank_busy() -> None:
+    summaries = [summary(0, [500, 500], [1.0, 1.0]), summary(1, [500, 500], [0.0, 1.0])]
+    # Both trajectories that are computed are apart, although the four together are dealt in order.
+    assert deal(summaries, config(), 2) == ((Share(0, 0, 2), Share(1, 0, 1)), (Share(1, 1, 2),))
+    # With a loss that pulls at all of them, each rank gets a group.
+    assert deal(summaries, config(kl_loss_coef=0.1), 2) == ((Share(0, 0, 2),), (Share(1, 0, 2),))
