@@ -10,6 +10,7 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 
+from rayapp.cli.main import run
 from rayapp.config.loading import load_config
 from rayapp.config.sandbox import SandboxConfig
 from rayapp.core.errors import InputError
@@ -20,7 +21,7 @@ from rayapp.tasks.code.benchmarks import load_benchmark
 from rayapp.tasks.code.problem import InsideTest
 from rayapp.tasks.data.code_rows import MAX_TEST_CHARS, apps_row
 from rayapp.tasks.data.preparing import Preparation, prepare
-from rayapp.tasks.data.rows import DATASETS
+from rayapp.tasks.data.rows import DATASETS, default_source
 from rayapp.tasks.loading import load_tasks
 
 MBPP = {
@@ -146,3 +147,32 @@ def test_a_benchmark_that_cannot_be_read_says_why(source: str, why: str, tmp_pat
 
     with pytest.raises(InputError, match=why):
         load_tasks([source.format(**files)])
+
+
+@pytest.mark.parametrize(
+    ("benchmark", "why"),
+    [("gsm8k", "is no benchmark"), ("humaneval", "its prompt has"), ("mbpp=/none", "there is no file /none")],
+)
+def test_rayapp_eval_asks_the_benchmark_in_place_of_the_configs_data(
+    benchmark: str, why: str, tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = tmp_path / "run.yaml"
+    # HumanEval's longest prompts are beyond these tokens: told before anything starts, so the benchmark was read.
+    config.write_text(
+        f"model: {{path: {tiny_model}}}\ndata: {{eval_files: [none.parquet]}}\n"
+        "rollout: {max_prompt_tokens: 100, max_completion_tokens: 100}\n"
+    )
+
+    assert run(["eval", str(config), "--benchmark", benchmark]) == 2
+
+    assert why in capsys.readouterr().err.replace("\n", " ")
+
+
+async def test_humaneval_is_prepared_from_its_package(tmp_path: Path) -> None:
+    job = Preparation(
+        name="humaneval", source=default_source("humaneval"), out=str(tmp_path), limit=3, check_references=False
+    )
+
+    (report,) = await prepare(job)
+
+    assert (report.split, report.num_written) == ("test", 3)
