@@ -139,7 +139,7 @@ def _of_codecontests(fields: Fields) -> dict[str, Any]:
     }
 
 
-def _pairs(tests: object) -> list[tuple[object, object]]:
+def _pairs(tests: Any) -> list[tuple[object, object]]:
     """Tests as the hub has them, {input: [...], output: [...]}, or as `datasets` may show them, [{input, output}]."""
     match tests:
         case None:
