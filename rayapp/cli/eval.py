@@ -21,6 +21,7 @@ from rayapp.runs.checkpoints import Checkpoint, CheckpointFolder, damage
 from rayapp.storage.folders import MANIFEST
 
 app = typer.Typer()
+_NO_DATA = ("data.train_files=[]", "data.eval_files=[]", 'agent.tool_file=""')
 
 
 @contextmanager
@@ -78,13 +79,19 @@ def _with_model(config: Config, folder: Path) -> Config:
     name="eval",
     epilog="Examples:\n\n"
     "  rayapp eval configs/coding_cpu.yaml\n\n"
-    "  rayapp eval configs/coding_cpu.yaml --model outputs/coding_cpu/final --samples 64",
+    "  rayapp eval configs/coding_cpu.yaml --model outputs/coding_cpu/final --samples 64\n\n"
+    "  rayapp eval configs/coding_cpu.yaml --benchmark humaneval --samples 10\n\n"
+    "  rayapp eval configs/coding_cpu.yaml --benchmark mbpp=mbpp.jsonl",
 )
 def evaluate(
     config: ConfigFile,
     overrides: Overrides = None,
     model: Annotated[
         str | None, typer.Option(help="Evaluate this model or checkpoint (checkpoints/step=…) instead of the config's")
+    ] = None,
+    benchmark: Annotated[
+        str | None,
+        typer.Option(help="Evaluate humaneval or mbpp=FILE instead of the config's tasks; NAME:completion for no chat"),
     ] = None,
     samples: Annotated[
         int | None, typer.Option(min=1, help="Completions per task or data row; default eval.samples_per_task")
@@ -97,6 +104,8 @@ def evaluate(
 
     options = [f"model.path={json.dumps(model)}"] if model else []
     options += [f"eval.samples_per_task={samples}"] if samples else []
+    # The benchmark's prompts are asked once, without tools, whatever the run would do.
+    options += [f"tasks=[{json.dumps(f'benchmark:{benchmark}')}]", *_NO_DATA] if benchmark else []
     loaded = load_config(config, [*(overrides or ()), *options])
     from rayapp.driver.evaluation import run_evaluation
 

@@ -53,6 +53,25 @@ class AgentSection(FrozenModel):
     """The part that stays of a result that is cut: its beginning (left), its end (right), or both (middle)."""
 
 
+class CodeSection(FrozenModel):
+    """How code in an answer is tested (docs/datasets.md)."""
+
+    sources: tuple[str, ...] = ()
+    """Further data sources whose rows are code problems, beside those that are known."""
+    score: Literal["all", "share"] = "all"
+    """all: 1 where every test is passed, else 0; testing stops at the first failure. share: tests passed / tests."""
+    max_tests: int = Field(20, ge=0)
+    """Tests of a problem that are run at most; 0 runs all."""
+    choose_tests: Literal["seeded", "first"] = "seeded"
+    """Which ones, where there are more: drawn anew for each group of completions, or always the first."""
+    test_timeout_s: float = Field(6.0, gt=0.0, le=600.0)
+    """For one test, waiting for a processor not counted."""
+    total_timeout_s: float = Field(60.0, gt=0.0, le=3600.0)
+    """For all tests of a completion. Those that are left are failed."""
+    memory_mib: int = Field(512, ge=64)
+    """Memory of a test's processes."""
+
+
 class RewardSection(FrozenModel):
     """What an answer to a data row is worth: score + format_weight * format + tool_weight * tool."""
 
@@ -68,5 +87,6 @@ class RewardSection(FrozenModel):
     """Weight of the term tool: the sum of what the tools gave for single calls."""
     custom: str = ""
     """A function of your own in place of the data source's rule: package.module:function or file.py:function."""
+    code: CodeSection = CodeSection()
     custom_timeout_s: float = Field(30.0, gt=0)
     """Deadline of one call of it."""

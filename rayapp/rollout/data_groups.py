@@ -15,7 +15,7 @@ from rayapp.rollout.agent.episode import AgentPrompt, Episode
 from rayapp.rollout.agent.loops import AgentLoops, agent_loops, check_agent_name
 from rayapp.rollout.agent.outcome import with_terms
 from rayapp.rollout.group import Assignment
-from rayapp.rollout.order import GroupRequest
+from rayapp.rollout.order import GroupRequest, scoring_seed
 from rayapp.tasks.answers import Answer, AnswerRewards, score_answer
 from rayapp.tasks.custom_rewards import CustomReward
 from rayapp.tasks.data.data_row import DataRow
@@ -30,6 +30,7 @@ class DataGroups:
         config: Config,
         loops: AgentLoops,
         rewards: AnswerRewards,
+        sandboxes: SandboxSource,
         *,
         train: TrainingData | None,
         held_out: TrainingData | None,
@@ -37,6 +38,7 @@ class DataGroups:
         self._config = config
         self._loops = loops
         self._rewards = rewards
+        self._sandboxes = sandboxes
         self._train = train
         self._held_out = held_out
         self._reading = asyncio.Lock()
@@ -54,7 +56,7 @@ class DataGroups:
         except BaseException:
             await loops.close()
             raise
-        return cls(config, loops, rewards, train=train, held_out=held_out)
+        return cls(config, loops, rewards, sandboxes, train=train, held_out=held_out)
 
     @property
     def num_eval_prompts(self) -> int:
@@ -67,7 +69,8 @@ class DataGroups:
         return len(self._train) if self._train is not None else 0
 
     async def assignment(self, request: GroupRequest, *, seed: int) -> Assignment:
-        return assignment_of(await self._row(request), self._loops, self._rewards)
+        tests = scoring_seed(request.group_id, seed=seed)
+        return assignment_of(await self._row(request), self._loops, self._rewards, self._sandboxes, seed=tests)
 
     async def _row(self, request: GroupRequest) -> DataRow:
         rows = self._train if request.purpose == "group" else self._held_out
@@ -81,9 +84,14 @@ class DataGroups:
         await self._loops.close()
 
 
-def assignment_of(row: DataRow, loops: AgentLoops, rewards: AnswerRewards) -> Assignment:
+def assignment_of(
+    row: DataRow, loops: AgentLoops, rewards: AnswerRewards, sandboxes: SandboxSource, *, seed: int = 0
+) -> Assignment:
     """What the trajectories of a row's group are to do.
 
+    Args:
+        sandboxes: where code in the answers runs.
+        seed: draws the hidden tests of a code problem.
     Raises:
         InputError: there is no loop of the row's agent_name.
     """
@@ -93,11 +101,11 @@ def assignment_of(row: DataRow, loops: AgentLoops, rewards: AnswerRewards) -> As
         # The row's source stands where a task's name would.
         prompt=Prompt(task=row.data_source, text=text, token_ids=np.array(row.prompt_ids, np.int32)),
         play=partial(loop.run, AgentPrompt(token_ids=row.prompt_ids, tools_kwargs=row.tools_kwargs)),
-        score=partial(_score, row, rewards),
+        score=partial(_score, row, rewards, sandboxes, seed),
     )
 
 
-async def _score(row: DataRow, rewards: AnswerRewards, episode: Episode) -> Reward:
+async def _score(row: DataRow, rewards: AnswerRewards, sandboxes: SandboxSource, seed: int, episode: Episode) -> Reward:
     if episode.status.is_error:
         return with_terms(None, episode)
     answer = Answer(
@@ -107,7 +115,7 @@ async def _score(row: DataRow, rewards: AnswerRewards, episode: Episode) -> Rewa
         extra_info=row.extra_info,
         tool_reward=sum(call.reward for call in episode.calls if call.reward is not None),
     )
-    return with_terms(await score_answer(answer, rewards), episode)
+    return with_terms(await score_answer(answer, rewards, sandboxes, seed=seed), episode)
 
 
 async def open_files(config: Config, encode: Encode) -> tuple[TrainingData | None, TrainingData | None]:
@@ -143,5 +151,6 @@ def answer_rewards(config: Config) -> AnswerRewards:
         correct_score=section.correct_score,
         format_weight=section.format_weight,
         tool_weight=section.tool_weight,
+        code=section.code,
         custom=CustomReward(path=section.custom, timeout_s=section.custom_timeout_s) if section.custom else None,
     )

@@ -1,10 +1,11 @@
 """verl's rules: which one scores which data source, and the call of one. The call is made in the text process.
 
 Only rules that are pure work on strings are here: a text of the policy's can't do anything but be compared. Each was
-read in verl 0.9.1; they import re, random and string, and know no eval, exec, file or process. What else its
-`default_compute_score` knows is refused before a run starts: `prime_code` runs the completion, `prime_math` (sympy, and
-eval for `\\pi` and matrices) and `geo3k` (mathruler, which uses sympy) evaluate it. A test goes through verl's
-dispatcher and these files, so that a verl that adds or changes a rule is noticed.
+read in verl 0.9.1; they import re, random and string, and know no eval, exec, file or process. In place of
+`prime_code`, which runs the completion, is our own rule, which does so in sandboxes (`code/scoring.py`). What else its
+`default_compute_score` knows is refused before a run starts: `prime_math` (sympy, and eval for `\\pi` and matrices) and
+`geo3k` (mathruler, which uses sympy) evaluate the completion. A test goes through verl's dispatcher and these files, so
+that a verl that adds or changes a rule is noticed.
 
 The files are loaded by path: importing verl itself takes seconds, with torch and Ray.
 """
@@ -18,10 +19,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from rayapp.tasks.code.outputs import Comparison
+
 GSM8K = "openai/gsm8k"
-TruthKind = Literal["any", "text", "targets"]
+TruthKind = Literal["any", "text", "targets", "tests"]
 """Form of a row's ground_truth. any: not null; text: that or a whole number; targets: a struct whose `target`
-is text, or texts."""
+is text, or texts; tests: a code problem (`code/formats.py`)."""
 _MARKED = re.compile(r"#### (-?[0-9.,]+)")
 _ENDS_MARKED = re.compile(r"#### -?[0-9][0-9.,]*\s*\Z")
 
@@ -55,7 +58,20 @@ _RULES: Mapping[str, Rule] = {
     "searchR1_musique": _SEARCH,
     "searchR1_bamboogle": _SEARCH,
 }
-NAMES = (*_RULES, "aime…")
+CODE_SOURCES: Mapping[str, Comparison] = {
+    "apps": "lines",
+    "codecontests": "lines",
+    "codeforces": "lines",
+    "taco": "lines",
+    "codeparrot/apps": "lines",
+    "BAAI/TACO": "lines",
+    "deepmind/code_contests": "lines",
+    "livecodebench/code_generation_lite": "decimals",
+    "openai/openai_humaneval": "lines",
+    "google-research-datasets/mbpp": "lines",
+}
+"""Data sources whose rows are code problems, and how a program's output is compared. The first four are verl's."""
+NAMES = (*_RULES, "aime…", *CODE_SOURCES)
 """Data sources that have a rule, for messages."""
 
 

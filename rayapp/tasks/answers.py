@@ -2,7 +2,8 @@
 
     completion, row -> {correct, format, tool, custom terms} -> Reward(value = weighted sum, terms = all of them)
 
-Called by the agent loop after the last turn. Rules read the completion in the text process. Never raises for what the
+Called by the agent loop after the last turn. Rules read the completion in the text process, and code in it runs in a
+sandbox (`code/scoring.py`). Never raises for what the
 completion says or what a custom function does.
 """
 
@@ -12,13 +13,26 @@ import functools
 import importlib.util
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from rayapp.config.agent import CodeSection
 from rayapp.core.errors import InputError
+from rayapp.core.protocols import SandboxSource
 from rayapp.core.types import Reward
-from rayapp.tasks.answer_rules import GSM8K, NAMES, Rule, TruthKind, find_rule, format_term, score_by_rule
+from rayapp.tasks.answer_rules import (
+    CODE_SOURCES,
+    GSM8K,
+    NAMES,
+    Rule,
+    TruthKind,
+    find_rule,
+    format_term,
+    score_by_rule,
+)
+from rayapp.tasks.code.formats import as_json
+from rayapp.tasks.code.scoring import CodeProblem
 from rayapp.tasks.custom_rewards import CustomReward, RewardFailedError, is_storable
 from rayapp.tasks.text_process import TextReadingFailedError, TextTooCostlyError, on_text
 
@@ -40,6 +54,16 @@ class AnswerRewards:
     """Weight of the term `tool`: the sum of the rewards that the tools gave on the way."""
     custom: CustomReward | None = None
     """The user's function, in place of the data source's rule."""
+    code: CodeSection = field(default_factory=CodeSection)
+    """How code problems are tested."""
+
+    def code_problem(self, data_source: str, ground_truth: object) -> CodeProblem | None:
+        """The row as a code problem; None where it is none, or a custom function scores it."""
+        is_code = data_source in CODE_SOURCES or data_source in self.code.sources
+        if self.custom is not None or not is_code:
+            return None
+        comparison = CODE_SOURCES.get(data_source, "lines")
+        return CodeProblem(ground_truth=as_json(ground_truth), comparison=comparison, rules=self.code)
 
     def truth_kind(self, data_source: str) -> TruthKind:
         """The form that the ground_truth of a data source's rows must have.
@@ -47,7 +71,9 @@ class AnswerRewards:
         Raises:
             InputError: there is no rule for it, and no custom function.
         """
-        return "any" if self.custom is not None else _rule(data_source).truth
+        if self.custom is not None:
+            return "any"
+        return "tests" if self.code_problem(data_source, "") else _rule(data_source).truth
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,22 +87,35 @@ class Answer:
     tool_reward: float = 0.0
 
 
-async def score_answer(answer: Answer, rewards: AnswerRewards) -> Reward:
+async def score_answer(answer: Answer, rewards: AnswerRewards, sandboxes: SandboxSource, *, seed: int = 0) -> Reward:
     """The verdict. `terms["solved"]` and `terms["pass_rate"]` are 1 where the answer is right.
 
     A text that is too long or takes too much time to read is a wrong answer, with status too_long or unreadable.
 
+    Args:
+        sandboxes: where code in the answer runs.
+        seed: draws the tests of a code problem; the same for all answers that are compared.
     Raises:
         InputError: no rule for this data source, and no custom function: a mistake of the config, not of the policy.
             The check before a run (`AnswerRewards.truth_kind`) tells it first.
+        SandboxConfigError: no sandbox can ever be had with this configuration.
     """
     started = time.perf_counter()
     try:
-        found = await (_by_rule(answer, rewards) if rewards.custom is None else _by_custom(answer, rewards.custom))
-        verdict = _weighed(found, answer.tool_reward, rewards)
+        found = await _found(answer, rewards, sandboxes, seed)
+        verdict = _weighed(found, answer.tool_reward, rewards) if found.valid else found
     except (RewardFailedError, TextReadingFailedError) as error:
         verdict = Reward.invalid(error.kind, str(error))
     return replace(verdict, time_score_s=time.perf_counter() - started)
+
+
+async def _found(answer: Answer, rewards: AnswerRewards, sandboxes: SandboxSource, seed: int) -> Reward:
+    if rewards.custom is not None:
+        return await _by_custom(answer, rewards.custom)
+    problem = rewards.code_problem(answer.data_source, answer.ground_truth)
+    if problem is not None:
+        return await problem.score(answer.completion_text, sandboxes, seed=seed)
+    return await _by_rule(answer, rewards)
 
 
 async def _by_custom(answer: Answer, custom: CustomReward) -> Reward:
@@ -127,9 +166,10 @@ def _rule(data_source: str) -> Rule:
     rule = find_rule(data_source)
     if rule is None:
         raise InputError(
-            f"data_source {data_source!r} has no rule here: only rules of verl's that compare text are used "
-            f"({', '.join(NAMES)}), none that runs or evaluates what the policy wrote. Name a function of your own in "
-            "reward.custom (docs/data.md)."
+            f"data_source {data_source!r} has no rule here: only tests in sandboxes and rules of verl's that compare "
+            f"text are used ({', '.join(NAMES)}), none that runs or evaluates what the policy wrote in the trainer. "
+            "Name it in reward.code.sources if its rows are code problems (docs/datasets.md), or a function of your "
+            "own in reward.custom (docs/data.md)."
         )
     return rule
 

@@ -19,18 +19,17 @@ from typing import Annotated, Literal, Self
 import numpy as np
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
-from rayapp.core.errors import InputError, SandboxConfigError, SandboxError
-from rayapp.core.protocols import SandboxSource, Tokenizer
-from rayapp.core.types import CallReport, Prompt, Reward, SandboxSpec
+from rayapp.core.errors import InputError
+from rayapp.core.protocols import Sandbox, SandboxSource, Tokenizer
+from rayapp.core.types import Prompt, Reward, SandboxSpec
 from rayapp.tasks.banned import normal_pattern
 from rayapp.tasks.cases import Case, CaseSource
 from rayapp.tasks.extraction import parse
 from rayapp.tasks.grading import failure, grade
+from rayapp.tasks.sandboxed import judged_in_sandbox
 from rayapp.tasks.screening import screen
 from rayapp.tasks.text_process import TextReadingFailedError, TextTooCostlyError, on_text
 
-LEASE_TIMEOUT_S = 120.0
-"""Longest wait for a sandbox: a busy pool is normal, one that gives none for two minutes is broken."""
 VALIDATION_SEEDS = range(3)
 """Seeds the reference is tried on when a task is loaded."""
 
@@ -215,22 +214,13 @@ class CodingTask(BaseModel):
         return await self._run(code, cases, sandboxes)
 
     async def _run(self, code: str, cases: tuple[Case, ...], sandboxes: SandboxSource) -> Reward:
-        """The verdict of the hidden tests; a sandbox that fails is replaced once."""
-        failed: SandboxError | None = None
-        for _ in range(2):
-            try:
-                return grade(await self._call(code, cases, sandboxes), cases)
-            except SandboxConfigError:
-                raise
-            except SandboxError as error:
-                failed = error
-        assert failed is not None
-        return Reward.invalid(_failure_kind(failed), str(failed))
+        """The verdict of the hidden tests."""
 
-    async def _call(self, code: str, cases: tuple[Case, ...], sandboxes: SandboxSource) -> CallReport:
-        inputs = [case.args for case in cases]
-        async with sandboxes.lease(SandboxSpec(packages=self.packages), timeout_s=LEASE_TIMEOUT_S) as sandbox:
-            return await sandbox.call_function(code, self.func_name, inputs, timeout_s=self.timeout_s)
+        async def judge(sandbox: Sandbox) -> Reward:
+            inputs = [case.args for case in cases]
+            return grade(await sandbox.call_function(code, self.func_name, inputs, timeout_s=self.timeout_s), cases)
+
+        return await judged_in_sandbox(sandboxes, SandboxSpec(packages=self.packages), judge)
 
 
 def _parameters(line: str) -> tuple[str, ...]:
@@ -258,9 +248,3 @@ def _chat(tokenizer: Tokenizer, task: CodingTask) -> str:
             f"task {task.name}: prompt_format is {task.prompt_format}, but the model's chat template can't render it: "
             f"{error}. Use prompt_format: completion for a base model."
         ) from error
-
-
-def _failure_kind(error: SandboxError) -> str:
-    """`SandboxGoneError` -> `sandbox_gone`."""
-    words = "".join(f"_{letter.lower()}" if letter.isupper() else letter for letter in type(error).__name__)
-    return words.strip("_").removesuffix("_error")

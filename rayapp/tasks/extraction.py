@@ -19,7 +19,7 @@ import textwrap
 import threading
 import warnings
 
-_PYTHON_LANGUAGES = frozenset({"", "python", "py", "python3", "pycon", "ipython"})
+_PYTHON_LANGUAGES = frozenset({"python", "py", "python3", "pycon", "ipython"})
 _STARTS_CODE = re.compile(r"(?:(?:async\s+)?def|class|import|from)\b|@")
 _ONE_PARSE = threading.Lock()
 _MAX_TRIES = 12
@@ -44,6 +44,22 @@ def extract_code(completion: str, func_name: str, *, prefill: str = "") -> str |
         if _has_def(candidate, func_name):
             return cut_after_function(candidate, func_name)
     return None
+
+
+def extract_program(completion: str) -> str | None:
+    """The part of a completion that is a whole program: its last block marked as Python, else its last block that
+    parses, else all of it where there is no fence.
+
+    Returns:
+        Source, perhaps with a syntax error; None when there is no such thing.
+    """
+    text = completion.replace("\r\n", "\n").replace("\r", "\n")
+    marked = [block for block in _fenced_blocks(text, only_marked=True) if block.strip()]
+    if marked:
+        return marked[-1]
+    blocks = [block for block in _fenced_blocks(text) if block.strip()]
+    parsing = (block for block in blocks[:-_MAX_TRIES:-1] if parse(block) is not None)
+    return next(parsing, blocks[-1]) if blocks else textwrap.dedent(text).strip() or None
 
 
 def cut_after_function(source: str, func_name: str) -> str:
@@ -90,24 +106,28 @@ def _until_fence(text: str) -> str:
     return text if closing is None else "\n".join([*lines[:closing], ""])
 
 
-def _fenced_blocks(text: str) -> list[str]:
-    """Contents of the blocks that may be Python, in order. A block never closed goes to the end of the text."""
+def _fenced_blocks(text: str, *, only_marked: bool = False) -> list[str]:
+    """Contents of the blocks that may be Python, in order. A block never closed goes to the end of the text.
+
+    Args:
+        only_marked: leave out those that name no language.
+    """
     blocks: list[str] = []
     opening, body = None, list[str]()
     for line in text.split("\n"):
         if opening is None:
             opening, body = _fence(line), []
         elif _closes(line, opening[0]):
-            blocks += _python_block(opening[1], [*body, ""])
+            blocks += _python_block(opening[1], [*body, ""], only_marked)
             opening = None
         else:
             body.append(line)
-    return blocks + (_python_block(opening[1], body) if opening else [])
+    return blocks + (_python_block(opening[1], body, only_marked) if opening else [])
 
 
-def _python_block(language: str, body: list[str]) -> list[str]:
+def _python_block(language: str, body: list[str], only_marked: bool) -> list[str]:
     words = language.split()
-    is_python = (words[0].lower() if words else "") in _PYTHON_LANGUAGES
+    is_python = bool(words and words[0].lower() in _PYTHON_LANGUAGES) or not (words or only_marked)
     return [textwrap.dedent("\n".join(body))] if is_python else []
 
 

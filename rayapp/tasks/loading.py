@@ -2,8 +2,8 @@
 
 A task is given as the name of a shipped one (`sort_numbers`), a YAML file with the fields of `CodingTask` (with
 `based_on`, a shipped task, only those that differ from its), or a Python file that binds `TASK` to a `CodingTask` or
-any object of the `Task` protocol. Used by the driver, the rollout workers and `rayapp score`. A Python file is run in
-this process: it is the user's own.
+any object of the `Task` protocol. `benchmark:humaneval` is many tasks. Used by the driver, the rollout workers and
+`rayapp score`. A Python file is run in this process: it is the user's own.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from pydantic import ValidationError
 from rayapp.core.errors import InputError
 from rayapp.core.protocols import Task
 from rayapp.core.validation import explain
+from rayapp.tasks.code.benchmarks import PREFIX, load_benchmark
 from rayapp.tasks.coding import CodingTask
 
 _YAML = (".yaml", ".yml")
@@ -40,13 +41,17 @@ def load_tasks(names: Sequence[str]) -> tuple[Task, ...]:
     """
     if not names:
         raise InputError(f"tasks is empty: name at least one of {', '.join(shipped_tasks())}, or a .yaml or .py file")
-    tasks = tuple(load_task(name) for name in names)
+    found = [(task, source) for source in names for task in _load(source)]
     seen: dict[str, str] = {}
-    for task, source in zip(tasks, names, strict=True):
-        if task.name in seen:
+    for task, source in found:
+        if seen.get(task.name, source) != source or (task.name in seen and not source.startswith(PREFIX)):
             raise InputError(f"two tasks are called {task.name}: {seen[task.name]} and {source}. Metrics go by name.")
         seen[task.name] = source
-    return tasks
+    return tuple(task for task, _ in found)
+
+
+def _load(source: str) -> Sequence[Task]:
+    return load_benchmark(source) if source.startswith(PREFIX) else (load_task(source),)
 
 
 def load_task(source: str) -> Task:

@@ -8,14 +8,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from rayapp.tasks.banned import find_banned
-from rayapp.tasks.extraction import extract_code, parse
+from rayapp.tasks.extraction import extract_code, extract_program, parse
 
 
 def screen(completion: str, func_name: str, prefill: str, banned_patterns: Sequence[str]) -> tuple[str, str, str]:
-    """Code, status and detail; the status is empty where the code may run, else it is the verdict's."""
-    code = extract_code(completion, func_name, prefill=prefill)
+    """Code, status and detail; the status is empty where the code may run, else it is the verdict's.
+
+    Args:
+        func_name: empty: the answer is a whole program.
+    """
+    code = extract_code(completion, func_name, prefill=prefill) if func_name else extract_program(completion)
     if code is None:
-        return "", "no_code", f"no `def {func_name}` in the completion"
+        return "", "no_code", f"no `def {func_name}` in the completion" if func_name else "the completion is empty"
     if parse(code) is None:
         return code, "syntax_error", "the code does not parse"
     banned = find_banned(code, banned_patterns)

@@ -17,7 +17,7 @@ def summarize_step(summaries: Sequence[GroupSummary], *, version: int) -> dict[s
         version: policy version that is about to be trained; staleness counts from it.
     """
     metrics = _rewards(summaries) | _groups(summaries) | _lengths(summaries) | _statuses(summaries)
-    metrics |= _tools(summaries)
+    metrics |= _tools(summaries) | _verdicts(summaries)
     for task in sorted({summary.task for summary in summaries}):
         own = [summary for summary in summaries if summary.task == task]
         metrics |= {f"task/{task}/{name}": value for name, value in _rewards(own).items()}
@@ -45,13 +45,23 @@ def _term(summary: GroupSummary, name: str) -> FloatArray:
 
 
 def _is_count(name: str) -> bool:
-    """True for what the agent loop records beside a reward's own terms: no rewards, and counted by `_tools`."""
+    """True for what is recorded beside a reward's own terms: no rewards, and counted by `_tools` and `_verdicts`."""
+    return _is_of_tools(name) or name.startswith("verdict/")
+
+
+def _is_of_tools(name: str) -> bool:
     return name in ("num_turns", "tool/calls", "tool/time_s", "tool/wait_s") or name.startswith("tool/failed")
+
+
+def _verdicts(summaries: Sequence[GroupSummary]) -> dict[str, float]:
+    """Trajectories of which something is true that whoever trusts their verdicts should know."""
+    names = {name for summary in summaries for name in summary.reward_terms if name.startswith("verdict/")}
+    return {name: float(sum(np.nansum(_term(summary, name)) for summary in summaries)) for name in sorted(names)}
 
 
 def _tools(summaries: Sequence[GroupSummary]) -> dict[str, float]:
     """Turns and tool calls of the agent loop, of all trajectories, whether they are trained on or not."""
-    names = {name for summary in summaries for name in summary.reward_terms if _is_count(name)}
+    names = {name for summary in summaries for name in summary.reward_terms if _is_of_tools(name)}
     found = {name: np.concatenate([_term(summary, name) for summary in summaries]) for name in names}
     turns = found.pop("num_turns", np.zeros(0, np.float32))
     if not (~np.isnan(turns)).any():

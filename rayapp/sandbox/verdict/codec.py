@@ -158,7 +158,7 @@ def _decode_text(tag: str, content: str) -> object:
 def _decode_container(tag: str, content: list[object], depth: int) -> object:
     if tag == "d":
         pairs = [_pair(item, depth) for item in content]
-        _check_hashes([key for key, _ in pairs])
+        check_hashes([key for key, _ in pairs])
         built = dict(pairs)
         _check_size(len(built), len(pairs))
         return built
@@ -166,7 +166,7 @@ def _decode_container(tag: str, content: list[object], depth: int) -> object:
     if tag == "t":
         return tuple(parts)
     if tag == "s":
-        _check_hashes(parts)
+        check_hashes(parts)
         members = set(parts)
         _check_size(len(members), len(parts))
         return members
@@ -179,7 +179,7 @@ def _pair(item: object, depth: int) -> tuple[object, object]:
     return decode_value(item[0], depth + 1), decode_value(item[1], depth + 1)
 
 
-def _check_hashes(keys: list[object]) -> None:
+def check_hashes(keys: list[object]) -> None:
     """Refuse keys made to collide: 100,000 multiples of 2**61 - 1 all hash to 0: such a dict takes hours."""
     if len(keys) > _MAX_COLLISIONS and max(Counter(map(hash, keys)).values()) > _MAX_COLLISIONS:
         raise ValueError("keys collide")

@@ -1,6 +1,7 @@
 """`rayapp data prepare`: raw examples to train.parquet and test.parquet in verl's schema, then to where they belong.
 
     source -> rows (those that can't be mapped are named and counted) -> parquet files in a scratch folder -> put_folder
+                '- of code: the solution that came with the problem passes its tests, in a sandbox, or the row is bad
 
 Nothing is written to the target before every row is mapped; its manifest comes last.
 """
@@ -9,24 +10,38 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from rayapp.config.agent import CodeSection
+from rayapp.config.sandbox import SandboxConfig
 from rayapp.core.errors import InputError
+from rayapp.core.protocols import SandboxSource
+from rayapp.sandbox.pool.in_process import open_pool
 from rayapp.storage.folders import put_folder
 from rayapp.storage.opening import open_storage
-from rayapp.tasks.data.rows import DATASETS, Mapper, Row
+from rayapp.tasks.answer_rules import CODE_SOURCES
+from rayapp.tasks.code.outputs import Comparison
+from rayapp.tasks.code.scoring import CodeProblem
+from rayapp.tasks.data.rows import DATASETS, ONE_FILE_IS_TEST, Mapper, Row
 from rayapp.tasks.data.sources import load_splits
 
 _log = logging.getLogger(__name__)
 ROWS_PER_GROUP = 1024
 """Rows of a parquet row group: what a reader holds at once."""
+_CHECKED_AT_ONCE = 32
+_SANDBOXES = SandboxConfig(min_ready=0)
+_REFERENCE_RULES = CodeSection(max_tests=0, test_timeout_s=20.0, total_timeout_s=600.0)
 _MOST_NAMED = 20
 """Bad rows that are named one by one; the rest is counted."""
+Check = Callable[[Sequence[Row]], list[str]]
+"""From rows to why the reference of each fails its tests; empty where it does not."""
 Progress = Callable[[str, int, int], None]
 """Called with split, rows done, rows in all."""
 
@@ -39,6 +54,12 @@ class SplitReport:
     num_written: int = 0
     bad: list[str] = field(default_factory=list)
     """`row 17: why`, one each."""
+
+    def refuse(self, index: int, why: str) -> None:
+        """Count a bad row; the first ones are logged."""
+        self.bad.append(f"row {index}: {why}")
+        if len(self.bad) <= _MOST_NAMED:
+            _log.warning("%s split, row %d can't be mapped: %s", self.split, index, why)
 
     @property
     def bad_ratio(self) -> float:
@@ -64,6 +85,8 @@ class Preparation:
     """Revision of a source on the hub; empty is its newest."""
     data_source: str = ""
     """Scoring goes by it; empty is the data set's hub id, whatever the source is."""
+    check_references: bool = True
+    """Run the solutions that come with code problems on their tests."""
 
 
 async def prepare(job: Preparation, progress: Progress = lambda *_: None) -> list[SplitReport]:
@@ -79,23 +102,39 @@ async def prepare(job: Preparation, progress: Progress = lambda *_: None) -> lis
         # Check the target before the work: an hour of mapping must not end at a wrong key.
         await storage.check()
         with tempfile.TemporaryDirectory(prefix="rayapp-data-") as scratch:
-            reports = await asyncio.to_thread(_map_all, job, Path(scratch), progress)
+            reports = await _mapped(job, Path(scratch), progress)
             await put_folder(Path(scratch) / "out", storage, overwrite=job.overwrite)
     return reports
 
 
-def _map_all(job: Preparation, scratch: Path, progress: Progress) -> list[SplitReport]:
+async def _mapped(job: Preparation, scratch: Path, progress: Progress) -> list[SplitReport]:
+    comparison = CODE_SOURCES.get(DATASETS[job.name][0])
+    if comparison is None or not job.check_references:
+        return await asyncio.to_thread(_map_all, job, scratch, progress, lambda rows: [""] * len(rows))
+    async with open_pool(_SANDBOXES, f"data-{os.getpid()}") as (sandboxes, _):
+        check = partial(_check_references, sandboxes, asyncio.get_running_loop(), comparison)
+        return await asyncio.to_thread(_map_all, job, scratch, progress, check)
+
+
+def _map_all(job: Preparation, scratch: Path, progress: Progress, check: Check) -> list[SplitReport]:
     hub_id, configuration, mapper = DATASETS[job.name]
-    splits = load_splits(job.source, hub_configuration=configuration, revision=job.revision, cache=scratch / "cache")
-    if "train" not in splits:
-        raise InputError(f"source {job.source!r} has no train split; there are: {', '.join(splits) or 'none'}")
+    file_split = "test" if job.name in ONE_FILE_IS_TEST else "train"
+    splits = load_splits(
+        job.source,
+        hub_configuration=configuration,
+        revision=job.revision,
+        file_split=file_split,
+        cache=scratch / "cache",
+    )
+    if file_split not in splits:
+        raise InputError(f"source {job.source!r} has no {file_split} split; there are: {', '.join(splits) or 'none'}")
     (scratch / "out").mkdir()
     reports = []
     for split, examples in splits.items():
         taken = examples.select(range(min(len(examples), job.limit))) if job.limit is not None else examples
         report = SplitReport(split=split)
         rows = _map_split(taken, mapper, report, job.data_source or hub_id, progress)
-        _write(rows, scratch / "out" / f"{split}.parquet")
+        _write(_checked(rows, report, check), scratch / "out" / f"{split}.parquet")
         _check(job, report)
         reports.append(report)
     return reports
@@ -108,13 +147,44 @@ def _map_split(
         try:
             row = mapper(example, index, report.split, data_source)
         except InputError as error:
-            report.bad.append(f"row {index}: {error}")
-            if len(report.bad) <= _MOST_NAMED:
-                _log.warning("%s split, row %d can't be mapped: %s", report.split, index, error)
+            report.refuse(index, str(error))
         else:
             report.num_written += 1
             yield row
         progress(report.split, index + 1, len(examples))
+
+
+def _checked(rows: Iterator[Row], report: SplitReport, check: Check) -> Iterator[Row]:
+    """The rows whose own reference passes their tests."""
+    while batch := list(islice(rows, _CHECKED_AT_ONCE)):
+        for row, problem in zip(batch, check(batch), strict=True):
+            if problem:
+                report.num_written -= 1
+                report.refuse(row["extra_info"]["index"], f"its reference fails its tests: {problem}")
+            else:
+                yield row
+
+
+def _check_references(
+    sandboxes: SandboxSource, loop: asyncio.AbstractEventLoop, comparison: Comparison, rows: Sequence[Row]
+) -> list[str]:
+    """Why each row's reference fails; empty where it passes, or there is none. Called from another thread than the
+    loop's."""
+
+    async def problem(row: Row) -> str:
+        reference = row["extra_info"].get("reference")
+        if not reference:
+            return ""
+        code = CodeProblem(
+            ground_truth=row["reward_model"]["ground_truth"], comparison=comparison, rules=_REFERENCE_RULES
+        )
+        verdict = await code.score(f"```python\n{reference}\n```", sandboxes, seed=0)
+        return "" if verdict.valid and verdict.value == 1.0 else verdict.detail or verdict.status
+
+    async def all_of_them() -> list[str]:
+        return await asyncio.gather(*map(problem, rows))
+
+    return asyncio.run_coroutine_threadsafe(all_of_them(), loop).result()
 
 
 def _write(rows: Iterator[Row], path: Path) -> None:

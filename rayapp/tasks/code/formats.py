@@ -1,0 +1,224 @@
+"""Reads a row's ground truth as the tests of a code problem, in the format of any data set that is known here. Pure.
+
+| fields | whose |
+|---|---|
+| `inputs`, `outputs`, `fn_name` | PRIME's rows for verl, and what `rayapp data prepare` writes |
+| `input_output` | APPS, TACO: JSON text of the above |
+| `public_tests`, `private_tests`, `generated_tests` | CodeContests |
+| `public_test_cases`, `private_test_cases`, `metadata` | LiveCodeBench |
+| `test_list`, `test_setup_code` or `test_imports` | MBPP |
+| `prompt`, `entry_point`, `test` | HumanEval |
+
+The first four come to PRIME's form, and then to tests. With `fn_name` the tests call that function, each input being
+its arguments: a list of them, or a text with one JSON value a line. Without it each input is a program's standard
+input.
+"""
+
+from __future__ import annotations
+
+import base64
+import functools
+import json
+import pickletools
+import zlib
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from rayapp.core.errors import InputError
+from rayapp.tasks.code.asserts import humaneval_tests, mbpp_tests
+from rayapp.tasks.code.outputs import Comparison, same_json, same_output
+from rayapp.tasks.code.problem import CallTest, CodeTests, StdinTest
+
+Fields = Mapping[str, Any]
+_LEAST_OUTPUT_BYTES = 1 << 16
+_MOST_DECODED_BYTES = 1 << 28
+_TEXT_OPS = frozenset({"BINUNICODE", "SHORT_BINUNICODE", "BINUNICODE8", "BINBYTES", "SHORT_BINBYTES", "BINBYTES8"})
+_OTHER_OPS = frozenset({"PROTO", "FRAME", "MEMOIZE", "BINPUT", "LONG_BINPUT", "PUT", "STOP"})
+
+
+@functools.lru_cache(maxsize=32)
+def read_tests(ground_truth: str, comparison: Comparison = "lines") -> CodeTests:
+    """The tests of a row. All completions of a group share them, so the last ones are kept.
+
+    Args:
+        ground_truth: JSON text of a struct with the fields of one of the formats above.
+    Raises:
+        InputError: it is no problem that can be scored; says why.
+    """
+    fields = _loaded(ground_truth, "ground_truth")
+    if not isinstance(fields, dict):
+        raise InputError(f"its ground_truth must be a struct of tests, not {ground_truth!r:.80}")
+    if "test_list" in fields:
+        setup = [fields.get("test_setup_code") or "", *(fields.get("test_imports") or ())]
+        return mbpp_tests(_list(fields, "test_list"), "\n".join(setup))
+    if "entry_point" in fields:
+        return humaneval_tests(*(_text(fields, name) for name in ("prompt", "entry_point", "test")))
+    return _of_prime(prime_form(fields), comparison)
+
+
+def as_json(ground_truth: object) -> str:
+    """The ground truth of a row, which may be a struct, as text."""
+    return ground_truth if isinstance(ground_truth, str) else json.dumps(ground_truth)
+
+
+def prime_form(fields: Fields) -> dict[str, Any]:
+    """`{inputs, outputs, fn_name, num_public}` of the first four formats.
+
+    Raises:
+        InputError: a field is missing or can't be read.
+    """
+    if "input_output" in fields:
+        return prime_form(_loaded(_text(fields, "input_output"), "input_output"))
+    if "public_tests" in fields:
+        return _of_codecontests(fields)
+    if "public_test_cases" in fields:
+        return _of_livecodebench(fields)
+    if "inputs" in fields and "outputs" in fields:
+        return dict(fields)
+    raise InputError(f"no tests: inputs and outputs are needed; it has {', '.join(sorted(fields)) or 'nothing'}")
+
+
+def _of_prime(fields: Fields, comparison: Comparison) -> CodeTests:
+    inputs, outputs = _list(fields, "inputs"), _list(fields, "outputs")
+    if len(inputs) != len(outputs) or not inputs:
+        raise InputError(f"it has {len(inputs)} inputs and {len(outputs)} outputs; one of each is needed for a test")
+    function = fields.get("fn_name") or ""
+    if not isinstance(function, str) or (function and not function.isidentifier()):
+        raise InputError(f"fn_name must be the name of a function, not {function!r:.60}")
+    make = _call_test if function else partial(_stdin_test, comparison)
+    return CodeTests(
+        tests=tuple(make(*pair) for pair in zip(inputs, outputs, strict=True)),
+        function=function,
+        has_usual_imports=True,
+        num_public=int(fields.get("num_public") or 0),
+    )
+
+
+def _stdin_test(comparison: Comparison, given: object, expected: object) -> StdinTest:
+    wanted = _joined(expected, "outputs")
+    return StdinTest(
+        stdin=_joined(given, "inputs"),
+        is_expected=partial(same_output, wanted, comparison),
+        max_output_bytes=max(_LEAST_OUTPUT_BYTES, 2 * len(wanted.encode())),
+    )
+
+
+def _joined(value: object, name: str) -> str:
+    lines = [value] if isinstance(value, str) else value
+    if not isinstance(lines, list) or not all(isinstance(line, str) for line in lines):
+        raise InputError(f"one of its {name} must be a text or a list of lines, not {value!r:.60}")
+    return "\n".join(lines)
+
+
+def _call_test(given: object, expected: object) -> CallTest:
+    if isinstance(given, str):
+        given = [_loaded(line, "inputs") for line in given.split("\n")]
+    if not isinstance(given, list):
+        raise InputError(f"one of its inputs must be a list of arguments or JSON lines, not {given!r:.60}")
+    if isinstance(expected, str):
+        expected = _loaded(expected, "outputs")
+    # JSON has texts as keys only; these data sets mean numbers.
+    arguments = tuple(_with_number_keys(argument) for argument in given)
+    return CallTest(calls=(arguments,), condition=lambda values: same_json(expected, values[0]))
+
+
+def _with_number_keys(value: object) -> object:
+    if isinstance(value, dict) and all(key.removeprefix("-").isdecimal() for key in value):
+        return {int(key): item for key, item in value.items()}
+    return value
+
+
+def _of_codecontests(fields: Fields) -> dict[str, Any]:
+    parts = [_pairs(fields.get(name)) for name in ("public_tests", "private_tests", "generated_tests")]
+    pairs = [pair for part in parts for pair in part]
+    return {
+        "inputs": [given for given, _ in pairs],
+        "outputs": [wanted for _, wanted in pairs],
+        "num_public": len(parts[0]),
+    }
+
+
+def _pairs(tests: Any) -> list[tuple[object, object]]:
+    """Tests as the hub has them, {input: [...], output: [...]}, or as `datasets` may show them, [{input, output}]."""
+    match tests:
+        case None:
+            return []
+        case {"input": list(given), "output": list(wanted)} if len(given) == len(wanted):
+            return list(zip(given, wanted, strict=True))
+        case [*items] if all(isinstance(item, dict) and {"input", "output"} <= item.keys() for item in items):
+            return [(item["input"], item["output"]) for item in items]
+    raise InputError(f"tests must be a struct of input and output, not {tests!r:.80}")
+
+
+def _of_livecodebench(fields: Fields) -> dict[str, Any]:
+    public = _loaded(_text(fields, "public_test_cases"), "public_test_cases")
+    private = _private_cases(fields.get("private_test_cases") or "[]")
+    cases = [*public, *private]
+    kinds = {case.get("testtype") for case in cases if isinstance(case, dict)}
+    if not all(isinstance(case, dict) for case in cases) or kinds not in ({"stdin"}, {"functional"}):
+        raise InputError(f"its test cases must all be of testtype stdin, or all functional; they are {kinds}")
+    metadata = _loaded(fields.get("metadata") or "{}", "metadata")
+    function = metadata.get("func_name") if kinds == {"functional"} else None
+    if kinds == {"functional"} and not function:
+        raise InputError("its tests are functional, and its metadata has no func_name")
+    inputs, outputs = ([case.get(name) for case in cases] for name in ("input", "output"))
+    return {"inputs": inputs, "outputs": outputs, "fn_name": function, "num_public": len(public)}
+
+
+def _private_cases(encoded: str) -> list[Any]:
+    """LiveCodeBench's hidden cases: JSON, or that as a pickled text, deflated, in base64."""
+    try:
+        found = json.loads(encoded)
+    except ValueError:
+        found = _loaded(_decoded(encoded), "private_test_cases")
+    if not isinstance(found, list):
+        raise InputError(f"private_test_cases must hold a list of cases, not {found!r:.60}")
+    return found
+
+
+def _decoded(encoded: str) -> str:
+    try:
+        inflate = zlib.decompressobj()
+        pickled = inflate.decompress(base64.b64decode(encoded, validate=True), _MOST_DECODED_BYTES)
+        if not inflate.eof:
+            raise ValueError(f"torn, or over {_MOST_DECODED_BYTES >> 20} MiB")
+        return _pickled_text(pickled)
+    except (ValueError, zlib.error) as error:
+        raise InputError(f"private_test_cases can't be decoded: {error}") from error
+
+
+def _pickled_text(pickled: bytes) -> str:
+    """The one text in a pickle. Nothing is unpickled: a pickle is a program, and could do anything.
+
+    Raises:
+        ValueError: it is anything but one text.
+    """
+    operations = [(operation.name, argument) for operation, argument, _ in pickletools.genops(pickled)]
+    texts = [argument for name, argument in operations if name in _TEXT_OPS]
+    others = {name for name, _ in operations} - _TEXT_OPS - _OTHER_OPS
+    if len(texts) != 1 or others:
+        raise ValueError(f"the pickle holds more than one text: {', '.join(sorted(others))}")
+    (text,) = texts
+    return text.decode() if isinstance(text, bytes) else str(text)
+
+
+def _loaded(text: str, name: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, TypeError, RecursionError) as error:
+        raise InputError(f"its {name} can't be read as JSON ({error}): {text!r:.80}") from error
+
+
+def _text(fields: Fields, name: str) -> str:
+    value = fields.get(name)
+    if not isinstance(value, str) or not value:
+        raise InputError(f"{name} must be a text that isn't empty, not {value!r:.60}")
+    return value
+
+
+def _list(fields: Fields, name: str) -> Sequence[Any]:
+    value = fields.get(name)
+    if not isinstance(value, list):
+        raise InputError(f"{name} must be a list, not {value!r:.60}")
+    return value

@@ -1,0 +1,209 @@
+"""The rule `code_tests`: what the code in an answer is worth, by tests that run in sandboxes.
+
+    answer -> screen (text process) -> code -> one execution per test, in one leased sandbox -> compared here -> Reward
+
+A program gets its test's standard input, a function its arguments; what they should give never leaves this process. A
+test that raises, is stopped, or gives something else is failed. Of a problem whose completions have failed tests
+before, those tests run first: where one failure settles it, most wrong answers cost one execution.
+"""
+
+from __future__ import annotations
+
+import random
+import secrets
+import time
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+
+from rayapp.config.agent import CodeSection
+from rayapp.core.protocols import Sandbox, SandboxSource
+from rayapp.core.types import ExecResult, Reward, SandboxSpec
+from rayapp.sandbox.verdict.codec import off_the_loop
+from rayapp.tasks.code.assembling import (
+    ENTRY,
+    IMPORTS,
+    RECURSION,
+    Screened,
+    callable_code,
+    checked_code,
+    screen_answer,
+    with_preamble,
+)
+from rayapp.tasks.code.formats import read_tests
+from rayapp.tasks.code.outputs import Comparison
+from rayapp.tasks.code.problem import CallTest, CodeTests, InsideTest, StdinTest, Test
+from rayapp.tasks.sandboxed import judged_in_sandbox
+from rayapp.tasks.text_process import TextReadingFailedError, TextTooCostlyError, on_text
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CodeProblem:
+    """One problem, as it is scored.
+
+    Example: `CodeProblem(ground_truth='{"inputs": ["1 2"], "outputs": ["3"]}')`.
+    """
+
+    ground_truth: str
+    """See `formats.py`."""
+    comparison: Comparison = "lines"
+    rules: CodeSection = field(default_factory=CodeSection)
+
+    async def tests(self) -> CodeTests:
+        """The tests.
+
+        Raises:
+            InputError: the ground truth is no problem; the check before a run tells it first.
+        """
+        return await off_the_loop(len(self.ground_truth), partial(read_tests, self.ground_truth, self.comparison))
+
+    async def score(self, final_text: str, sandboxes: SandboxSource, *, seed: int, prefill: str = "") -> Reward:
+        """Score an answer. Never raises for what it says, or for a failed sandbox.
+
+        Terms: `score` and `pass_rate` (1 or 0 with `rules.score` all), `solved`, `format` (1 where there is code that
+        parses), and `verdict/forgeable` where some of the tests ran beside the candidate.
+
+        Args:
+            seed: draws the tests, where not all are run: the same for all completions of a group.
+            prefill: the beginning of the answer that the prompt already holds.
+        Raises:
+            InputError: as `tests`.
+            SandboxConfigError: no sandbox can ever be had with this configuration.
+        """
+        started = time.monotonic()
+        tests = await self.tests()
+        try:
+            found = Screened(*await on_text(screen_answer, final_text, tests.function, prefill))
+            if found.status:
+                verdict = _failed(found.status, found.detail)
+            else:
+                candidate = _Candidate(screened=found, code=_with_imports(found, tests), rules=self.rules)
+                spec = SandboxSpec(memory_mib=self.rules.memory_mib)
+                verdict = await judged_in_sandbox(sandboxes, spec, partial(self._judge, candidate, tests, seed))
+        except TextTooCostlyError as error:
+            verdict = _failed(error.status, str(error))
+        except TextReadingFailedError as error:
+            verdict = Reward.invalid(error.kind, str(error))
+        return replace(verdict, time_score_s=time.monotonic() - started)
+
+    async def _judge(self, candidate: _Candidate, tests: CodeTests, seed: int, sandbox: Sandbox) -> Reward:
+        chosen = self._chosen(tests, seed)
+        stops_early = self.rules.score == "all"
+        num_passed, first_problem, left_s = 0, "", self.rules.total_timeout_s
+        for index in _failures.first(self.ground_truth, chosen) if stops_early else chosen:
+            problem, took_s = "out of time: reward.code.total_timeout_s is used up", 0.0
+            if left_s > 0:
+                problem, took_s = await candidate.run(tests.tests[index], sandbox, left_s)
+            left_s -= took_s
+            num_passed += not problem
+            first_problem = first_problem or problem
+            if problem and stops_early:
+                _failures.note(self.ground_truth, index)
+                break
+        solved = num_passed == len(chosen)
+        share = float(solved) if stops_early else num_passed / len(chosen)
+        terms = {"score": share, "solved": float(solved), "pass_rate": share, "format": 1.0}
+        if any(isinstance(tests.tests[index], InsideTest) for index in chosen):
+            terms["verdict/forgeable"] = 1.0
+        return Reward(value=share, terms=terms, detail=first_problem)
+
+    def _chosen(self, tests: CodeTests, seed: int) -> list[int]:
+        """Which tests run, in order."""
+        count, most = len(tests.tests), self.rules.max_tests
+        if not most or count <= most:
+            return list(range(count))
+        if self.rules.choose_tests == "first":
+            return list(range(most))
+        return sorted(random.Random(f"code-tests/{seed}").sample(range(count), most))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Candidate:
+    """A policy's code, and how each kind of test runs it."""
+
+    screened: Screened
+    code: str
+    """With what stands above it."""
+    rules: CodeSection
+
+    async def run(self, test: Test, sandbox: Sandbox, left_s: float) -> tuple[str, float]:
+        """Why the test is failed, empty where it is passed; and the seconds it took."""
+        timeout_s = min(left_s, self.rules.test_timeout_s)
+        match test:
+            case StdinTest():
+                return await self._run_program(test, sandbox, timeout_s)
+            case CallTest():
+                return await self._run_calls(test, sandbox, timeout_s)
+            case InsideTest():
+                return await self._run_check(test, sandbox, timeout_s)
+
+    async def _run_program(self, test: StdinTest, sandbox: Sandbox, timeout_s: float) -> tuple[str, float]:
+        ran = await sandbox.run_code(
+            self.code, timeout_s=timeout_s, stdin=test.stdin, max_output_bytes=test.max_output_bytes
+        )
+        if problem := _problem(ran):
+            return problem, ran.duration_s
+        is_right = await off_the_loop(len(ran.stdout), partial(test.is_expected, ran.stdout))
+        return "" if is_right else "wrong output", ran.duration_s
+
+    async def _run_calls(self, test: CallTest, sandbox: Sandbox, timeout_s: float) -> tuple[str, float]:
+        code = callable_code(self.code, self.screened.target)
+        report = await sandbox.call_function(code, ENTRY, test.calls, timeout_s=timeout_s)
+        problem = _problem(report.exec) or next((call.error for call in report.calls if not call.ok), "")
+        if not problem and not test.is_passed([call.value for call in report.calls]):
+            problem = "wrong value"
+        return problem, report.exec.duration_s
+
+    async def _run_check(self, test: InsideTest, sandbox: Sandbox, timeout_s: float) -> tuple[str, float]:
+        token, answer = secrets.token_hex(8), secrets.token_hex(16)
+        found = self.screened
+        code = checked_code(self.code, found.line, found.target, test.check, test.modules, token)
+        report = await sandbox.call_function(code, ENTRY, [[answer]], timeout_s=timeout_s)
+        (call,) = report.calls
+        problem = _problem(report.exec) or call.error
+        return problem or ("" if call.value == answer else "wrong value"), report.exec.duration_s
+
+
+def _with_imports(found: Screened, tests: CodeTests) -> str:
+    above = [tests.preamble]
+    if tests.has_usual_imports:
+        above = [RECURSION, *([IMPORTS] if found.needs_imports else ())]
+    return with_preamble(found.code, found.line, "\n".join(above))
+
+
+def _problem(ran: ExecResult) -> str:
+    if ran.stopped_for is not None:
+        return f"stopped for {ran.stopped_for.value} after {ran.duration_s:.2f} s"
+    return "" if ran.ok else ran.error or f"exit status {ran.exit_code}"
+
+
+def _failed(status: str, detail: str) -> Reward:
+    """The verdict on an answer without code that could run."""
+    terms = {"score": 0.0, "solved": 0.0, "pass_rate": 0.0, "format": 0.0}
+    return Reward(value=0.0, terms=terms, status=status, detail=detail)
+
+
+class _Failures:
+    """Which tests of the last problems were failed, the last one first. Decides an order, never a verdict."""
+
+    def __init__(self, most_problems: int = 1024) -> None:
+        self._most = most_problems
+        self._seen: OrderedDict[int, list[int]] = OrderedDict()
+
+    def first(self, problem: str, chosen: Sequence[int]) -> list[int]:
+        """The tests in the order in which they are worth running."""
+        failed = [index for index in self._seen.get(hash(problem), ()) if index in chosen]
+        return [*failed, *(index for index in chosen if index not in failed)]
+
+    def note(self, problem: str, index: int) -> None:
+        failed = self._seen.setdefault(hash(problem), [])
+        if index in failed:
+            failed.remove(index)
+        failed.insert(0, index)
+        self._seen.move_to_end(hash(problem))
+        if len(self._seen) > self._most:
+            self._seen.popitem(last=False)
+
+
+_failures = _Failures()

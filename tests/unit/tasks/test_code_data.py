@@ -1,0 +1,178 @@
+"""Code data sets on their way to rows and benchmarks: HumanEval from its package, the others as the hub has them."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
+
+from rayapp.cli.main import run
+from rayapp.config.loading import load_config
+from rayapp.config.sandbox import SandboxConfig
+from rayapp.core.errors import InputError
+from rayapp.rollout.prompts import render_prompts
+from rayapp.sandbox.pool.in_process import open_pool
+from rayapp.tasks.answers import AnswerRewards
+from rayapp.tasks.code.benchmarks import load_benchmark
+from rayapp.tasks.code.problem import InsideTest
+from rayapp.tasks.data.code_rows import MAX_TEST_CHARS, apps_row
+from rayapp.tasks.data.preparing import Preparation, prepare
+from rayapp.tasks.data.rows import DATASETS, default_source
+from rayapp.tasks.loading import load_tasks
+
+MBPP = {
+    "task_id": 1,
+    "text": "Write a function to double a number.",
+    "code": "def double(x):\n  return 2 * x",
+    "test_list": ["assert double(2) == 4", "assert double(0) == 0"],
+    "test_setup_code": "",
+}
+SUMS = json.dumps({"inputs": ["1 2\n", "3 4\n"], "outputs": ["3\n", "7\n"]})
+SUM = "print(sum(map(int, input().split())))"
+APPS = {"question": "Add two numbers.", "solutions": json.dumps(["print 1", SUM]), "input_output": SUMS}
+CASES = json.dumps([{"input": "1 2\n", "output": "3\n", "testtype": "stdin"}])
+EXAMPLES: dict[str, dict[str, Any]] = {
+    "mbpp": MBPP,
+    "apps": APPS,
+    "taco": APPS | {"starter_code": ""},
+    "codecontests": {
+        "description": "Add two numbers.",
+        "public_tests": {"input": ["1 2\n"], "output": ["3\n"]},
+        "private_tests": {"input": ["3 4\n"], "output": ["7\n"]},
+        "generated_tests": {"input": [], "output": []},
+        "solutions": {"language": [2, 3], "solution": ["int main() {}", SUM]},
+    },
+    "livecodebench": {
+        "question_content": "Add two numbers.",
+        "starter_code": "",
+        "public_test_cases": CASES,
+        "private_test_cases": CASES,
+        "metadata": "{}",
+    },
+}
+
+
+def write(path: Path, *examples: dict[str, Any]) -> str:
+    path.write_text("".join(json.dumps(example) + "\n" for example in examples))
+    return str(path)
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+async def test_a_code_data_set_becomes_rows_that_can_be_scored(name: str, tmp_path: Path) -> None:
+    job = Preparation(name=name, source=write(tmp_path / "raw.jsonl", EXAMPLES[name]), out=str(tmp_path / "out"))
+
+    (report,) = await prepare(job)
+
+    assert (report.num_written, report.bad) == (1, [])
+    (row,) = pq.read_table(tmp_path / "out" / f"{report.split}.parquet").to_pylist()
+    assert row["data_source"] == DATASETS[name][0]
+    problem = AnswerRewards().code_problem(row["data_source"], row["reward_model"]["ground_truth"])
+    assert problem is not None
+    assert len((await problem.tests()).tests) == 2
+    assert len(row["prompt"]) == 1
+
+
+async def test_a_row_whose_own_solution_fails_its_tests_is_named(tmp_path: Path) -> None:
+    wrong = MBPP | {"code": "def double(x):\n  return x"}
+    job = Preparation(name="mbpp", source=write(tmp_path / "raw.jsonl", MBPP, wrong), out=str(tmp_path / "out"))
+
+    with pytest.raises(InputError, match=r"1 of 2 rows .* First: row 1: its reference fails its tests: wrong value"):
+        await prepare(job)
+
+
+def test_an_example_without_tests_says_so() -> None:
+    with pytest.raises(InputError, match="no tests"):
+        apps_row({"question": "?", "input_output": "{}"}, 0, "train", "apps")
+
+
+def test_tests_beyond_a_megabyte_are_left_out() -> None:
+    long = "1 " * (MAX_TEST_CHARS // 4)
+    tests = json.dumps({"inputs": [long] * 4, "outputs": ["1"] * 4})
+
+    row = apps_row({"question": "?", "input_output": tests}, 0, "train", "apps")
+
+    assert len(json.loads(row["reward_model"]["ground_truth"])["inputs"]) == 1
+
+
+async def test_every_test_of_humaneval_is_read_and_its_own_solutions_are_right_in_any_form(chat_tokenizer: Any) -> None:
+    tasks = load_benchmark("benchmark:humaneval:completion")
+    tests = [await task.problem.tests() for task in tasks]
+
+    assert len(tasks) == 164
+    # All but seven are judged outside the sandbox, test by test.
+    assert sum(any(isinstance(test, InsideTest) for test in each.tests) for each in tests) == 7
+    prompt = tasks[0].render(chat_tokenizer)
+    assert prompt.text == prompt.prefill == tasks[0].prompt
+    body = "    return any(abs(a - b) < threshold for i, a in enumerate(numbers) for b in numbers[:i])\n"
+    async with open_pool(SandboxConfig(), "humaneval") as (sandboxes, _):
+        begun = await tasks[0].score(prompt, body + "\nprint(has_close_elements([], 1))", sandboxes, seed=0)
+        wrong = await tasks[0].score(prompt, "    return True\n", sandboxes, seed=0)
+        chat = load_benchmark("benchmark:humaneval:chat")[0]
+        whole = f"Sure!\n```python\n{chat.prompt.partition('List')[2].lstrip()}{body}```\nThis works."
+        said = await chat.score(
+            prompt.__class__(task="x", text="", token_ids=prompt.token_ids), whole, sandboxes, seed=0
+        )
+
+    assert (begun.value, wrong.value, said.value) == (1.0, 0.0, 1.0)
+
+
+def test_a_benchmark_is_evaluated_under_one_name_and_crosses_processes(tmp_path: Path, tiny_model: Path) -> None:
+    source = f"benchmark:mbpp={write(tmp_path / 'mbpp.jsonl', MBPP, MBPP)}"
+    config = load_config(None, [f"model.path={tiny_model}", f"tasks=['{source}']"])
+
+    tasks = load_tasks(config.tasks)
+    prompts = render_prompts(config, tasks)
+
+    assert [prompt.task for prompt in prompts] == ["mbpp", "mbpp"]
+    assert prompts[0].text.startswith("You are an expert Python programmer, and here is your task: Write a function to")
+    assert pickle.loads(pickle.dumps(tasks)) == tasks
+
+
+@pytest.mark.parametrize(
+    ("source", "why"),
+    [
+        ("benchmark:gsm8k", "is no benchmark: write benchmark:NAME"),
+        ("benchmark:mbpp", "there is no file google-research-datasets/mbpp: name its file"),
+        ("benchmark:mbpp={bad}", r"bad\.jsonl, line 2: column 'test_list' must be a list of asserts"),
+        ("benchmark:mbpp={torn}", "can't be read as JSON lines"),
+    ],
+)
+def test_a_benchmark_that_cannot_be_read_says_why(source: str, why: str, tmp_path: Path) -> None:
+    files = {"bad": write(tmp_path / "bad.jsonl", MBPP, MBPP | {"test_list": None}), "torn": str(tmp_path / "torn")}
+    (tmp_path / "torn").write_text('{"text": ')
+
+    with pytest.raises(InputError, match=why):
+        load_tasks([source.format(**files)])
+
+
+@pytest.mark.parametrize(
+    ("benchmark", "why"),
+    [("gsm8k", "is no benchmark"), ("humaneval", "its prompt has"), ("mbpp=/none", "there is no file /none")],
+)
+def test_rayapp_eval_asks_the_benchmark_in_place_of_the_configs_data(
+    benchmark: str, why: str, tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = tmp_path / "run.yaml"
+    # HumanEval's longest prompts are beyond these tokens: told before anything starts, so the benchmark was read.
+    config.write_text(
+        f"model: {{path: {tiny_model}}}\ndata: {{eval_files: [none.parquet]}}\n"
+        "rollout: {max_prompt_tokens: 100, max_completion_tokens: 100}\n"
+    )
+
+    assert run(["eval", str(config), "--benchmark", benchmark]) == 2
+
+    assert why in capsys.readouterr().err.replace("\n", " ")
+
+
+async def test_humaneval_is_prepared_from_its_package(tmp_path: Path) -> None:
+    job = Preparation(
+        name="humaneval", source=default_source("humaneval"), out=str(tmp_path), limit=3, check_references=False
+    )
+
+    (report,) = await prepare(job)
+
+    assert (report.split, report.num_written) == ("test", 3)
