@@ -65,6 +65,11 @@ class Config(FrozenModel):
         return bool(self.data.train_files or self.data.eval_files)
 
     @property
+    def default_agent(self) -> str:
+        """Who plays tasks, and data rows that name no agent: tool_agent or single_turn_agent."""
+        return self.agent.default_agent or ("tool_agent" if self.uses_data else "single_turn_agent")
+
+    @property
     def max_model_tokens(self) -> int:
         """Longest sequence the engine must hold."""
         return self.rollout.max_prompt_tokens + self.rollout.max_completion_tokens
@@ -188,10 +193,10 @@ def _tasks_or_data(config: Config) -> None:
             f"tasks ({', '.join(config.tasks)}) and data.train_files or data.eval_files are both set: a run has one "
             "or the other. Leave one out."
         )
-    if config.agent.tool_file and not config.uses_data:
+    if config.agent.tool_file and not config.uses_data and config.default_agent != "tool_agent":
         raise ValueError(
-            f"agent.tool_file is {config.agent.tool_file!r}, but tools are for data rows and this run has none: set "
-            "data.train_files (docs/data.md), or leave agent.tool_file empty."
+            f"agent.tool_file is {config.agent.tool_file!r}, but tasks are played in one turn, without tools: set "
+            "agent.default_agent: tool_agent, or leave agent.tool_file empty."
         )
 
 

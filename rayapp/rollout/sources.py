@@ -15,10 +15,8 @@ from rayapp.core.protocols import SandboxSource
 from rayapp.rollout.data_groups import DataGroups
 from rayapp.rollout.group import Assignment
 from rayapp.rollout.order import GroupRequest
-from rayapp.rollout.prompts import render_prompts
 from rayapp.rollout.task_groups import TaskGroups
 from rayapp.storage.models.prefetch import with_local_model
-from rayapp.tasks.loading import load_tasks
 
 
 class Groups(Protocol):
@@ -56,5 +54,4 @@ async def open_groups(config: Config, sandboxes: SandboxSource) -> Groups:
     config = await asyncio.to_thread(with_local_model, config)
     if config.uses_data:
         return await DataGroups.open(config, sandboxes)
-    tasks = load_tasks(config.tasks)
-    return TaskGroups(tasks, render_prompts(config, tasks), sandboxes)
+    return await TaskGroups.open(config, sandboxes)
