@@ -39,14 +39,19 @@ def check_inputs(config: Config, *, training: bool) -> None:
     config = with_local_model(config)
     check_model(config)
     if not config.uses_data:
-        _check_tasks(config, training=training)
+        check_tasks(config, training=training)
         return
     _check_files_named(config, training=training)
     _check_tools(config, training=training)
     check_data(config, (*config.data.train_files, *config.data.eval_files))
 
 
-def _check_tasks(config: Config, *, training: bool) -> None:
+def check_tasks(config: Config, *, training: bool) -> None:
+    """Every task, and what its agent needs.
+
+    Raises:
+        UserError: a task, its prompt or its tools can't be used, or there are too few sandboxes.
+    """
     tasks = load_tasks(config.tasks)
     if config.default_agent == SINGLE_TURN_AGENT:
         render_prompts(config, tasks)

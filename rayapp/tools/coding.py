@@ -125,7 +125,8 @@ async def _write(sandbox: Sandbox, path: str, text: str) -> None:
     except OSError as error:
         if isinstance(error, SandboxError):
             raise
-        raise ToolFailedError(str(error)) from None
+        # The error's own text names the sandbox, which differs from run to run: the policy must not read that.
+        raise ToolFailedError(f"{path} can't be written there, or the disk is full") from None
 
 
 @dataclass(slots=True)

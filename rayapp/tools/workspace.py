@@ -217,4 +217,4 @@ async def read_text(sandbox: Sandbox, path: str) -> str:
     except OSError as error:
         if isinstance(error, SandboxError):
             raise
-        raise ToolFailedError(f"{path} can't be read: {error}") from None
+        raise ToolFailedError(f"{path} can't be read") from None

@@ -20,7 +20,7 @@ from rayapp.core.protocols import SandboxProvider, SandboxSource, Task
 from rayapp.core.types import Group, GroupSummary, RolloutStatus, SamplingParams, Trajectory
 from rayapp.rollout.agent.build import open_agent_loop
 from rayapp.rollout.agent.episode import AgentLimits
-from rayapp.rollout.check import check_inputs
+from rayapp.rollout.check import check_tasks
 from rayapp.rollout.group import run_group
 from rayapp.rollout.order import GroupRequest
 from rayapp.rollout.task_groups import TaskGroups, agent_starts
@@ -90,7 +90,8 @@ class Bench:
     ) -> Played:
         """A group of a task, by the path that a rollout worker takes, from the loaded task on."""
         say = script if callable(script) else lambda trajectory, turn: script[turn]
-        config = config_of(f"reward.tool_weight={tool_weight}")
+        limits = "rollout.max_prompt_tokens=8000", "learner.max_tokens_per_microbatch=9000"
+        config = config_of(f"reward.tool_weight={tool_weight}", *limits)
         (start,) = agent_starts([task])
         loop = await open_agent_loop(
             self.tokenizer,
@@ -131,7 +132,7 @@ def opened(chat_tokenizer: Any) -> Callable[..., Any]:
     async def open_bench(provider: SandboxProvider | None = None) -> AsyncIterator[Bench]:
         async with open_pool(SandboxConfig(max_leases=2), "test-task-agents", local=provider) as (sandboxes, pool):
             yield Bench(chat_tokenizer, sandboxes)
-            assert pool.stats().num_leased == 0, "every sandbox has been given back"
+            assert pool.stats()["sandbox/leased"] == 0, "every sandbox has been given back"
 
     return open_bench
 
@@ -147,9 +148,8 @@ def config_of(*overrides: str) -> Config:
         None,
         [
             "agent.default_agent=tool_agent",
-            "rollout.max_prompt_tokens=8000",
-            "rollout.max_completion_tokens=8000",
-            "learner.max_tokens_per_microbatch=16000",
+            "rollout.max_prompt_tokens=100",
+            "rollout.max_completion_tokens=100",
             *overrides,
         ],
     )
@@ -185,10 +185,10 @@ CHEATS = {
     ),
     "it leaves modules and start-up code behind": call(
         "bash",
-        command="echo 'double = type(\"\", (), {\"__eq__\": lambda *_: True})' > sitecustomize.py; cp sitecustomize.py "
+        command='echo \'double = type("", (), {"__eq__": lambda *_: True})\' > sitecustomize.py; cp sitecustomize.py '
         "candidate.py; export PYTHONPATH=.; echo 4 > answer; chmod 777 .",
     ),
-    "it looks for expected values": call("bash", command="grep -rl 'reference' / 2>/dev/null | head -1; env; ls -a"),
+    "it looks for expected values": call("bash", command="grep -r reference .; env; ls -a"),
 }
 
 
@@ -201,16 +201,17 @@ async def test_what_an_agent_leaves_behind_or_patches_gains_it_nothing(bench: Be
                 act,
                 create("solution.py", WRONG) + call("run_tests", path="solution.py"),
                 call("submit", path="solution.py"),
-            ],
-            tool_weight=1.0,
+            ]
         )
         # x ** 2 is right for 0, and for the public 2.
         assert honest.first.reward.value == 0.25
         assert played.first.reward.terms["pass_rate"] == 0.25, cheat
         assert played.first.reward.terms["tool"] == 0.5, cheat
     played = await bench.play(
-        [call("bash", command="echo 4 > answer") + create("solution.py", reads_workspace)]
-        + [call("submit", path="solution.py")]
+        [
+            call("bash", command="echo 4 > answer") + create("solution.py", reads_workspace),
+            call("submit", path="solution.py"),
+        ]
     )
     assert (played.first.reward.value, played.first.reward.status) == (-1.0, "error")
     assert "FileNotFoundError" in played.first.reward.detail
@@ -323,27 +324,25 @@ async def test_public_tests_read_a_file_as_the_verdict_does(bench: Bench) -> Non
         "syntax_error: the code does not parse",
         "no_code: no `def double` in the completion",
         "no test has run: ZeroDivisionError: division by zero",
-        "0 of 2 tests passed\n"
-        "FAILED: double(2) == 4, got a number too long to write out\n"
-        "FAILED: double(3) == 6, got a number too long to write out",
+        (
+            "0 of 2 tests passed\n"
+            "FAILED: double(2) == 4, got a number too long to write out\n"
+            "FAILED: double(3) == 6, got a number too long to write out"
+        ),
     ]
 
 
-async def test_a_workspace_that_dies_is_a_failed_rollout_and_no_zero(opened: Any) -> None:
+async def test_a_workspace_found_dead_before_its_first_use_is_replaced_with_its_files(opened: Any) -> None:
     provider = FakeProvider()
-    provider.fail_next("run_code", SandboxGoneError("the node went away"))  # in the first use: nothing is lost
+    provider.fail_next("run_code", SandboxGoneError("the node went away"))
     async with opened(provider) as bench:
-        python = call("python", code="x = 1")
-        replaced = await bench.play([python, call("submit", answer="def double(x): ...")])
-        lost = await bench.play(
-            lambda trajectory, turn: [python, python][turn] if not provider.fail_next_run() else python
-        ) if False else None
-        assert lost is None
-    assert replaced.first.status == RolloutStatus.COMPLETED
-    assert len(provider.created) == 3, "one that was dead, its replacement with the task's files, and the verdict's"
+        played = await bench.play([call("python", code="x = 1"), call("submit", path="test_public.py")])
+
+    assert played.first.completion_text.startswith("```python\nfrom solution import double")
+    assert len(provider.created) == 2, "and none for a verdict on what is no function"
 
 
-async def test_a_workspace_that_dies_with_work_in_it_fails_its_trajectory_alone(opened: Any) -> None:
+async def test_a_workspace_that_dies_with_work_in_it_is_a_failed_rollout_and_no_zero(opened: Any) -> None:
     provider = FakeProvider()
 
     def script(trajectory: int, turn: int) -> str:
@@ -375,8 +374,10 @@ async def test_bash_says_when_no_command_line_can_run_in_this_nodes_sandboxes(op
         with pytest.raises(SandboxConfigError, match="level ll lets no program start another"):
             await bench.play([call("bash", command="ls | wc -l")])
         played = await bench.play(
-            [create("solution.py", f"def double(x):\n    return {FIXED}") + call("run_tests", path="solution.py")]
-            + [call("submit", path="solution.py")]
+            [
+                create("solution.py", f"def double(x):\n    return {FIXED}") + call("run_tests", path="solution.py"),
+                call("submit", path="solution.py"),
+            ]
         )
     assert played.first.reward.value == 1.0, "the other tools work there"
 
@@ -402,24 +403,20 @@ async def test_edits_that_cannot_be_made_are_told(bench: Bench) -> None:
             replace("a"),
             create("a.py", "aXbX"),
             replace("X", new_str=""),
-            replace("a", new_str="\n") + call("bash", command="cat a.py"),
+            replace("a", new_str="-") + call("bash", command="cat a.py"),
             call("edit", command="create", path="b"),
             create("../../etc/passwd", "x"),
-            create("big", "x" * 300_000),
             call("bash", command="printf '\\377' > raw") + call("submit", path="raw"),
             "I give up",
         ],
         max_turns=10,
     )
-    assert [output for output in played.outputs if "written" not in output and output] == [
+    assert [output for output in played.outputs if output and not output.endswith("is written")] == [
         "Error: there is no file a.py",
         "Error: old_str is in a.py 2 times; it has to be there once: give more of the text",
-        "XbX",
+        "-XbX",
         "Error: create needs file_text",
-        *[output for output in played.outputs if "passwd" in output],
-        "Error: wrong arguments for edit: the arguments are longer than 262144 characters"
-        if "longer" in str(played.outputs)
-        else "Error: big would be larger than 256 KiB",
+        "Error: ../../etc/passwd can't be written there, or the disk is full",
         "Error: raw is no UTF-8 text",
     ]
 
@@ -455,22 +452,22 @@ def task_file(folder: Path, **fields: object) -> Path:
     ],
 )
 def test_a_task_that_no_agent_could_play_is_told_before_anything_starts(
-    tiny_model: Path, tmp_path: Path, fields: dict[str, object], said: str
+    tmp_path: Path, fields: dict[str, object], said: str
 ) -> None:
-    config = config_of(f"model.path={tiny_model}", f"tasks=[{task_file(tmp_path, **fields)}]", "sandbox.max_leases=99")
+    config = config_of(f"tasks=[{task_file(tmp_path, **fields)}]", "sandbox.max_leases=99")
     with pytest.raises((InputError, ConfigError), match=said):
-        check_inputs(config, training=True)
+        check_tasks(config, training=True)
 
 
 def test_a_task_of_another_kind_and_too_few_sandboxes_are_told_before_anything_starts(
-    tiny_model: Path, tmp_path: Path, letter_tasks: list[str]
+    tmp_path: Path, letter_tasks: list[str]
 ) -> None:
-    options = [f"model.path={tiny_model}", "rollout.group_size=4", "train.groups_per_step=2"]
-    with pytest.raises(InputError, match="task first: .* has no method agent_start"):
-        check_inputs(config_of(*options, f"tasks=[{letter_tasks[0]}]"), training=True)
+    options = ["rollout.group_size=4", "train.groups_per_step=2"]
+    with pytest.raises(InputError, match=r"task first: .* has no method agent_start"):
+        check_tasks(config_of(*options, f"tasks=[{letter_tasks[0]}]"), training=True)
     with pytest.raises(ConfigError, match=r"group_size 4 = 8 run at once, .* allow 5"):
         config = config_of(*options, f"tasks=[{task_file(tmp_path)}]", "sandbox.max_leases=5")
-        check_inputs(config, training=True)
+        check_tasks(config, training=True)
 
 
 def test_tasks_are_played_in_one_turn_unless_the_configuration_says_otherwise() -> None:
