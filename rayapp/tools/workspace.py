@@ -118,8 +118,19 @@ class Workspace:
     async def _open(self) -> Sandbox:
         if self._is_closed:
             raise SandboxGoneError("this trajectory's workspace has ended")
-        self._lease = self._sandboxes.lease(self._spec, timeout_s=self._lease_timeout_s)
-        sandbox = await self._lease.__aenter__()
+        lease = self._sandboxes.lease(self._spec, timeout_s=self._lease_timeout_s)
+        sandbox = await lease.__aenter__()
+        self._lease = lease
+        try:
+            await self._fill(sandbox)
+        except BaseException:
+            # A call past its deadline ends here, too: the next one opens the workspace anew.
+            await self._give_back()
+            raise
+        self._sandbox = sandbox
+        return sandbox
+
+    async def _fill(self, sandbox: Sandbox) -> None:
         for path, text in self._files.items():
             try:
                 await sandbox.write_file(path, text.encode())
@@ -127,8 +138,6 @@ class Workspace:
                 if isinstance(error, SandboxError):
                     raise
                 raise InputError(f"the task's file {path!r} can't be written to its workspace: {error}") from error
-        self._sandbox = sandbox
-        return sandbox
 
     async def close(self) -> None:
         """Give the sandbox back. Idempotent."""
