@@ -18,7 +18,7 @@ from rayapp.rollout.agent.loops import SINGLE_TURN_AGENT, check_agent_name
 from rayapp.rollout.data_groups import answer_rewards
 from rayapp.rollout.order import evaluation_waves
 from rayapp.rollout.prompts import render_prompts
-from rayapp.rollout.task_groups import agent_starts
+from rayapp.rollout.task_agents import agent_start
 from rayapp.storage.models.check import check_model
 from rayapp.storage.models.prefetch import with_local_model
 from rayapp.tasks.data.reading import ReadOptions, open_data
@@ -57,11 +57,9 @@ def check_tasks(config: Config, *, training: bool) -> None:
         render_prompts(config, tasks)
         return
     # The workers measure the agent's prompts: they have the tools' schemas.
-    starts = agent_starts(tasks)
-    for task, start in zip(tasks, starts, strict=True):
-        for name in start.tools:
-            load_class(name, Path(), f"task {task.name}: tools: {name}")
-    brought = dict.fromkeys(name for start in starts for name in start.tools)
+    brought = {name: f"task {task.name}: tools: {name}" for task in tasks for name in agent_start(task).tools}
+    for name, where in brought.items():
+        load_class(name, Path(), where)
     _check_tools(config, [ToolEntry(class_name=name) for name in brought], training=training)
 
 

@@ -12,11 +12,15 @@ from typing import Protocol
 
 from rayapp.config.config import Config
 from rayapp.core.protocols import SandboxSource
+from rayapp.rollout.agent.loops import SINGLE_TURN_AGENT
 from rayapp.rollout.data_groups import DataGroups
 from rayapp.rollout.group import Assignment
 from rayapp.rollout.order import GroupRequest
+from rayapp.rollout.prompts import render_prompts
+from rayapp.rollout.task_agents import TaskAgents
 from rayapp.rollout.task_groups import TaskGroups
 from rayapp.storage.models.prefetch import with_local_model
+from rayapp.tasks.loading import load_tasks
 
 
 class Groups(Protocol):
@@ -54,4 +58,12 @@ async def open_groups(config: Config, sandboxes: SandboxSource) -> Groups:
     config = await asyncio.to_thread(with_local_model, config)
     if config.uses_data:
         return await DataGroups.open(config, sandboxes)
-    return await TaskGroups.open(config, sandboxes)
+    tasks = load_tasks(config.tasks)
+    if config.default_agent == SINGLE_TURN_AGENT:
+        return TaskGroups(list(zip(tasks, render_prompts(config, tasks), strict=True)), (), sandboxes)
+    agents = TaskAgents.of(config, sandboxes)
+    try:
+        return TaskGroups(await agents.prompted(tasks), (), sandboxes, agents)
+    except BaseException:
+        await agents.close()
+        raise

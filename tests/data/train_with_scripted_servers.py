@@ -15,6 +15,6 @@ from rayapp.driver.cluster import StandIns, open_cluster
 
 scripts = tuple(tuple(map(tuple, script)) for script in json.loads(os.environ.get("SCRIPTS", "[]")))
 stand_ins = StandIns(completion_s=0.2, step_s=None, scripts=scripts)
-rayapp.driver.open_cluster = partial(open_cluster, stand_ins=stand_ins)
+rayapp.driver.loop.open_cluster = partial(open_cluster, stand_ins=stand_ins)
 sys.argv.insert(1, "train")
 main()

@@ -88,7 +88,8 @@ def test_an_agent_is_trained_on_verdicts_of_hidden_tests_and_on_progress_with_th
             str(ROOT / "configs" / "coding_agent_cpu.yaml"),
             *(f"{key}={value}" for key, value in overrides.items()),
         ],
-        env=os.environ | {"SCRIPTS": json.dumps(scripts)},
+        # Ray starts its workers at nice 15: beside another test they would get a tenth of the processor.
+        env=os.environ | {"SCRIPTS": json.dumps(scripts), "RAY_worker_niceness": "0"},
         cwd=ROOT,
         capture_output=True,
         text=True,

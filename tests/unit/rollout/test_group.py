@@ -69,7 +69,7 @@ async def run(
     has_greedy_baseline: bool = False,
 ) -> tuple[Group, GroupSummary]:
     request = GroupRequest(group_id=11, policy_version=3, has_greedy_baseline=has_greedy_baseline)
-    groups = TaskGroups([task or Task()], [PROMPT], sandboxes=None)  # type: ignore[arg-type]  # no task here needs any
+    groups = TaskGroups([(task or Task(), PROMPT)], (), sandboxes=None)  # type: ignore[arg-type]  # no task here needs any
     return await run_group(
         request,
         await groups.assignment(request, seed=0),

@@ -20,10 +20,12 @@ from rayapp.core.protocols import SandboxProvider, SandboxSource, Task
 from rayapp.core.types import Group, GroupSummary, RolloutStatus, SamplingParams, Trajectory
 from rayapp.rollout.agent.build import open_agent_loop
 from rayapp.rollout.agent.episode import AgentLimits
+from rayapp.rollout.agent.loop import AgentLoop
 from rayapp.rollout.check import check_tasks
 from rayapp.rollout.group import run_group
 from rayapp.rollout.order import GroupRequest
-from rayapp.rollout.task_groups import TaskGroups, agent_starts
+from rayapp.rollout.task_agents import TaskAgents
+from rayapp.rollout.task_groups import TaskGroups
 from rayapp.sandbox.local.provider import LocalProvider
 from rayapp.sandbox.pool.in_process import open_pool
 from rayapp.sandbox.providers.fake import FakeProvider
@@ -90,20 +92,21 @@ class Bench:
     ) -> Played:
         """A group of a task, by the path that a rollout worker takes, from the loaded task on."""
         say = script if callable(script) else lambda trajectory, turn: script[turn]
-        limits = "rollout.max_prompt_tokens=8000", "learner.max_tokens_per_microbatch=9000"
-        config = config_of(f"reward.tool_weight={tool_weight}", *limits)
-        (start,) = agent_starts([task])
-        loop = await open_agent_loop(
-            self.tokenizer,
-            limits=AgentLimits(max_response_tokens=50_000, max_assistant_turns=max_turns),
-            model="tiny",
-            tool_file=tool_file,
-            brought=start.tools,
-            chat_template="chatml_hermes",
-            context=ToolContext(sandboxes=self.sandboxes),
-            make_parser=lambda *_: HermesParser(),
-        )
-        groups = TaskGroups.of_agents([task], [start], [loop], self.sandboxes, config=config)
+
+        async def make_loop(tools: tuple[str, ...]) -> AgentLoop:
+            return await open_agent_loop(
+                self.tokenizer,
+                limits=AgentLimits(max_response_tokens=50_000, max_assistant_turns=max_turns),
+                model="tiny",
+                tool_file=tool_file,
+                brought=tools,
+                chat_template="chatml_hermes",
+                context=ToolContext(sandboxes=self.sandboxes),
+                make_parser=lambda *_: HermesParser(),
+            )
+
+        agents = TaskAgents(make_loop, max_prompt_tokens=8000, tool_weight=tool_weight)
+        groups = TaskGroups(await agents.prompted([task]), (), self.sandboxes, agents)
         request = GroupRequest(group_id=7, policy_version=0)
 
         def said(request_id: str, prompt_ids: Sequence[int]) -> str:
