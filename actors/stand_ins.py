@@ -27,16 +27,20 @@ from rayapp.learner.shares import Share
 _WEIGHT = "w"
 """The only one of an `InstantLearner`."""
 
+Scripts = tuple[tuple[tuple[int, ...], ...], ...]
+
 
 class SeededEngine:
     """Stands for `VllmEngine`, as far as a server on the object store's weights asks it: tokens follow from the seed.
 
     Args:
         latency_s: of each completion.
+        scripts: see `StandIns`.
     """
 
-    def __init__(self, latency_s: float) -> None:
+    def __init__(self, latency_s: float, scripts: Scripts = ()) -> None:
         self._latency_s = latency_s
+        self._scripts = scripts
         self.policy_version = 0
         self.in_hand = InHand()
         self.goes_on = asyncio.Event()
@@ -48,12 +52,14 @@ class SeededEngine:
     async def generate(
         self, request_id: str, prompt_ids: Sequence[int], sampling: SamplingParams, *, cohort_size: int = 1
     ) -> Completion:
-        """Some printable tokens of the test model's alphabet, after `latency_s`."""
+        """The script's turn, or some printable tokens of the test model's alphabet, after `latency_s`."""
         with self.in_hand.one():
             await self.goes_on.wait()
             version = self.policy_version
             if self._latency_s:
                 await asyncio.sleep(self._latency_s)
+        if self._scripts:
+            return self._scripted(request_id, sampling, version)
         token_ids = (34 + np.arange(sampling.max_tokens) + (sampling.seed or 0) % 40).astype(np.int32) % 90 + 2
         return Completion(
             token_ids=token_ids,
@@ -62,6 +68,18 @@ class SeededEngine:
             finish_reason="length",
             policy_version=version,
             version_spans=self._spans(version, token_ids.size),
+            time_generate_s=self._latency_s,
+        )
+
+    def _scripted(self, request_id: str, sampling: SamplingParams, version: int) -> Completion:
+        script = self._scripts[(sampling.seed or 0) % len(self._scripts)]
+        token_ids = np.array(script[int(request_id.rpartition("/turn=")[2])], np.int32)
+        return Completion(
+            token_ids=token_ids,
+            log_probs=np.full(token_ids.size, -1.0, np.float32),
+            text="",
+            finish_reason="stop",
+            policy_version=version,
             time_generate_s=self._latency_s,
         )
 
@@ -105,8 +123,8 @@ class SeededEngine:
 class ScriptedServer(VllmServer):
     """A server whose engine is a `SeededEngine`, and whose faults a test can call for."""
 
-    def __init__(self, config: Config, index: int, must_sync: bool, latency_s: float) -> None:
-        self._seeded = SeededEngine(latency_s)
+    def __init__(self, config: Config, index: int, must_sync: bool, latency_s: float, scripts: Scripts = ()) -> None:
+        self._seeded = SeededEngine(latency_s, scripts)
         super().__init__(config, index, must_sync, cast("StartEngine", self._start_seeded))
 
     async def _start_seeded(self, config: Config, *, seed: int) -> SeededEngine:

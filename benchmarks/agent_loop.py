@@ -42,7 +42,7 @@ from rayapp.tools.toolset import ToolSet
 ROUNDS = 5
 NUM_SANDBOXES = 8
 LEASE_TIMEOUT_S = 600.0
-GOAL_MS = 2.0
+GOAL_MS = 0.3
 Found = dict[str, Any]
 
 

@@ -27,6 +27,8 @@ class StandIns:
     completion_s: float = 0.0
     step_s: float | None = 0.0
     """None: the learners are the real ones."""
+    scripts: tuple[tuple[tuple[int, ...], ...], ...] = ()
+    """Token ids of what a trajectory says, turn by turn; its seed chooses which of these. None: any tokens."""
 
 
 class Started:
@@ -45,7 +47,7 @@ class Started:
         """Spawn a server, or what stands for one."""
         if self._stand_ins is None:
             return spawn("vllm-server", name, *args, seat=seat)
-        return spawn("scripted-server", name, *args, self._stand_ins.completion_s, seat=seat)
+        return spawn("scripted-server", name, *args, self._stand_ins.completion_s, self._stand_ins.scripts, seat=seat)
 
     def learner(self, name: str, *args: object, seat: Seat) -> Any:
         """Spawn a learner, or what stands for one."""

@@ -269,7 +269,8 @@ def _demonstrations_fit(config: Config) -> Iterator[Finding]:
 
 
 def _tool_parser_fits(config: Config) -> Iterator[Finding]:
-    if not config.agent.tool_file or is_remote_model(config):
+    plays_tasks = not config.uses_data and config.default_agent == "tool_agent"
+    if not (config.agent.tool_file or plays_tasks) or is_remote_model(config):
         return
     from rayapp.rollout.agent.build import check_parser
     from rayapp.storage.models.tokenizer import load_tokenizer

@@ -33,18 +33,19 @@ class DataSection(FrozenModel):
 
 
 class AgentSection(FrozenModel):
-    """How the policy and its tools take turns; for data files only."""
+    """How the policy and its tools take turns."""
 
     tool_file: str = ""
-    """Tool file (docs/tools.md), also in verl's format. Empty: a policy without tools."""
-    default_agent: Literal["tool_agent", "single_turn_agent"] = "tool_agent"
-    """Agent of rows without agent_name: tool_agent (turns and tools), or single_turn_agent (one answer, no tools)."""
+    """Tool file (docs/tools.md), also in verl's format. Empty: no tools but those that a coding task brings."""
+    default_agent: Literal["", "tool_agent", "single_turn_agent"] = ""
+    """Agent of tasks, and of rows without agent_name: tool_agent (turns and tools), or single_turn_agent (one answer,
+    no tools). Empty: single_turn_agent for tasks, tool_agent for rows."""
     tool_parser: str = "hermes"
     """vLLM's name of the parser that fits the model: hermes for Qwen2.5 and Qwen3."""
     chat_template: str = ""
     """A .jinja file or the shipped chatml_hermes, where the model's own template has no place for tools."""
     max_assistant_turns: int = Field(5, ge=1)
-    """Times the policy speaks. Calls in its last turn are not run."""
+    """Times the policy speaks. Calls in its last turn are not run, unless one of them hands in the answer."""
     max_calls_per_turn: int = Field(8, ge=1)
     """Tool calls of one turn that are run, side by side; more get an error as their result."""
     max_tool_output_chars: int = Field(1024, ge=16)
@@ -73,7 +74,8 @@ class CodeSection(FrozenModel):
 
 
 class RewardSection(FrozenModel):
-    """What an answer to a data row is worth: score + format_weight * format + tool_weight * tool."""
+    """What an answer to a data row is worth: score + format_weight * format + tool_weight * tool. Of these a task that
+    the tool agent plays takes tool_weight."""
 
     method: Literal["strict", "flexible"] = "strict"
     """GSM8K: strict wants `#### N`, flexible takes the last number."""

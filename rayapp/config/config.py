@@ -71,6 +71,11 @@ class Config(FrozenModel):
         return bool(self.data.train_files or self.data.eval_files)
 
     @property
+    def default_agent(self) -> str:
+        """Who plays tasks, and data rows that name no agent: tool_agent or single_turn_agent."""
+        return self.agent.default_agent or ("tool_agent" if self.uses_data else "single_turn_agent")
+
+    @property
     def max_model_tokens(self) -> int:
         """Longest sequence the engine must hold."""
         return self.rollout.max_prompt_tokens + self.rollout.max_completion_tokens
@@ -218,7 +223,7 @@ def _sources_fit(config: Config) -> None:
         if bool(source.tasks) == source.has_files:
             both, none = "both tasks and data files: make it two", "neither tasks nor data.train_files: give it one"
             raise ValueError(f"{where} has {both if source.tasks else none}.")
-        _tools_have_rows(_alone(config, source), f"{where}: ")
+        _tools_have_players(_alone(config, source), f"{where}: ")
         for key, own in source.rollout.model_dump(exclude_none=True).items():
             most = getattr(config.rollout, key)
             if own > most:
@@ -284,14 +289,14 @@ def _tasks_or_data(config: Config) -> None:
             "or say how they are mixed: `sources: [{name: code, ratio: 1, tasks: […]}, {name: rows, ratio: 1, data: "
             "{train_files: […]}}]` (docs/tasks.md)."
         )
-    _tools_have_rows(config)
+    _tools_have_players(config)
 
 
-def _tools_have_rows(config: Config, where: str = "") -> None:
-    if config.agent.tool_file and not config.uses_data:
+def _tools_have_players(config: Config, where: str = "") -> None:
+    if config.agent.tool_file and not config.uses_data and config.default_agent != "tool_agent":
         raise ValueError(
-            f"{where}agent.tool_file is {config.agent.tool_file!r}, but tools are for data rows and here are none: set "
-            "data.train_files (docs/data.md), or leave agent.tool_file empty. Of several sources each can have its own."
+            f"{where}agent.tool_file is {config.agent.tool_file!r}, but tasks are played in one turn, without tools: "
+            "set agent.default_agent: tool_agent, or leave agent.tool_file empty. Of several sources each can have its own."
         )
 
 

@@ -3,9 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Mapping, Sequence
-from typing import Literal, Protocol
+from typing import Literal, Protocol, runtime_checkable
 
-from rayapp.core.types import CallReport, Completion, ExecResult, Prompt, Reward, SamplingParams, SandboxSpec
+from rayapp.core.types import (
+    AgentStart,
+    CallReport,
+    Completion,
+    ExecResult,
+    Prompt,
+    Reward,
+    SamplingParams,
+    SandboxSpec,
+)
 
 
 class Sandbox(Protocol):
@@ -160,6 +169,15 @@ class Task(Protocol):
 
         Never raises for what the completion does or for a failed sandbox (that is `Reward.invalid`).
         """
+        ...
+
+
+@runtime_checkable
+class AgentTask(Task, Protocol):
+    """A task that an agent can play, over several turns and with tools. Its `score` gets the answer alone."""
+
+    def agent_start(self) -> AgentStart:
+        """What the agent is told, and what it finds."""
         ...
 
 

@@ -7,9 +7,10 @@ policy saw them. Token in, token out: `token_ids` is what the engine read and sa
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -335,6 +336,30 @@ class CallReport:
     """The execution as a whole. Not `ok` when the definition raised or the whole run was stopped."""
     calls: tuple[CallResult, ...]
     """One per input, in order, whatever the code did: calls that gave no result are `ok=False`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PublicVerdict:
+    """What the tests that an agent may run say about its work so far. Worth nothing by itself."""
+
+    pass_rate: float
+    text: str
+    """For the agent to read."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AgentStart:
+    """Where an agent begins a task: all that it sees, and nothing that a verdict rests on."""
+
+    messages: tuple[Mapping[str, str], ...]
+    files: Mapping[str, str] = field(default_factory=dict)
+    """In its workspace, by relative path."""
+    packages: tuple[str, ...] = ()
+    """Preloaded there."""
+    tools: tuple[str, ...] = ()
+    """Tools that the task brings, besides those of the run's tool file: shipped names or classes (docs/tools.md)."""
+    tools_kwargs: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    """By tool: `{"create_kwargs": {...}}`, as in `extra_info.tools_kwargs` of a data row."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,24 +8,25 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Sequence
+from pathlib import Path
 
 from rayapp.config.config import Config, sources_of
 from rayapp.config.sandbox import LocalConfig, SandboxConfig
 from rayapp.core.errors import ConfigError, InputError
 from rayapp.rollout.agent.chat import load_template
-from rayapp.rollout.agent.loops import check_agent_name
+from rayapp.rollout.agent.loops import SINGLE_TURN_AGENT, check_agent_name
 from rayapp.rollout.data_groups import answer_rewards
 from rayapp.rollout.order import evaluation_waves
 from rayapp.rollout.prompts import render_prompts
 from rayapp.rollout.sources import naming
+from rayapp.rollout.task_agents import agent_start
 from rayapp.storage.models.check import check_model
 from rayapp.storage.models.prefetch import with_local_model
 from rayapp.tasks.data.reading import ReadOptions, open_data
 from rayapp.tasks.loading import load_tasks
-from rayapp.tools.config import ToolEntry, parse, read_tool_file
-from rayapp.tools.python import PythonToolConfig
-
-_PYTHON_TOOL = "rayapp.tools.python.PythonTool"
+from rayapp.tools.config import ToolEntry, read_tool_file
+from rayapp.tools.loading import KNOWN, load_class
+from rayapp.tools.workspace import WorkspaceTool
 
 
 def check_inputs(config: Config, *, training: bool) -> None:
@@ -46,13 +47,30 @@ def check_inputs(config: Config, *, training: bool) -> None:
 
 def _check_source(config: Config, *, training: bool) -> None:
     if not config.uses_data:
-        for names in filter(None, (config.tasks, config.eval.tasks)):
-            render_prompts(config, load_tasks(names))
+        check_tasks(config, training=training)
         return
     if training and not config.data.train_files:
         raise InputError("data.train_files is empty: name the parquet files to train on (docs/data.md)")
     _check_tools(config, training=training)
     check_data(config, (*config.data.train_files, *config.data.eval_files))
+
+
+def check_tasks(config: Config, *, training: bool) -> None:
+    """Every task, and what its agent needs.
+
+    Raises:
+        UserError: a task, its prompt or its tools can't be used, or there are too few sandboxes.
+    """
+    for names in filter(None, (config.tasks, config.eval.tasks)):
+        tasks = load_tasks(names)
+        if config.default_agent == SINGLE_TURN_AGENT:
+            render_prompts(config, tasks)
+            continue
+        # The workers measure the agent's prompts: they have the tools' schemas.
+        brought = {name: f"task {task.name}: tools: {name}" for task in tasks for name in agent_start(task).tools}
+        for name, where in brought.items():
+            load_class(name, Path(), where)
+        _check_tools(config, [ToolEntry(class_name=name) for name in brought], training=training)
 
 
 def _check_something_to_evaluate(config: Config, *, training: bool) -> None:
@@ -94,28 +112,33 @@ def check_data(config: Config, files: Sequence[str]) -> None:
     asyncio.run(check())
 
 
-def _check_tools(config: Config, *, training: bool) -> None:
+def _check_tools(config: Config, brought: Sequence[ToolEntry] = (), *, training: bool) -> None:
     if config.agent.chat_template:
         load_template(config.agent.chat_template)
-    if not config.agent.tool_file:
-        return
-    for entry in read_tool_file(config.agent.tool_file):
-        if entry.class_name == _PYTHON_TOOL:
+    file = config.agent.tool_file
+    for entry in (*(read_tool_file(file) if file else ()), *brought):
+        if _holds_sandbox(entry, f"tool file {file}: {entry.class_name}: config"):
             _check_sandboxes_suffice(config, entry, training=training)
+            return
+
+
+def _holds_sandbox(entry: ToolEntry, where: str) -> bool:
+    """True for a shipped tool that works in the trajectory's workspace; classes of users' own are not loaded here."""
+    if not KNOWN.get(entry.class_name, entry.class_name).startswith("rayapp.tools."):
+        return False
+    kind = load_class(entry.class_name, Path(), where)
+    return isinstance(kind, type) and issubclass(kind, WorkspaceTool) and kind.holds_sandbox(entry.config, where=where)
 
 
 def _check_sandboxes_suffice(config: Config, entry: ToolEntry, *, training: bool) -> None:
-    """The Python tool that keeps names holds a sandbox per trajectory, from the first call to the end."""
-    where = f"tool file {config.agent.tool_file}: {entry.class_name}: config"
-    if not parse(entry.config, PythonToolConfig, where=where).stateful:
-        return
+    """Tools that share a workspace hold a sandbox per trajectory, from the first call to the end."""
     need, arithmetic = trajectories_at_once(config, training=training)
     have = num_sandboxes(config.sandbox)
     if have < need:
         raise ConfigError(
             f"sandboxes: the tool {entry.class_name} holds one for each trajectory, and {arithmetic} = {need} run at "
             f"once, but sandbox.providers and sandbox.max_leases allow {have}. Raise sandbox.max_leases to {need}, "
-            "lower the numbers of that sum, or set `stateful: false` in the tool's config."
+            "lower the numbers of that sum, or, with the python tool alone, set `stateful: false` in its config."
         )
 
 
@@ -130,7 +153,7 @@ def trajectories_at_once(config: Config, *, training: bool) -> tuple[int, str]:
     # No wave is longer than this one.
     wave = evaluation_waves(config, train.groups_per_step * rollout.group_size)[0]
     evaluating = len(wave) * config.eval.samples_per_task
-    of_eval = f"{len(wave)} data rows x eval.samples_per_task {config.eval.samples_per_task}"
+    of_eval = f"{len(wave)} prompts x eval.samples_per_task {config.eval.samples_per_task}"
     if not training:
         return evaluating, of_eval
     if train.max_staleness:

@@ -13,7 +13,7 @@ from rayapp.core.types import Prompt, Reward
 from rayapp.rollout.agent.build import open_loop
 from rayapp.rollout.agent.episode import AgentPrompt, Episode
 from rayapp.rollout.agent.loops import AgentLoops, agent_loops, check_agent_name
-from rayapp.rollout.agent.outcome import with_terms
+from rayapp.rollout.agent.outcome import tool_reward, with_terms
 from rayapp.rollout.group import Assignment
 from rayapp.rollout.order import GroupRequest, scoring_seed
 from rayapp.tasks.answers import Answer, AnswerRewards, score_answer
@@ -50,7 +50,7 @@ class DataGroups:
         if rewards.custom is not None:
             # Its imports may take seconds, which would hold up every trajectory of this process.
             await asyncio.to_thread(rewards.custom.load)
-        loops = agent_loops(await open_loop(config, sandboxes), config.agent.default_agent)
+        loops = agent_loops(await open_loop(config, sandboxes), config.default_agent)
         try:
             train, held_out = await open_files(config, loops.prompt_ids)
         except BaseException:
@@ -113,7 +113,7 @@ async def _score(row: DataRow, rewards: AnswerRewards, sandboxes: SandboxSource,
         data_source=row.data_source,
         ground_truth=row.ground_truth,
         extra_info=row.extra_info,
-        tool_reward=sum(call.reward for call in episode.calls if call.reward is not None),
+        tool_reward=tool_reward(episode),
     )
     return with_terms(await score_answer(answer, rewards, sandboxes, seed=seed), episode)
 

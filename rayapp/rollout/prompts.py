@@ -26,11 +26,15 @@ def render_prompts(config: Config, tasks: Sequence[Task]) -> list[Prompt]:
     """
     tokenizer = load_tokenizer(config)
     prompts = [task.render(tokenizer) for task in tasks]
-    limit = config.rollout.max_prompt_tokens
+    check_length(prompts, config.rollout.max_prompt_tokens)
+    return prompts
+
+
+def check_length(prompts: Sequence[Prompt], limit: int) -> None:
+    """Raises InputError for a prompt that is longer than rollout.max_prompt_tokens."""
     for prompt in prompts:
         if prompt.token_ids.size > limit:
             raise InputError(
                 f"task {prompt.task!r}: its prompt has {prompt.token_ids.size} tokens, rollout.max_prompt_tokens is "
                 f"{limit}. Raise it, or shorten the prompt."
             )
-    return prompts

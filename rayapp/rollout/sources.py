@@ -20,13 +20,16 @@ from typing import Protocol
 from rayapp.config.config import Config, Source, sources_of
 from rayapp.core.errors import UserError
 from rayapp.core.protocols import SandboxSource
+from rayapp.rollout.agent.loops import SINGLE_TURN_AGENT
 from rayapp.rollout.data_groups import DataGroups
 from rayapp.rollout.group import Assignment
 from rayapp.rollout.mixing import Mixing
 from rayapp.rollout.order import GroupRequest
 from rayapp.rollout.prompts import prompted_tasks
+from rayapp.rollout.task_agents import TaskAgents
 from rayapp.rollout.task_groups import TaskGroups
 from rayapp.storage.models.prefetch import with_local_model
+from rayapp.tasks.loading import load_tasks
 
 
 class Groups(Protocol):
@@ -128,8 +131,17 @@ async def open_groups(config: Config, sandboxes: SandboxSource) -> RunGroups:
 async def _open(config: Config, sandboxes: SandboxSource) -> Groups:
     if config.uses_data:
         return await DataGroups.open(config, sandboxes)
-    held_out = prompted_tasks(config, config.eval.tasks) if config.eval.tasks else ()
-    return TaskGroups(prompted_tasks(config, config.tasks), held_out, sandboxes)
+    if config.default_agent == SINGLE_TURN_AGENT:
+        held_out = prompted_tasks(config, config.eval.tasks) if config.eval.tasks else ()
+        return TaskGroups(prompted_tasks(config, config.tasks), held_out, sandboxes)
+    agents = TaskAgents.of(config, sandboxes)
+    try:
+        train = await agents.prompted(load_tasks(config.tasks))
+        held_out = await agents.prompted(load_tasks(config.eval.tasks)) if config.eval.tasks else ()
+        return TaskGroups(train, held_out, sandboxes, agents)
+    except BaseException:
+        await agents.close()
+        raise
 
 
 @contextmanager

@@ -1,4 +1,5 @@
-"""Groups of coding tasks: the policy speaks once, and the task scores the text. See `sources.py`."""
+"""Groups of coding tasks: the policy speaks once, or the tool agent plays, and the task scores the text. See
+`sources.py`."""
 
 from __future__ import annotations
 
@@ -11,6 +12,7 @@ from rayapp.rollout.agent.episode import Episode, EpisodeEnd
 from rayapp.rollout.agent.transcript import Transcript
 from rayapp.rollout.group import Assignment
 from rayapp.rollout.order import GroupRequest, prompt_index, scoring_seed
+from rayapp.rollout.task_agents import TaskAgents
 
 Prompted = tuple[Task, Prompt]
 
@@ -20,12 +22,20 @@ class TaskGroups:
 
     Args:
         train, held_out: tasks, each with its prompt.
+        agents: who plays them; None: the policy speaks once.
     """
 
-    def __init__(self, train: Sequence[Prompted], held_out: Sequence[Prompted], sandboxes: SandboxSource) -> None:
+    def __init__(
+        self,
+        train: Sequence[Prompted],
+        held_out: Sequence[Prompted],
+        sandboxes: SandboxSource,
+        agents: TaskAgents | None = None,
+    ) -> None:
         self._train = train
         self._held_out = held_out or train
         self._sandboxes = sandboxes
+        self._agents = agents
 
     @property
     def num_eval_prompts(self) -> int:
@@ -45,10 +55,18 @@ class TaskGroups:
             tests = scoring_seed(request.group_id, seed=seed)
             return await task.score(prompt, episode.final_text, self._sandboxes, seed=tests)
 
-        return Assignment(prompt=prompt, play=partial(_one_turn, prompt), score=score)
+        if (agents := self._agents) is None:
+            return Assignment(prompt=prompt, play=partial(_one_turn, prompt), score=score)
+
+        async def agents_score(episode: Episode) -> Reward:
+            return await agents.score(episode, partial(score, episode))
+
+        return Assignment(prompt=prompt, play=agents.play(task, prompt), score=agents_score)
 
     async def close(self) -> None:
-        """Nothing is held."""
+        """End what the tools hold."""
+        if self._agents is not None:
+            await self._agents.close()
 
 
 async def _one_turn(prompt: Prompt, *, engine: RolloutEngine, sampling: SamplingParams, request_id: str) -> Episode:

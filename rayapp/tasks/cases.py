@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from types import CodeType
 
 from rayapp.core.errors import InputError
+from rayapp.sandbox.verdict.compare import same_value
 
 _MODULES = ("bisect", "collections", "functools", "heapq", "itertools", "math", "re", "statistics", "string")
 _PLAIN = (type(None), bool, int, float, str, bytes)
@@ -55,6 +56,19 @@ class CaseSource:
         """
         return _draw(self, seed)
 
+    def check(self, case: Case, test: str) -> None:
+        """Try the reference on a case whose output the task's author wrote.
+
+        Args:
+            test: how messages name it.
+        Raises:
+            InputError: the reference gives something else, or the case holds what can't be compared.
+        """
+        _check_plain((*case.args, case.expected), f"task {self.task}: {test}, holds a value")
+        found = _referred(self, case.args, _names(self), test)
+        if not same_value(found, case.expected):
+            raise InputError(f"task {self.task}: the reference fails {test}: it gives {_short(repr(found))}")
+
 
 @functools.lru_cache(maxsize=256)
 def _draw(source: CaseSource, seed: int) -> tuple[Case, ...]:
@@ -80,13 +94,18 @@ def _case(source: CaseSource, number: int, names: dict[str, object]) -> Case:
     value = _evaluate(source.tests[number], names, where)
     args = _as_args(value, source.parameters, where)
     _check_plain(args, f"{where}, gives an input")
-    where = f"task {source.task}: the reference, {_short(source.reference)}, on test {number + 1}"
+    return Case(args=args, expected=_referred(source, args, names, f"test {number + 1}"))
+
+
+def _referred(source: CaseSource, args: tuple[object, ...], names: dict[str, object], test: str) -> object:
+    """What the reference gives."""
+    where = f"task {source.task}: the reference, {_short(source.reference)}, on {test}"
     # Copy first: a reference that works in place would change the input that the sandbox gets.
     own = copy.deepcopy(args)
     scope = {**names, **dict(zip(source.parameters, own, strict=True)), "args": own}
     expected = _evaluate(source.reference, scope, where)
     _check_plain(expected, f"{where}, gives a value")
-    return Case(args=args, expected=expected)
+    return expected
 
 
 def _as_args(value: object, parameters: Sequence[str], where: str) -> tuple[object, ...]:

@@ -5,7 +5,8 @@
           seed -> CaseSource.draw -> inputs (into the sandbox), expected values (never) -> compare +-> Reward
 
 The task is data that a user writes in YAML or in Python (`loading.py`). Rollout workers render and score with it; the
-only thing of it that enters a sandbox is the candidate's code with the inputs.
+only thing of it that enters a sandbox is the candidate's code with the inputs. An agent's workspace is another sandbox,
+with the task's files and public tests: nothing of the hidden ones.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import ast
 import asyncio
 import time
 from dataclasses import replace
+from pathlib import PurePosixPath
 from typing import Annotated, Literal, Self
 
 import numpy as np
@@ -21,17 +23,22 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validat
 
 from rayapp.core.errors import InputError
 from rayapp.core.protocols import Sandbox, SandboxSource, Tokenizer
-from rayapp.core.types import Prompt, Reward, SandboxSpec
+from rayapp.core.types import AgentStart, Prompt, PublicVerdict, Reward, SandboxSpec
 from rayapp.tasks.banned import normal_pattern
 from rayapp.tasks.cases import Case, CaseSource
 from rayapp.tasks.extraction import parse
 from rayapp.tasks.grading import failure, grade
+from rayapp.tasks.public_tests import public_tests_file, public_verdict, read_public_test
 from rayapp.tasks.sandboxed import judged_in_sandbox
 from rayapp.tasks.screening import screen
 from rayapp.tasks.text_process import TextReadingFailedError, TextTooCostlyError, on_text
 
 VALIDATION_SEEDS = range(3)
 """Seeds the reference is tried on when a task is loaded."""
+
+CODING_TOOLS = ("bash", "edit", "python", "submit")
+RUN_TESTS = "run_tests"
+PUBLIC_TESTS_FILE = "test_public.py"
 
 PromptFormat = Literal["chat", "chat_prefill", "completion"]
 _DEFAULT_STOP: dict[PromptFormat, tuple[str, ...]] = {
@@ -54,7 +61,15 @@ def _checked_expression(expression: str) -> str:
     return expression
 
 
+def _checked_path(path: str) -> str:
+    parts = PurePosixPath(path).parts
+    if not parts or path.startswith("/") or ".." in parts or "\0" in path:
+        raise ValueError(f"{path!r} is no relative path inside a folder")
+    return path
+
+
 Expression = Annotated[str, AfterValidator(_checked_expression)]
+FilePath = Annotated[str, AfterValidator(_checked_path)]
 
 
 class CodingTask(BaseModel):
@@ -99,6 +114,13 @@ class CodingTask(BaseModel):
     demonstrations: tuple[str, ...] = ()
     """Solutions that a warm-up learns from (docs/sft.md), each the source of the function. Several ways to write it
     leave GRPO something to choose from. They are never part of the prompt."""
+    public_tests: tuple[str, ...] = ()
+    """Tests that an agent may see and run: `name(input, …) == output`, with literal values."""
+    files: dict[FilePath, str] = Field(default_factory=dict)
+    """Text files in an agent's workspace at the start, by relative path."""
+    tools: tuple[str, ...] = CODING_TOOLS
+    """Tools that the task brings for an agent, besides those of `agent.tool_file`; `run_tests` comes with public
+    tests."""
 
     @model_validator(mode="after")
     def _parts_agree(self) -> Self:
@@ -110,6 +132,9 @@ class CodingTask(BaseModel):
             raise ValueError(f"prefill is given, but prompt_format is {self.prompt_format}: only chat_prefill reads it")
         self.parameters  # noqa: B018  (raises when the signature can't be read)
         self.demonstrated_completions  # noqa: B018  (raises when one does not go on from the prompt)
+        self.public_cases  # noqa: B018  (raises for one that can't be read)
+        if self.public_tests and PUBLIC_TESTS_FILE in self.files:
+            raise ValueError(f"files names {PUBLIC_TESTS_FILE}, which is written from public_tests: leave one out")
         return self
 
     @property
@@ -135,14 +160,26 @@ class CodingTask(BaseModel):
             helpers=self.helpers,
         )
 
-    def check(self) -> None:
-        """Draw tests with a few seeds.
+    @property
+    def public_cases(self) -> tuple[Case, ...]:
+        """The public tests.
 
         Raises:
-            InputError: a test or the reference raises or gives something that can't be compared.
+            ValueError: one has another form, or not as many inputs as the function.
+        """
+        return tuple(read_public_test(test, self.func_name, len(self.parameters)) for test in self.public_tests)
+
+    def check(self) -> None:
+        """Draw tests with a few seeds, and try the reference on the public ones.
+
+        Raises:
+            InputError: a test or the reference raises or gives something that can't be compared, or the reference fails
+                a public test.
         """
         for seed in VALIDATION_SEEDS:
             self.cases.draw(seed)
+        for number, case in enumerate(self.public_cases):
+            self.cases.check(case, f"public test {number + 1}, `{self.public_tests[number]}`")
 
     def render(self, tokenizer: Tokenizer) -> Prompt:
         """The prompt as the policy reads it. `Prompt.prefill` is the beginning of the answer that it already holds."""
@@ -153,6 +190,40 @@ class CodingTask(BaseModel):
         token_ids = tokenizer.encode(text, add_special_tokens=not is_chat)
         stop = _DEFAULT_STOP[self.prompt_format] if self.stop is None else self.stop
         return Prompt(task=self.name, text=text, token_ids=np.asarray(token_ids, np.int32), prefill=prefill, stop=stop)
+
+    def agent_start(self) -> AgentStart:
+        """See `AgentTask`: the prompt as a user's message that names the files, without the beginning of an answer."""
+        files = dict(self.files)
+        tools, tools_kwargs = self.tools, {}
+        if self.public_tests:
+            files[PUBLIC_TESTS_FILE] = public_tests_file(self.func_name, self.public_tests)
+            tools = (*tools, *({RUN_TESTS} - {*tools}))
+            tools_kwargs = {RUN_TESTS: {"create_kwargs": {"check": self.check_public}}}
+        told = self.prompt + (f"\n\nFiles in your workspace: {', '.join(sorted(files))}." if files else "")
+        return AgentStart(
+            messages=(*_system(self), {"role": "user", "content": told}),
+            files=files,
+            packages=self.packages,
+            tools=tools,
+            tools_kwargs=tools_kwargs,
+        )
+
+    async def check_public(self, answer: str, sandbox: Sandbox) -> PublicVerdict:
+        """The public tests on an answer, which is read as `score` reads it.
+
+        Raises:
+            SandboxError: the sandbox failed.
+        """
+        try:
+            code, status, detail = await on_text(screen, answer, self.func_name, "", self.banned_patterns)
+        except (TextTooCostlyError, TextReadingFailedError) as error:
+            return PublicVerdict(pass_rate=0.0, text=str(error))
+        if status:
+            return PublicVerdict(pass_rate=0.0, text=f"{status}: {detail}")
+        cases = self.public_cases
+        inputs = [case.args for case in cases]
+        report = await sandbox.call_function(code, self.func_name, inputs, timeout_s=self.timeout_s)
+        return public_verdict(report, cases, self.public_tests)
 
     @property
     def answer_prefix(self) -> str:
@@ -238,9 +309,12 @@ def _parameters(line: str) -> tuple[str, ...]:
     return names
 
 
+def _system(task: CodingTask) -> list[dict[str, str]]:
+    return [{"role": "system", "content": task.system}] if task.system else []
+
+
 def _chat(tokenizer: Tokenizer, task: CodingTask) -> str:
-    messages = [{"role": "system", "content": task.system}] if task.system else []
-    messages.append({"role": "user", "content": task.prompt})
+    messages = [*_system(task), {"role": "user", "content": task.prompt}]
     try:
         return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     except ValueError as error:

@@ -63,6 +63,8 @@ class ToolOutput:
     """Seconds before the call could start (rate limit, free sandbox): not the tool's own time."""
     execs: tuple[ExecRecord, ...] = ()
     """What ran in sandboxes for it, for the trace of the rollout."""
+    answer: str | None = None
+    """The trajectory's answer, from a tool with `ends_episode`: it is scored in place of what the policy said last."""
 
 
 def finite(value: float) -> float:
@@ -153,6 +155,8 @@ class ToolBase:
 
     schema: ToolSchema
     timeout_s: float = 30.0
+    ends_episode = False
+    """True for a tool whose output may name the answer, which ends the trajectory. It runs in the last turn, too."""
 
     def __init__(
         self,

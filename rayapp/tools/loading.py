@@ -7,6 +7,7 @@ Such a file runs in this process: it is the user's own.
 from __future__ import annotations
 
 import asyncio
+import difflib
 import importlib
 import sys
 import time
@@ -25,26 +26,44 @@ from rayapp.tools.mcp_tool import McpTool
 from rayapp.tools.toolset import ToolSet
 
 _MCP = "rayapp.tools.mcp_tool.McpTool"
-KNOWN = {
+SHIPPED = {
+    "bash": "rayapp.tools.coding.BashTool",
+    "edit": "rayapp.tools.coding.EditTool",
+    "python": "rayapp.tools.python.PythonTool",
+    "run_tests": "rayapp.tools.coding.RunTestsTool",
+    "submit": "rayapp.tools.coding.SubmitTool",
+}
+"""Short name -> class, for tool files and for tasks that bring tools."""
+KNOWN = SHIPPED | {
     "verl.tools.mcp_search_tool.MCPSearchTool": _MCP,
     "verl.tools.mcp_base_tool.MCPBaseTool": _MCP,
     "verl.tools.gsm8k_tool.Gsm8kTool": "rayapp.tools.gsm8k.Gsm8kTool",
 }
-"""verl's class name -> what it means here."""
+"""Short names, and verl's class names -> what they mean here."""
 
 
-async def open_tools(path: str | Path, context: ToolContext | None = None) -> ToolSet:
-    """The tools of a tool file, connected.
+async def open_tools(
+    path: str | Path = "", context: ToolContext | None = None, *, brought: Sequence[str] = ()
+) -> ToolSet:
+    """The tools of a tool file, connected, and those that a task brings.
 
+    Args:
+        path: empty is no file.
+        brought: shipped names or classes, without a config; the file's tools of the same names come in their place.
     Raises:
-        ConfigError: the file is wrong, or an MCP server can't be used.
+        ConfigError: the file is wrong, there is no such tool, or an MCP server can't be used.
     """
     context = context or ToolContext()
     tools: list[Tool] = []
     links: list[McpLink] = []
     try:
-        for entry in read_tool_file(path):
+        for entry in read_tool_file(path) if path else ():
             tools.extend(await _tools_of(entry, Path(path), context, links))
+        configured = {tool.schema.name for tool in tools}
+        for name in brought:
+            tool = _native_tool(ToolEntry(class_name=name), Path(), context, f"tools: {name}")
+            if tool.schema.name not in configured:
+                tools.append(tool)
         return ToolSet(tools, on_close=[link.close for link in links])
     except BaseException:
         await _close_all([link.close for link in links])
@@ -60,8 +79,12 @@ async def _tools_of(entry: ToolEntry, path: Path, context: ToolContext, links: l
     where = f"tool file {path}: {entry.class_name}"
     if name == _MCP:
         return await _mcp_tools(entry, path, context, links, where)
+    return [_native_tool(entry, path.parent, context, where)]
+
+
+def _native_tool(entry: ToolEntry, folder: Path, context: ToolContext, where: str) -> Tool:
     schema = ToolSchema.from_openai(entry.tool_schema, where=where) if entry.tool_schema is not None else None
-    kind = _load_class(name, path.parent, where)
+    kind = load_class(entry.class_name, folder, where)
     try:
         tool: Tool = kind(entry.config, schema, context)
         _ = tool.schema.name, tool.timeout_s
@@ -69,7 +92,7 @@ async def _tools_of(entry: ToolEntry, path: Path, context: ToolContext, links: l
         raise
     except Exception as error:  # boundary: the user's class
         raise ConfigError(f"{where} can't be made: {type(error).__name__}: {error}") from error
-    return [tool]
+    return tool
 
 
 async def _mcp_tools(
@@ -113,7 +136,16 @@ def _connector(name: str, server: McpServer, config: McpToolConfig, context: Too
     )
 
 
-def _load_class(name: str, folder: Path, where: str) -> Callable[..., Any]:
+def load_class(name: str, folder: Path, where: str) -> Callable[..., Any]:
+    """The class of a native tool.
+
+    Args:
+        name: a short name, an import path, or `file.py:Class`.
+        folder: that files are looked up in first.
+    Raises:
+        ConfigError: there is none.
+    """
+    name = KNOWN.get(name, name)
     file, colon, attribute = name.rpartition(":")
     if colon:
         own = Path(file)
@@ -123,13 +155,18 @@ def _load_class(name: str, folder: Path, where: str) -> Callable[..., Any]:
         try:
             module = importlib.import_module(module_name)
         except (ImportError, ValueError) as error:
-            raise ConfigError(
-                f"{where}: it can't be imported ({error}). Known class names of verl: {', '.join(KNOWN)}"
-            ) from error
+            raise ConfigError(f"{where}: it can't be imported ({error}). {_hint(name)}") from error
     kind: Callable[..., Any] | None = getattr(module, attribute, None)
     if kind is None:
         raise ConfigError(f"{where}: there is no class {attribute} in {file or module.__name__}")
     return kind
+
+
+def _hint(name: str) -> str:
+    near = difflib.get_close_matches(name, SHIPPED, n=1)
+    mean = f"Did you mean {near[0]}? " if near else ""
+    verls = [known for known in KNOWN if known not in SHIPPED]
+    return f"{mean}Shipped are {', '.join(SHIPPED)}; known class names of verl: {', '.join(verls)}"
 
 
 def _run_file(path: Path, where: str) -> ModuleType:

@@ -1,6 +1,7 @@
 """The tools of one process, and what each trajectory holds of them. Called by the agent loop and the rollout worker.
 
-ToolSet(tools) --trajectory(kwargs)--> ToolStates --state(name)--> Tool.execute
+ToolSet(tools) --trajectory(start)--> ToolStates --state(name)--> Tool.execute
+                                          |--one Workspace for the tools that work in it
                                           '--close: every state is released, whatever happened
 """
 
@@ -16,6 +17,7 @@ from jsonschema.exceptions import SchemaError
 from rayapp.core.errors import ConfigError, InputError, RayappError, SandboxError, ToolUnavailableError
 from rayapp.tools.arguments import ArgumentChecker
 from rayapp.tools.base import Tool, ToolFailedError, ToolSchema, finite
+from rayapp.tools.workspace import WorkspaceTool, open_workspace
 
 log = logging.getLogger(__name__)
 _CREATE_TIMEOUT_S = 30.0
@@ -60,9 +62,25 @@ class ToolSet:
         """Why these arguments don't fit the tool's schema; empty if they do."""
         return self._checkers[name].problem(arguments)
 
-    def trajectory(self, tools_kwargs: Mapping[str, Mapping[str, Any]]) -> ToolStates:
-        """The states that one trajectory has with the tools; enter it before the first call."""
-        return ToolStates(self._tools, tools_kwargs)
+    def ends_episode(self, name: str) -> bool:
+        """True for a tool that may name the trajectory's answer."""
+        # Not of the protocol: most tools have no such thing.
+        return bool(getattr(self._tools.get(name), "ends_episode", False))
+
+    def trajectory(
+        self,
+        tools_kwargs: Mapping[str, Mapping[str, Any]],
+        *,
+        files: Mapping[str, str] | None = None,
+        packages: tuple[str, ...] = (),
+    ) -> ToolStates:
+        """The states that one trajectory has with the tools; enter it before the first call.
+
+        Args:
+            files: what lies in its workspace at the start.
+            packages: what is preloaded there.
+        """
+        return ToolStates(self._tools, tools_kwargs, files or {}, packages)
 
     async def close(self) -> None:
         """End what the tools share. Idempotent."""
@@ -73,20 +91,36 @@ class ToolSet:
 class ToolStates:
     """See `ToolSet.trajectory`. Example: `async with tools.trajectory(kwargs) as states: states["calc"]`."""
 
-    def __init__(self, tools: Mapping[str, Tool], tools_kwargs: Mapping[str, Mapping[str, Any]]) -> None:
+    def __init__(
+        self,
+        tools: Mapping[str, Tool],
+        tools_kwargs: Mapping[str, Mapping[str, Any]],
+        files: Mapping[str, str],
+        packages: tuple[str, ...],
+    ) -> None:
         self._tools = tools
         self._kwargs = tools_kwargs
         self._states: dict[str, Any] = {}
+        in_workspace = [tool for tool in tools.values() if isinstance(tool, WorkspaceTool)]
+        # Whichever of its tools is released first closes it.
+        self._workspace = open_workspace(in_workspace, files=files, packages=packages) if in_workspace else None
+        self.answer: str | None = None
+        """What a tool named as the trajectory's answer; the first one counts."""
 
     async def __aenter__(self) -> Self:
         try:
             for name, tool in self._tools.items():
-                create_kwargs = self._kwargs.get(name, {}).get("create_kwargs") or {}
-                self._states[name] = await _guarded(tool.create(create_kwargs), f"tool {name}: create")
+                self._states[name] = await _guarded(self._create(name, tool), f"tool {name}: create")
         except BaseException:
             await self._release()
             raise
         return self
+
+    async def _create(self, name: str, tool: Tool) -> Any:
+        create_kwargs = self._kwargs.get(name, {}).get("create_kwargs") or {}
+        if isinstance(tool, WorkspaceTool) and self._workspace is not None:
+            return await tool.join(self._workspace, create_kwargs)
+        return await tool.create(create_kwargs)
 
     def __getitem__(self, name: str) -> Any:
         return self._states[name]

@@ -1,8 +1,11 @@
 """`rayapp train` with servers that have no engine, behind the same Ray calls: for runs whose subject is not vLLM.
 
-Called as the command is. Driver, learners, rollout workers, sandboxes, storage and the way out are the real ones.
+Called as the command is; SCRIPTS in the environment holds what trajectories say, see `StandIns`. Driver, learners,
+rollout workers, sandboxes, storage and the way out are the real ones.
 """
 
+import json
+import os
 import sys
 from functools import partial
 
@@ -10,6 +13,8 @@ import rayapp.driver.loop
 from rayapp.cli.main import main
 from rayapp.driver.cluster import StandIns, open_cluster
 
-rayapp.driver.loop.open_cluster = partial(open_cluster, stand_ins=StandIns(completion_s=0.2, step_s=None))
+scripts = tuple(tuple(map(tuple, script)) for script in json.loads(os.environ.get("SCRIPTS", "[]")))
+stand_ins = StandIns(completion_s=0.2, step_s=None, scripts=scripts)
+rayapp.driver.loop.open_cluster = partial(open_cluster, stand_ins=stand_ins)
 sys.argv.insert(1, "train")
 main()

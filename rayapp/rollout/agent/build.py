@@ -19,7 +19,6 @@ from rayapp.storage.models.tokenizer import load_tokenizer
 from rayapp.tools.base import ToolContext, ToolSchema
 from rayapp.tools.calls import SampleCall, ToolCallParser
 from rayapp.tools.loading import open_tools
-from rayapp.tools.toolset import ToolSet
 
 MakeParser = Callable[[str, Any, Sequence[ToolSchema], SampleCall | None], ToolCallParser]
 
@@ -35,8 +34,12 @@ def _vllm_parser(name: str, tokenizer: Any, tools: Sequence[ToolSchema], sample:
     return load_parser(name, tokenizer, tools, sample)
 
 
-async def open_loop(config: Config, sandboxes: SandboxSource) -> AgentLoop:
-    """`open_agent_loop` with the section `agent`; its tools take their sandboxes from here."""
+async def open_loop(config: Config, sandboxes: SandboxSource, *, brought: Sequence[str] = ()) -> AgentLoop:
+    """`open_agent_loop` with the section `agent`; its tools take their sandboxes from here.
+
+    Args:
+        brought: tools besides those of the tool file, see `open_tools`.
+    """
     agent = config.agent
     limits = AgentLimits(
         max_response_tokens=config.rollout.max_completion_tokens,
@@ -51,6 +54,7 @@ async def open_loop(config: Config, sandboxes: SandboxSource) -> AgentLoop:
         limits=limits,
         model=config.model.path,
         tool_file=agent.tool_file,
+        brought=brought,
         parser=agent.tool_parser,
         chat_template=agent.chat_template,
         context=ToolContext(sandboxes=sandboxes),
@@ -63,6 +67,7 @@ async def open_agent_loop(
     limits: AgentLimits,
     model: str,
     tool_file: str | Path = "",
+    brought: Sequence[str] = (),
     parser: str = "hermes",
     chat_template: str = "",
     context: ToolContext | None = None,
@@ -72,7 +77,8 @@ async def open_agent_loop(
 
     Args:
         model: its name, for messages.
-        tool_file: see docs/tools.md; empty is a policy without tools.
+        tool_file: see docs/tools.md; empty is none.
+        brought: tools besides the file's; with neither the policy has none.
         parser: vLLM's name of the tool parser.
         chat_template: a .jinja file or a shipped template's name; empty keeps the model's own.
         make_parser: in place of vLLM's; for tests and benchmarks.
@@ -80,7 +86,7 @@ async def open_agent_loop(
         ConfigError: the tool file is wrong, an MCP server can't be used, the template has no place for tools, or there
             is no such parser, or it doesn't find a call that the template writes.
     """
-    tools = await open_tools(tool_file, context) if tool_file else ToolSet()
+    tools = await open_tools(tool_file, context, brought=brought)
     try:
         template = load_template(chat_template) if chat_template else ""
         chat = ChatFormat(tokenizer, tools.schemas, template=template, name=model)

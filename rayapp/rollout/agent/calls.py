@@ -55,13 +55,13 @@ async def _checked(call: RawCall, record: CallRecord, tools: ToolSet, states: To
     arguments = read_arguments(call.arguments)
     if problem := tools.problem(call.name, arguments):
         raise ToolFailedError(f"wrong arguments for {call.name}: {problem}", "bad_arguments")
-    return await _executed(tool, states[call.name], arguments, record)
+    return await _executed(tool, states, arguments, record)
 
 
-async def _executed(tool: Tool, state: object, arguments: dict[str, object], record: CallRecord) -> CallRecord:
+async def _executed(tool: Tool, states: ToolStates, arguments: dict[str, object], record: CallRecord) -> CallRecord:
     try:
         async with asyncio.timeout(tool.timeout_s):
-            output = _usable(await tool.execute(state, arguments))
+            output = _usable(await tool.execute(states[record.name], arguments))
     except RayappError as error:
         raise infrastructure(error, f"tool {record.name}") from error
     except ToolFailedError:
@@ -71,6 +71,8 @@ async def _executed(tool: Tool, state: object, arguments: dict[str, object], rec
     except Exception as error:  # boundary: a tool is foreign code; the policy reads that it failed, the log reads why
         log.warning("tool %s crashed: %s: %s", record.name, type(error).__name__, error, exc_info=True)
         raise ToolFailedError(f"{record.name} failed: {type(error).__name__}", "crash") from None
+    if states.answer is None:
+        states.answer = output.answer
     return replace(record, output=output.text, reward=output.reward, waited_s=output.waited_s, execs=output.execs)
 
 
@@ -78,4 +80,6 @@ def _usable(output: ToolOutput) -> ToolOutput:
     """What a tool gave, if it is what it promised. Raises TypeError, ValueError or OverflowError."""
     if not isinstance(output.text, str):
         raise TypeError(f"ToolOutput.text must be a str, not {type(output.text).__name__}")
+    if not isinstance(output.answer, str | None):
+        raise TypeError(f"ToolOutput.answer must be a str or None, not {type(output.answer).__name__}")
     return output if output.reward is None else replace(output, reward=finite(output.reward))

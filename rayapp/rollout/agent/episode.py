@@ -21,7 +21,8 @@ class AgentLimits:
     max_response_tokens: int
     """Tokens after the prompt, over all turns, tool results included."""
     max_assistant_turns: int = 5
-    """Times the policy speaks. Calls in its last turn are not run: nobody would read the results."""
+    """Times the policy speaks. Calls in its last turn are run only where one of them hands in the answer: nobody would
+    read the results of others."""
     max_calls_per_turn: int = 8
     """Calls of one turn that are run; the others get an error as their result."""
     max_tool_output_chars: int = 1024
@@ -34,7 +35,7 @@ class EpisodeEnd(StrEnum):
     """Why an episode ended."""
 
     ANSWERED = "answered"
-    """The policy ended a turn without calling a tool."""
+    """The policy ended a turn without calling a tool, or handed in its answer with one."""
     MAX_TURNS = "max_turns"
     MAX_TOKENS = "max_tokens"
     FAILED = "failed"
@@ -64,9 +65,14 @@ class Episode:
     tool_rewards: Mapping[str, float] = field(default_factory=dict)
     """By tool: its verdict on the whole episode, from tools that have one."""
 
+    answer: str | None = None
+    """What a tool (`submit`) named as the answer."""
+
     @property
     def final_text(self) -> str:
-        """What the policy said last."""
+        """The answer: what a tool named as that, else what the policy said last."""
+        if self.answer is not None:
+            return self.answer
         return self.turns[-1].text if self.turns else ""
 
     @property
@@ -82,3 +88,7 @@ class AgentPrompt:
     """`ChatFormat.prompt_ids(messages)`, rendered once for all trajectories of a group."""
     tools_kwargs: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """By tool: the data row's `extra_info.tools_kwargs`, e.g. {"calc_gsm8k_reward": {"create_kwargs": {…}}}."""
+    files: Mapping[str, str] = field(default_factory=dict)
+    """What lies in the workspace at the start."""
+    packages: tuple[str, ...] = ()
+    """What is preloaded there."""

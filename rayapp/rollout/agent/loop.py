@@ -57,7 +57,8 @@ class AgentLoop:
         """
         episode = _Episode(loop=self, engine=engine, sampling=sampling, request_id=request_id, prompt=prompt)
         try:
-            async with self.tools.trajectory(prompt.tools_kwargs) as states:
+            trajectory = self.tools.trajectory(prompt.tools_kwargs, files=prompt.files, packages=prompt.packages)
+            async with trajectory as states:
                 end = await episode.play(states)
                 rewards = await states.rewards()
         except SandboxConfigError:
@@ -68,7 +69,7 @@ class AgentLoop:
             return episode.failed(RolloutStatus.ERROR_TOOL, error)
         except (InputError, ToolFailedError) as error:
             return episode.failed(RolloutStatus.ERROR_TASK, error)
-        return replace(episode.transcript.finished(end), tool_rewards=rewards)
+        return replace(episode.transcript.finished(end), tool_rewards=rewards, answer=states.answer)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -93,10 +94,15 @@ class _Episode:
                 return EpisodeEnd.MAX_TOKENS
             if not calls:
                 return EpisodeEnd.ANSWERED
-            if len(self.transcript.turns) >= limits.max_assistant_turns:
+            is_last = len(self.transcript.turns) >= limits.max_assistant_turns
+            if is_last and not any(self.loop.tools.ends_episode(call.name) for call in calls):
                 return EpisodeEnd.MAX_TURNS
             records = await self._run_calls(calls, states)
             self.transcript.add_calls(records)
+            if states.answer is not None:
+                return EpisodeEnd.ANSWERED
+            if is_last:
+                return EpisodeEnd.MAX_TURNS
             suffix = self._suffix(completion, records)
             if self._left() <= len(suffix):
                 # Results that leave no room to answer are not appended: nobody would learn from them.

@@ -26,6 +26,11 @@ def with_terms(reward: Reward | None, episode: Episode) -> Reward:
     return replace(reward, terms={**reward.terms, **episode_terms(episode)})
 
 
+def tool_reward(episode: Episode) -> float:
+    """Sum of what the tools gave for single calls."""
+    return sum(call.reward for call in episode.calls if call.reward is not None)
+
+
 def to_trajectory(episode: Episode, reward: Reward, *, asked_version: int = 0) -> Trajectory:
     """The trajectory of an episode.
 

@@ -1,0 +1,219 @@
+"""Tools of an agent that writes code: `bash`, `edit`, `run_tests` and `submit`, all in the trajectory's workspace.
+
+`python` has a module of its own. Coding tasks bring them; other runs name them in their tool file. Made by
+`loading.py`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from rayapp.core.errors import InputError, SandboxConfigError, SandboxError
+from rayapp.core.protocols import Sandbox
+from rayapp.core.types import ExecResult, PublicVerdict
+from rayapp.tools.base import ToolFailedError, ToolOutput, ToolSchema
+from rayapp.tools.python import result_text
+from rayapp.tools.workspace import MAX_FILE_BYTES, Workspace, WorkspaceTool, read_text
+
+Check = Callable[[str, Sandbox], Awaitable[PublicVerdict]]
+"""A task's public tests: of what an answer's text holds, run in this sandbox."""
+_NO_SUCH_PROGRAM = 127
+_SHELL = ("env", "PYTHONDONTWRITEBYTECODE=1", "bash", "-c")
+"""Without cached bytecode: it is told from its source by size and second, and an agent's edits are quicker."""
+_PATH = {"type": "string", "description": "Path of a file, relative to your workspace"}
+
+
+class BashTool(WorkspaceTool):
+    """`bash`: a command line in the workspace. Files stay from call to call; variables and the folder don't."""
+
+    schema = ToolSchema(
+        name="bash",
+        description="Runs a bash command line in your workspace and returns what it prints. Only files stay.",
+        parameters={
+            "type": "object",
+            "properties": {"command": {"type": "string", "description": "A command line"}},
+            "required": ["command"],
+        },
+    )
+
+    async def execute(self, state: Workspace, arguments: Mapping[str, Any]) -> ToolOutput:
+        command = str(arguments["command"])
+        if "\0" in command:
+            raise ToolFailedError("a command can't hold the character NUL", "bad_arguments")
+
+        async def run(sandbox: Sandbox) -> ExecResult:
+            if not state.has_shell:
+                _check_shell(await sandbox.run_command([*_SHELL, ":"], timeout_s=self.own.timeout))
+                state.has_shell = True
+            return await sandbox.run_command([*_SHELL, command], timeout_s=self.own.timeout)
+
+        used = await state.use(run)
+        return ToolOutput(text=_shell_text(used.value), waited_s=used.waited_s, execs=(used.ran,))
+
+
+def _check_shell(probe: ExecResult) -> None:
+    """Raises SandboxConfigError: no command line can run here, whatever it says."""
+    if probe.isolation.startswith("ll"):
+        why = "level ll lets no program start another"
+    elif probe.exit_code == _NO_SUCH_PROGRAM:
+        why = f"there is no bash in it ({probe.stderr.strip()})"
+    else:
+        return
+    raise SandboxConfigError(
+        f"the tool bash can't work in this run's sandboxes: {why}. Leave it out (in a task: tools: [edit, python, "
+        "run_tests, submit]), or use nodes or a provider whose sandboxes can (docs/tools.md)."
+    )
+
+
+def _shell_text(result: ExecResult) -> str:
+    text = result_text(replace(result, error=""))
+    if result.ok or result.stopped_for is not None:
+        return text
+    return f"{text}\n[exit status {result.exit_code}]".lstrip("\n")
+
+
+class EditTool(WorkspaceTool):
+    """`edit`: writes a file whole, or replaces a text that is in it once."""
+
+    schema = ToolSchema(
+        name="edit",
+        description="Writes files of your workspace. create: a file with file_text, in place of what was there. "
+        "str_replace: new_str in place of old_str, which must be in the file exactly once.",
+        parameters={
+            "type": "object",
+            "properties": {
+                "command": {"type": "string", "enum": ["create", "str_replace"]},
+                "path": _PATH,
+                "file_text": {"type": "string"},
+                "old_str": {"type": "string"},
+                "new_str": {"type": "string"},
+            },
+            "required": ["command", "path"],
+        },
+    )
+
+    async def execute(self, state: Workspace, arguments: Mapping[str, Any]) -> ToolOutput:
+        path = _path(arguments)
+
+        async def edit(sandbox: Sandbox) -> None:
+            await _write(sandbox, path, await _edited(sandbox, path, arguments))
+
+        used = await state.use(edit)
+        return ToolOutput(text=f"{path} is written", waited_s=used.waited_s, execs=(used.ran,))
+
+
+async def _edited(sandbox: Sandbox, path: str, arguments: Mapping[str, Any]) -> str:
+    if arguments["command"] == "create":
+        return _given(arguments, "file_text")
+    old, new = _given(arguments, "old_str"), str(arguments.get("new_str", ""))
+    text = await read_text(sandbox, path)
+    count = text.count(old) if old else 0
+    if count != 1:
+        raise ToolFailedError(f"old_str is in {path} {count} times; it has to be there once: give more of the text")
+    return text.replace(old, new)
+
+
+async def _write(sandbox: Sandbox, path: str, text: str) -> None:
+    data = text.encode()
+    if len(data) > MAX_FILE_BYTES:
+        raise ToolFailedError(f"{path} would be larger than {MAX_FILE_BYTES >> 10} KiB")
+    try:
+        await sandbox.write_file(path, data)
+    except OSError as error:
+        if isinstance(error, SandboxError):
+            raise
+        # The error's own text names the sandbox, which differs from run to run: the policy must not read that.
+        raise ToolFailedError(f"{path} can't be written there, or the disk is full") from None
+
+
+@dataclass(slots=True)
+class _Tested:
+    """State of `run_tests`."""
+
+    workspace: Workspace
+    check: Check
+    best: float = 0.0
+
+    async def close(self) -> None:
+        await self.workspace.close()
+
+
+class RunTestsTool(WorkspaceTool):
+    """`run_tests`: the task's public tests on a file of the workspace.
+
+    A call's reward is the progress: by how much the share of tests passed beats the trajectory's best so far. All calls
+    together are worth the best share.
+    """
+
+    schema = ToolSchema(
+        name="run_tests",
+        description="Runs the public tests on a file of your workspace and says which pass. Other tests, which you "
+        "can't see, decide what your answer is worth.",
+        parameters={"type": "object", "properties": {"path": _PATH}, "required": ["path"]},
+    )
+
+    async def join(self, workspace: Workspace, kwargs: Mapping[str, Any]) -> _Tested:
+        if not callable(kwargs.get("check")):
+            raise InputError(f"tool {self.schema.name}: the task has no public tests (docs/tasks.md)")
+        return _Tested(workspace, kwargs["check"])
+
+    async def execute(self, state: _Tested, arguments: Mapping[str, Any]) -> ToolOutput:
+        path = _path(arguments)
+
+        async def test(sandbox: Sandbox) -> PublicVerdict:
+            return await state.check(fenced(await read_text(sandbox, path)), sandbox)
+
+        used = await state.workspace.use(test)
+        gain = max(0.0, used.value.pass_rate - state.best)
+        state.best += gain
+        return ToolOutput(text=used.value.text, reward=gain, waited_s=used.waited_s, execs=(used.ran,))
+
+
+class SubmitTool(WorkspaceTool):
+    """`submit`: names the answer, which ends the trajectory."""
+
+    ends_episode = True
+    schema = ToolSchema(
+        name="submit",
+        description="Hands in your answer and ends your work: a file of your workspace (path), or a text (answer).",
+        parameters={
+            "type": "object",
+            "properties": {"path": _PATH, "answer": {"type": "string", "description": "The answer itself"}},
+        },
+    )
+
+    async def execute(self, state: Workspace, arguments: Mapping[str, Any]) -> ToolOutput:
+        if ("path" in arguments) == ("answer" in arguments):
+            raise ToolFailedError("give either path or answer", "bad_arguments")
+        if "answer" in arguments:
+            return ToolOutput(text="handed in", answer=str(arguments["answer"]))
+        path = _path(arguments)
+
+        async def read(sandbox: Sandbox) -> str:
+            return await read_text(sandbox, path)
+
+        used = await state.use(read)
+        return ToolOutput(text="handed in", waited_s=used.waited_s, execs=(used.ran,), answer=fenced(used.value))
+
+
+def fenced(code: str) -> str:
+    """A file's content as an answer: one code block, whatever fences are in it."""
+    longest = max((len(marks) for marks in re.findall("`+|~+", code)), default=0)
+    fence = "`" * max(3, longest + 1)
+    return f"{fence}python\n{code.rstrip()}\n{fence}\n"
+
+
+def _path(arguments: Mapping[str, Any]) -> str:
+    path = str(arguments["path"])
+    if not path or "\0" in path:
+        raise ToolFailedError("path has to name a file", "bad_arguments")
+    return path
+
+
+def _given(arguments: Mapping[str, Any], name: str) -> str:
+    if name not in arguments:
+        raise ToolFailedError(f"{arguments['command']} needs {name}", "bad_arguments")
+    return str(arguments[name])

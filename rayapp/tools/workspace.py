@@ -1,0 +1,229 @@
+"""One sandbox for one trajectory, shared by all of its tools that work on files or run code. Made by `ToolSet`.
+
+    first call of any tool -> lease -> the task's files are written -> every call, one after the other -> released
+
+Nothing in it outlives the trajectory, and no verdict is reached in it: what an answer is worth is found out in another
+sandbox, after this one has ended.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from rayapp.core.errors import ConfigError, InputError, SandboxConfigError, SandboxError, SandboxGoneError
+from rayapp.core.protocols import Sandbox, SandboxLease, SandboxSource
+from rayapp.core.types import ExecRecord, ExecResult, SandboxSpec
+from rayapp.tools.base import ToolBase, ToolContext, ToolFailedError, ToolSchema
+from rayapp.tools.config import parse
+
+T = TypeVar("T")
+MAX_FILE_BYTES = 1 << 18
+"""Largest file that a tool reads whole."""
+
+
+class WorkspaceConfig(BaseModel):
+    """`config` of a tool that works in the workspace. The largest values among a trajectory's tools count."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+    type: str = "native"
+    timeout: float = Field(10.0, gt=0)
+    """Deadline of one call's code in seconds."""
+    lease_timeout: float = Field(120.0, gt=0)
+    """Longest wait for a free sandbox in seconds. Trajectories hold theirs to the end: allow as many sandboxes as
+    trajectories run at once."""
+    packages: tuple[str, ...] = ()
+    memory_mib: int = Field(512, ge=64)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Used(Generic[T]):
+    """What a piece of work in the workspace gave."""
+
+    value: T
+    waited_s: float
+    """For the sandbox, in the first use."""
+    ran: ExecRecord
+
+
+class Workspace:
+    """See the module.
+
+    Args:
+        lease_timeout_s: longest wait for the sandbox.
+        files: what lies in it at the start, by relative path.
+    """
+
+    def __init__(
+        self,
+        sandboxes: SandboxSource,
+        spec: SandboxSpec,
+        *,
+        lease_timeout_s: float,
+        files: Mapping[str, str] | None = None,
+    ) -> None:
+        self._sandboxes = sandboxes
+        self._spec = spec
+        self._lease_timeout_s = lease_timeout_s
+        self._files = dict(files or {})
+        self._turn = asyncio.Lock()
+        self._lease: SandboxLease | None = None
+        self._sandbox: Sandbox | None = None
+        self._num_uses = 0
+        self._is_closed = False
+        self.has_shell = False
+        """That command lines work here, so that it is found out once."""
+
+    async def use(self, work: Callable[[Sandbox], Awaitable[T]]) -> Used[T]:
+        """Do something in the sandbox; who comes first is served first, so calls of a turn run as they were written.
+
+        A sandbox found dead in its first use is replaced by another one, for there is nothing to lose yet.
+
+        Raises:
+            SandboxError: there is no sandbox, or it died with what the trajectory had in it.
+        """
+        async with self._turn:
+            try:
+                return await self._use(work)
+            except SandboxConfigError:
+                raise
+            except SandboxError:
+                await self._give_back()
+                if self._num_uses:
+                    self._is_closed = True
+                    raise
+                return await self._use(work)
+
+    async def _use(self, work: Callable[[Sandbox], Awaitable[T]]) -> Used[T]:
+        started = time.monotonic()
+        sandbox = self._sandbox or await self._open()
+        waited_s = time.monotonic() - started
+        started_at_s, started = time.time(), time.monotonic()
+        value = await work(sandbox)
+        ran = ExecRecord(
+            sandbox_id=sandbox.id,
+            provider=sandbox.provider,
+            outcome=value.outcome.value if isinstance(value, ExecResult) else "ok",
+            started_at_s=started_at_s,
+            duration_s=time.monotonic() - started,
+        )
+        self._num_uses += 1
+        return Used(value=value, waited_s=waited_s, ran=ran)
+
+    async def _open(self) -> Sandbox:
+        if self._is_closed:
+            raise SandboxGoneError("this trajectory's workspace has ended")
+        lease = self._sandboxes.lease(self._spec, timeout_s=self._lease_timeout_s)
+        sandbox = await lease.__aenter__()
+        self._lease = lease
+        try:
+            await self._fill(sandbox)
+        except BaseException:
+            # A call past its deadline ends here, too: the next one opens the workspace anew.
+            await self._give_back()
+            raise
+        self._sandbox = sandbox
+        return sandbox
+
+    async def _fill(self, sandbox: Sandbox) -> None:
+        for path, text in self._files.items():
+            try:
+                await sandbox.write_file(path, text.encode())
+            except OSError as error:
+                if isinstance(error, SandboxError):
+                    raise
+                raise InputError(f"the task's file {path!r} can't be written to its workspace: {error}") from error
+
+    async def close(self) -> None:
+        """Give the sandbox back. Idempotent."""
+        self._is_closed = True
+        await self._give_back()
+
+    async def _give_back(self) -> None:
+        lease, self._lease, self._sandbox = self._lease, None, None
+        if lease is not None:
+            await lease.__aexit__(None, None, None)
+
+
+class WorkspaceTool(ToolBase):
+    """Base class of tools that share the trajectory's workspace. Subclasses add `schema` and `execute`, and `join` if
+    they keep more than the workspace as their state."""
+
+    Config: type[WorkspaceConfig] = WorkspaceConfig
+
+    def __init__(
+        self,
+        config: Mapping[str, Any] | None = None,
+        schema: ToolSchema | None = None,
+        context: ToolContext | None = None,
+    ) -> None:
+        super().__init__(config, schema, context)
+        self.own = parse(self.config, self.Config, where=f"tool {self.schema.name}: config")
+        # The wait for a sandbox, the code, and both again when the first sandbox was dead.
+        self.timeout_s = 2 * (self.own.timeout + self.own.lease_timeout) + 30.0
+        if self.context.sandboxes is None:
+            raise ConfigError(f"tool {self.schema.name} needs sandboxes, and this process has none")
+        self.sandboxes = self.context.sandboxes
+
+    @classmethod
+    def holds_sandbox(cls, config: Mapping[str, Any], *, where: str) -> bool:
+        """True if a trajectory holds a sandbox from the first call to its end, under this `config` of an entry.
+
+        Raises:
+            ConfigError: the config can't be read.
+        """
+        parse(config, cls.Config, where=where)
+        return True
+
+    async def create(self, kwargs: Mapping[str, Any]) -> Any:
+        """The state of a tool with a workspace to itself."""
+        return await self.join(open_workspace([self]), kwargs)
+
+    async def join(self, workspace: Workspace, kwargs: Mapping[str, Any]) -> Any:
+        """State of one trajectory, whose tools all work in this workspace. Cheap, as `create`."""
+        return workspace
+
+    async def release(self, state: Any) -> None:
+        await state.close()
+
+
+def open_workspace(
+    tools: Sequence[WorkspaceTool], *, files: Mapping[str, str] | None = None, packages: tuple[str, ...] = ()
+) -> Workspace:
+    """The workspace that these tools share: no sandbox is leased before one of them needs it.
+
+    Args:
+        packages: besides the tools' own.
+    """
+    spec = SandboxSpec(
+        packages=tuple(sorted({*packages, *(name for tool in tools for name in tool.own.packages)})),
+        memory_mib=max(tool.own.memory_mib for tool in tools),
+    )
+    wait_s = max(tool.own.lease_timeout for tool in tools)
+    return Workspace(tools[0].sandboxes, spec, lease_timeout_s=wait_s, files=files)
+
+
+async def read_text(sandbox: Sandbox, path: str) -> str:
+    """A file of the workspace.
+
+    Raises:
+        ToolFailedError: there is none, it is no text, or it is too large.
+    """
+    try:
+        data = await sandbox.read_file(path, max_bytes=MAX_FILE_BYTES + 1)
+        if len(data) > MAX_FILE_BYTES:
+            raise ToolFailedError(f"{path} is larger than {MAX_FILE_BYTES >> 10} KiB")
+        return data.decode()
+    except FileNotFoundError:
+        raise ToolFailedError(f"there is no file {path}") from None
+    except UnicodeDecodeError:
+        raise ToolFailedError(f"{path} is no UTF-8 text") from None
+    except OSError as error:
+        if isinstance(error, SandboxError):
+            raise
+        raise ToolFailedError(f"{path} can't be read") from None

@@ -1,0 +1,79 @@
+"""The sandbox that a trajectory's tools share, with a provider that runs nothing."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+
+from rayapp.config.sandbox import SandboxConfig
+from rayapp.core.errors import SandboxGoneError
+from rayapp.core.protocols import Sandbox
+from rayapp.core.types import SandboxSpec
+from rayapp.sandbox.pool.in_process import open_pool
+from rayapp.sandbox.providers.fake import FakeProvider
+from rayapp.tools.workspace import Workspace
+
+
+@asynccontextmanager
+async def workspace_of(provider: FakeProvider, **files: str) -> AsyncIterator[Workspace]:
+    """Of one sandbox at most; nothing is leased any more afterwards."""
+    async with open_pool(SandboxConfig(max_leases=1), "test-workspace", local=provider) as (sandboxes, pool):
+        workspace = Workspace(sandboxes, SandboxSpec(), lease_timeout_s=5.0, files=files)
+        yield workspace
+        await workspace.close()
+        assert pool.stats()["sandbox/leased"] == 0
+
+
+async def look(sandbox: Sandbox) -> str:
+    return (await sandbox.read_file("a")).decode()
+
+
+async def test_no_sandbox_is_leased_before_one_is_needed() -> None:
+    provider = FakeProvider()
+    async with workspace_of(provider, a="text") as workspace:
+        assert not provider.created
+        assert [(await workspace.use(look)).value for _ in range(2)] == ["text", "text"]
+        assert len(provider.created) == 1
+
+
+async def test_a_call_cut_off_while_the_files_are_written_keeps_no_second_sandbox() -> None:
+    provider = FakeProvider()
+    provider.hang_next("write_file")
+    async with workspace_of(provider, a="text") as workspace:
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.05):
+                await workspace.use(look)
+        assert not provider.living
+        assert (await workspace.use(look)).value == "text"
+
+
+async def test_what_is_lost_stays_lost() -> None:
+    provider = FakeProvider()
+    async with workspace_of(provider, a="text") as workspace:
+        await workspace.use(look)
+        provider.lose(provider.created[0])
+        for said in ("is gone", "workspace has ended"):
+            with pytest.raises(SandboxGoneError, match=said):
+                await workspace.use(look)
+        assert len(provider.created) == 1
+
+
+async def test_who_comes_first_is_served_first() -> None:
+    order: list[int] = []
+    provider = FakeProvider(latency_s=0.001)
+    async with workspace_of(provider, a="text") as workspace:
+
+        async def note(number: int) -> None:
+            async def work(sandbox: Sandbox) -> None:
+                await look(sandbox)
+                order.append(number)
+
+            await workspace.use(work)
+
+        async with asyncio.TaskGroup() as group:
+            for number in range(5):
+                group.create_task(note(number))
+    assert order == list(range(5))
