@@ -17,6 +17,10 @@ JOBS ?= 3
 BIN := .venv/bin
 # Our files are UTF-8 whatever the locale of who calls make.
 export PYTHONUTF8 := 1
+# Empty is off: what is compiled is kept, where an image (and CI) forbids it to every process of every test.
+export PYTHONDONTWRITEBYTECODE :=
+# Whether an installation compiles all packages now, or each module when it is first imported.
+BYTECODE := now
 
 # The first interpreter that is new enough and can make environments: a version manager's stub or a Python without
 # ensurepip answers to the name, but can't.
@@ -27,11 +31,13 @@ PYTHON ?= $(shell for p in python3 python3.12 python3.11; do "$$p" -c '$(SUITABL
 
 venv:
 	@test -n "$(PYTHON)" || { echo "Python 3.11 or 3.12 with venv is needed (Debian: apt-get install python3 python3-venv), or set PYTHON=/path/to/python"; exit 2; }
-	@"$(PYTHON)" runtime_env/install.py --device $(DEVICE) --installer $(INSTALLER)
+	@"$(PYTHON)" runtime_env/install.py --device $(DEVICE) --installer $(INSTALLER) --bytecode $(BYTECODE)
 
 train: venv
 	@$(BIN)/rayapp model fetch smollm2-135m
 	@$(BIN)/rayapp train $(CONFIG) $(ARGS)
+
+test: BYTECODE := later
 
 test: venv
 	@$(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder --durations 25 --durations-min 5 $(ARGS)

@@ -4,7 +4,7 @@ A second call does nothing: a stamp in the environment holds the hash of everyth
 uv where there is one (on PATH, or installed into the environment first) and pip otherwise. Locks are installed with
 --no-deps: they are complete, and pip's resolver takes minutes to find that out.
 
-Usage: python install.py [--device cpu|gpu] [--installer auto|uv|pip] [--venv .venv]
+Usage: python install.py [--device cpu|gpu] [--installer auto|uv|pip] [--bytecode now|later] [--venv .venv]
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--device", choices=("cpu", "gpu"), default="cpu")
     parser.add_argument("--installer", choices=("auto", "uv", "pip"), default="auto")
+    parser.add_argument("--bytecode", choices=("now", "later"), default="now")
     parser.add_argument("--venv", type=Path, default=ROOT / ".venv")
     options = parser.parse_args()
     if not (3, 11) <= sys.version_info[:2] < (3, 13):
@@ -48,6 +49,7 @@ def _install(options: argparse.Namespace, stamp: Path, wanted: str) -> int:
         print("uv is not on PATH and could not be installed; use --installer pip", file=sys.stderr)
         return 1
     install = _uv_command(uv, python, options.device) if uv else [str(python), "-m", "pip", "install"]
+    install += _bytecode_options(options.bytecode, uses_uv=uv is not None)
     print(f"installing {_lock(options.device).name} with {'uv' if uv else 'pip'}", flush=True)
     steps = [
         [*install, "--no-deps", "-r", str(_lock(options.device)), "-r", str(HERE / "requirements-dev.lock")],
@@ -87,10 +89,20 @@ def _find_uv(python: Path, installer: str) -> str | None:
     return str(own)
 
 
+def _bytecode_options(when: str, *, uses_uv: bool) -> list[str]:
+    """So that both installers compile all 39,000 files now, two minutes of a core, or none, for `make test`.
+
+    Later each is compiled when it is first imported, a fifth of them, if that may be written: where
+    PYTHONDONTWRITEBYTECODE is set (in many images) each process of a run would compile PyTorch and vLLM for itself,
+    every time. The Makefile empties the variable.
+    """
+    if uses_uv:
+        return ["--compile-bytecode"] if when == "now" else []
+    return [] if when == "now" else ["--no-compile"]
+
+
 def _uv_command(uv: str, python: Path, device: str) -> list[str]:
-    # Compiled, as pip does it: a run starts half a dozen processes at once, and where PYTHONDONTWRITEBYTECODE is set
-    # (in many images) each would compile PyTorch and vLLM for itself, every time.
-    command = [uv, "pip", "install", "--python", str(python), "--compile-bytecode"]
+    command = [uv, "pip", "install", "--python", str(python)]
     # uv reads none of pip's settings. A folder of wheels that pip is told about may be the only place with a CPU torch.
     links = os.environ.get("PIP_FIND_LINKS", "").split()
     for link in links:

@@ -26,6 +26,7 @@ import numpy as np
 
 from rayapp.config.config import Config
 from rayapp.core.errors import EngineDeadError, EngineError, WeightSyncError
+from rayapp.core.imports import large_imports
 from rayapp.core.stall_detection import InHand
 from rayapp.core.types import Completion, SamplingParams
 from rayapp.engine.cohorts import Cohorts, Request
@@ -83,8 +84,9 @@ class VllmEngine:
         """
         config = await asyncio.to_thread(with_local_model, config)
         set_process_environment(config)
-        from vllm import AsyncEngineArgs
-        from vllm.v1.engine.async_llm import AsyncLLM
+        with large_imports():
+            from vllm import AsyncEngineArgs
+            from vllm.v1.engine.async_llm import AsyncLLM
 
         try:
             gate = Gate(ConcurrencyLimit(ceiling=config.server.max_num_seqs))

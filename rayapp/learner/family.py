@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from rayapp.config.config import Config
 from rayapp.core.errors import InputError, RayappError
+from rayapp.core.imports import large_imports
 from rayapp.learner.attention import ATTENTION_NAME, plan_attention, register_attention
 from rayapp.learner.packing import pack
 
@@ -142,7 +143,8 @@ def _sequences() -> tuple[Any, Any]:
 
 def _small_model(text: Any) -> Any:
     """A model of this family with random weights, large enough that each of its parts moves the scores."""
-    from transformers import AutoModelForCausalLM
+    with large_imports():
+        from transformers import AutoModelForCausalLM
 
     register_attention()
     causal_lm: nn.Module = AutoModelForCausalLM.from_config(

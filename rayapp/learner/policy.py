@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from rayapp.config.config import Config
 from rayapp.core.errors import InputError
+from rayapp.core.imports import large_imports
 from rayapp.learner.attention import ATTENTION_NAME, AttentionPlan, plan_attention, register_attention
 from rayapp.learner.batch import MicroBatch
 from rayapp.learner.family import check_family, read_architecture
@@ -171,7 +172,8 @@ def load_causal_lm(config: Config) -> Any:
     Raises:
         InputError: it can't be loaded, or the learner would compute another model.
     """
-    from transformers import AutoModelForCausalLM
+    with large_imports():
+        from transformers import AutoModelForCausalLM
 
     register_attention()
     path = config.model.path

@@ -24,7 +24,6 @@ from rayapp.config.config import Config
 from rayapp.core.errors import WeightSyncError
 from rayapp.core.types import SamplingParams
 from rayapp.engine.weights.transfer_plan import transfer_plan
-from rayapp.engine.weights.vllm_gloo import chunks
 from rayapp.learner.state.sender import LearnerSource, WeightSender
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(400)]
@@ -208,6 +207,8 @@ async def test_a_server_that_never_joins_the_group_is_named_after_the_deadline(l
 
 
 async def test_a_server_that_dies_with_half_of_the_weights_ends_the_sync_before_its_deadline(learner: Learner) -> None:
+    from rayapp.engine.weights.vllm_gloo import chunks  # imports vLLM: not in each process that collects the tests
+
     meta = LearnerSource(learner._learner.model, learner._config.learner.lora, CPU).metadata()
     sizes = [math.prod(m.shape) * m.dtype.itemsize for m in meta]
     first = sum(sizes[position] for position in next(chunks(sizes, BUCKET_BYTES)))

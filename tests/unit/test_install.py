@@ -76,9 +76,23 @@ def test_uv_is_told_where_the_cpu_torch_is(
         "install",
         "--python",
         "python",
-        "--compile-bytecode",
         *options,
     ]
+
+
+@pytest.mark.parametrize(
+    ("when", "uses_uv", "options"),
+    [
+        ("now", True, ["--compile-bytecode"]),
+        ("later", True, []),
+        ("now", False, []),  # pip compiles unless it is told not to
+        ("later", False, ["--no-compile"]),
+    ],
+)
+def test_both_installers_compile_now_or_later(
+    installer: ModuleType, when: str, uses_uv: bool, options: list[str]
+) -> None:
+    assert installer._bytecode_options(when, uses_uv=uses_uv) == options
 
 
 def test_environment_that_is_up_to_date_is_left_alone(installer: ModuleType, tmp_path: Path) -> None:

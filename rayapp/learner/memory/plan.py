@@ -12,6 +12,7 @@ from typing import Any
 
 from rayapp.config.config import Config
 from rayapp.core.errors import InputError
+from rayapp.core.imports import large_imports
 from rayapp.storage.models.prefetch import with_local_model
 
 GIB = 2**30
@@ -258,8 +259,9 @@ def model_shape(config: Config) -> ModelShape:
     Raises:
         InputError: there is no such model.
     """
-    import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
+    with large_imports():
+        import torch
+        from transformers import AutoConfig, AutoModelForCausalLM
 
     config = with_local_model(config)
     path, trusted = config.model.path, config.model.trust_remote_code

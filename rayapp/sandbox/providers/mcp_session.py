@@ -11,14 +11,14 @@ import functools
 import logging
 import ssl
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import httpx2
-from mcp import Client, MCPError
-from mcp.client.streamable_http import streamable_http_client
-from mcp_types import REQUEST_TIMEOUT
 
 from rayapp.core.errors import first_error
+
+if TYPE_CHECKING:
+    from mcp import Client
 
 log = logging.getLogger(__name__)
 _LOST = ("connection", "session", "terminated", "closed", "cancelled")
@@ -55,6 +55,10 @@ class McpSession:
     """
 
     def __init__(self, url: str, headers: Mapping[str, str], *, wrap: Wrap | None = None) -> None:
+        # The SDK is a second and a half of imports: not in each process of a run that asks no server, and here rather
+        # than under the deadline of `open`.
+        import mcp.client.streamable_http  # noqa: F401
+
         self.status = 0
         """The last HTTP status. The SDK raises one error for every status, and a wrong key is not a busy server."""
         self._url = url
@@ -85,6 +89,9 @@ class McpSession:
             raise
 
     async def _hold(self, ready: asyncio.Future[None]) -> None:
+        from mcp import Client
+        from mcp.client.streamable_http import streamable_http_client
+
         try:
             transport = streamable_http_client(
                 self._url, http_client=(http := self._http()), max_sse_event_size=_MAX_EVENT_BYTES
@@ -141,6 +148,9 @@ class McpSession:
             RpcError: the answer is an error of the protocol; `is_lost` if the session is over with it.
             Exception: anything else of the SDK and its transport: the session is lost.
         """
+        from mcp import MCPError
+        from mcp_types import REQUEST_TIMEOUT
+
         client = self._open_client()
         try:
             async with asyncio.timeout(timeout_s + 1.0):
