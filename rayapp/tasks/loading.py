@@ -1,8 +1,8 @@
 """Finds tasks by name or file and checks them before anything else starts.
 
 A task is given as the name of a shipped one (`sort_numbers`), a YAML file with the fields of `CodingTask`, or a Python
-file that binds `TASK` to a `CodingTask` or any object of the `Task` protocol. `benchmark:humaneval` is many tasks.
-Used by the driver, the rollout workers and `rayapp score`. A Python file is run in this process: it is the user's own.
+file that binds `TASK` to a `CodingTask` or any object of the `Task` protocol. Used by the driver, the rollout workers
+and `rayapp score`. A Python file is run in this process: it is the user's own.
 """
 
 from __future__ import annotations
@@ -50,6 +50,7 @@ def load_tasks(names: Sequence[str]) -> tuple[Task, ...]:
 
 
 def _load(source: str) -> Sequence[Task]:
+    # A benchmark is many tasks of one name.
     return load_benchmark(source) if source.startswith(PREFIX) else (load_task(source),)
 
 
