@@ -51,6 +51,7 @@ def load_tasks(names: Sequence[str]) -> tuple[Task, ...]:
 
 
 def _load(source: str) -> Sequence[Task]:
+    # A benchmark is many tasks of one name.
     return load_benchmark(source) if source.startswith(PREFIX) else (load_task(source),)
 
 

@@ -94,6 +94,16 @@ def test_a_term_that_only_some_trajectories_have_is_averaged_over_those() -> Non
     assert metrics["reward/pass_rate/mean"] == 0.5  # of the first group: the second has no such term
 
 
+def test_verdicts_that_could_be_forged_are_counted_and_no_reward() -> None:
+    some = summary_of([1.0, 0.0], reward_terms={"verdict/forgeable": np.array([1.0, np.nan], np.float32)})
+
+    metrics = summarize_step([some, some], version=0)
+
+    assert metrics["verdict/forgeable"] == 2.0
+    assert "reward/verdict/forgeable/mean" not in metrics
+    assert "turns/mean" not in metrics
+
+
 def test_groups_that_teach_nothing_are_counted_by_their_reason() -> None:
     equal = summary(rewards=np.array([0.5, 0.5], np.float32))
     only_one_valid = summary(valid=np.array([True, False]))
