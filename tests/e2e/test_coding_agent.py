@@ -115,7 +115,7 @@ def test_an_agent_is_trained_on_verdicts_of_hidden_tests_and_on_progress_with_th
     assert forged
     for trajectory in honest:
         # The hidden tests' 1.0, and a fifth of the public ones'.
-        assert (trajectory.reward.value, trajectory.reward.terms["solved"]) == (1.2, 1.0)
+        assert (trajectory.reward.value, trajectory.reward.terms["solved"]) == (pytest.approx(1.2), 1.0)
         assert "AssertionError" in trajectory.turns[1].calls[0].output
         assert trajectory.completion_text == f"```python\n{BUBBLE.replace('] <', '] >').rstrip()}\n```\n"
     for trajectory in forged:
