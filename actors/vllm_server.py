@@ -148,6 +148,7 @@ class VllmServer:
 
     async def begin_update(self) -> None:
         """New weights follow, straight into the engine: requests wait, those in flight freeze."""
+        await self.go_on()  # nobody has said so where the learners were lost after the update before
         engine = self._started_engine()
         self._is_settled.clear()
         self._not_servable = f"{self!r} may hold a mixture of two versions: its last weight update did not finish"

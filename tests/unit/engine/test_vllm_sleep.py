@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from actors.vllm_server import VllmServer
+from rayapp.config.config import Config
 from rayapp.core.stall_detection import InHand
 from rayapp.core.types import SamplingParams
 from rayapp.engine.concurrency import ConcurrencyLimit, Gate
@@ -54,6 +57,21 @@ async def test_the_kv_cache_gets_its_memory_when_no_learner_sends_any_more() -> 
     await engine.go_on()
     assert recorded.calls[6:] == ["wake_up ['kv_cache']"]
     assert engine.policy_version == 3
+
+
+async def test_learners_that_are_lost_after_an_update_leave_a_server_that_takes_the_next() -> None:
+    recorded = Recorded()
+
+    async def start(config: Config, *, seed: int) -> VllmEngine:
+        return engine_of(recorded)
+
+    server = VllmServer(Config(), 0, start_engine=start)
+    server._engine = await start(Config(), seed=0)
+    for version in (1, 2):  # nobody says go_on after the first
+        async with asyncio.timeout(10.0):
+            await server.begin_update()
+        await server.finish_update(version, {})
+    assert await server.go_on() == 2
 
 
 async def test_one_that_sleeps_is_not_put_to_sleep_again() -> None:
