@@ -33,6 +33,8 @@ LONGEST_FIRST = (
     "cluster/test_jobs.py",
     "vllm",
     "e2e/test_attached.py",
+    "e2e/test_sources.py",
+    "e2e/test_sft.py",
     "e2e/test_tools.py",
     "e2e",
     "cluster",

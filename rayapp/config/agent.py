@@ -37,9 +37,10 @@ class AgentSection(FrozenModel):
 
     tool_file: str = ""
     """Tool file (docs/tools.md), also in verl's format. Empty: no tools but those that a coding task brings."""
-    default_agent: Literal["", "tool_agent", "single_turn_agent"] = ""
-    """Agent of tasks, and of rows without agent_name: tool_agent (turns and tools), or single_turn_agent (one answer,
-    no tools). Empty: single_turn_agent for tasks, tool_agent for rows."""
+    default_agent: Literal["tool_agent", "single_turn_agent"] = "tool_agent"
+    """Agent of rows without agent_name: tool_agent (turns and tools), or single_turn_agent (one answer, no tools)."""
+    task_agent: Literal["single_turn_agent", "tool_agent"] = "single_turn_agent"
+    """The same of tasks."""
     tool_parser: str = "hermes"
     """vLLM's name of the parser that fits the model: hermes for Qwen2.5 and Qwen3."""
     chat_template: str = ""

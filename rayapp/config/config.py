@@ -73,7 +73,7 @@ class Config(FrozenModel):
     @property
     def default_agent(self) -> str:
         """Who plays tasks, and data rows that name no agent: tool_agent or single_turn_agent."""
-        return self.agent.default_agent or ("tool_agent" if self.uses_data else "single_turn_agent")
+        return self.agent.default_agent if self.uses_data else self.agent.task_agent
 
     @property
     def max_model_tokens(self) -> int:
@@ -296,7 +296,7 @@ def _tools_have_players(config: Config, where: str = "") -> None:
     if config.agent.tool_file and not config.uses_data and config.default_agent != "tool_agent":
         raise ValueError(
             f"{where}agent.tool_file is {config.agent.tool_file!r}, but tasks are played in one turn, without tools: "
-            "set agent.default_agent: tool_agent, or leave agent.tool_file empty. Several sources can have one each."
+            "set agent.task_agent: tool_agent, or leave agent.tool_file empty. Several sources can have one each."
         )
 
 

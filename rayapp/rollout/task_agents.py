@@ -106,7 +106,7 @@ def agent_start(task: Task) -> AgentStart:
     """
     if not isinstance(task, AgentTask):
         raise InputError(
-            f"task {task.name}: agent.default_agent is tool_agent, but the task has no method agent_start, which says "
+            f"task {task.name}: agent.task_agent is tool_agent, but the task has no method agent_start, which says "
             "what an agent is told and finds (rayapp/core/protocols.py). Use single_turn_agent for it."
         )
     return task.agent_start()

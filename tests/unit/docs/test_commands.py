@@ -146,6 +146,7 @@ ELSEWHERE = (
     How(begins="python -m scripts.problems", test="tests/unit/tasks/test_data_problems.py"),
     How(begins="python -m scripts.monitoring.write", test="tests/unit/runs/test_monitoring.py"),
     How(begins="python -m rayapp train", test="tests/cluster/test_jobs.py"),
+    How(begins="python program.py", why_not="says what a measurement compares with"),
     How(begins="python -c pass", why_not="says what a measurement compares with"),
 )
 

@@ -182,10 +182,11 @@ async def test_whatever_a_policy_and_its_tools_write_is_data(
     async with nothing_holds_the_loop():
         episode = await play(chat_tokenizer, turns, result)
         answer = Answer(completion_text=episode.final_text, data_source="openai/gsm8k", ground_truth="7", extra_info={})
-        reward = await score_answer(answer, AnswerRewards(format_weight=0.1))
+        nowhere = cast(SandboxSource, NoSandboxes())
+        reward = await score_answer(answer, AnswerRewards(format_weight=0.1), nowhere)
         # The text as an engine could hand it on, which no tokenizer has cleaned.
         prompt = Prompt(task="double", text="", token_ids=np.zeros(1, np.int32), prefill=TASK.answer_prefix)
-        code_reward = await TASK.score(prompt, turns[0], cast(SandboxSource, NoSandboxes()), seed=0)
+        code_reward = await TASK.score(prompt, turns[0], nowhere, seed=0)
 
     folder = tmp_path_factory.mktemp("run")
     (folder / "trajectories").mkdir()
