@@ -17,6 +17,7 @@ from rayapp.tasks.extraction import parse
 from rayapp.tasks.screening import screen
 
 RECURSION = "import sys; sys.setrecursionlimit(50000)"
+"""Stands above every solution of these data sets."""
 IMPORTS = (
     "from string import *; from re import *; from datetime import *; from collections import *; from heapq import *; "
     "from bisect import *; from copy import *; from math import *; from random import *; from statistics import *; "
