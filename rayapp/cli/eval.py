@@ -21,7 +21,14 @@ from rayapp.runs.checkpoints import Checkpoint, CheckpointFolder, damage
 from rayapp.storage.folders import MANIFEST
 
 app = typer.Typer()
-_NO_DATA = ("data.train_files=[]", "data.eval_files=[]", 'agent.tool_file=""')
+_NO_DATA = (
+    "data.train_files=[]",
+    "data.eval_files=[]",
+    "sources=[]",
+    "eval.tasks=[]",
+    "warmup.num_steps=0",
+    "agent.tool_file=\"\"",
+)
 
 
 @contextmanager
