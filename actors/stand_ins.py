@@ -23,6 +23,9 @@ from rayapp.core.stall_detection import InHand
 from rayapp.core.types import Completion, FloatArray, Group, GroupSummary, SamplingParams, VersionSpan
 from rayapp.engine.weights.buckets import TensorEntry, WeightBucket
 
+VERSION_TENSOR = "version"
+"""The only tensor of a learner without a model: each of its bytes is the version."""
+
 
 class SeededEngine:
     """Stands for `VllmEngine`, as far as a server on the object store's weights asks it: tokens follow from the seed.
@@ -73,10 +76,11 @@ class SeededEngine:
     async def load_weights(
         self, version: int, path: str, entries: Sequence[TensorEntry], checksums: Mapping[str, int]
     ) -> int:
-        """Take the bytes of `InstantLearner.export_weights`, which say of which version they are."""
+        """Take weights. Those of `InstantLearner.export_weights` say of which version they are."""
         if self.dies_in_update:
             os.kill(os.getpid(), signal.SIGKILL)
-        if set(await asyncio.to_thread(Path(path).read_bytes)) != {version % 256}:
+        held = await asyncio.to_thread(Path(path).read_bytes)
+        if [name for name, *_ in entries] == [VERSION_TENSOR] and set(held) != {version % 256}:
             raise WeightSyncError(f"these are not the weights of version {version}")
         self.policy_version = version
         return 0
@@ -154,7 +158,8 @@ class InstantLearner:
 
     def export_weights(self, bucket_bytes: int) -> Iterator[WeightBucket]:
         if self._rank == 0:
-            yield WeightBucket(entries=(("w", "uint8", (64,), 0, 64),), data=np.full(64, self._version % 256, np.uint8))
+            entry: TensorEntry = (VERSION_TENSOR, "uint8", (64,), 0, 64)
+            yield WeightBucket(entries=(entry,), data=np.full(64, self._version % 256, np.uint8))
 
     def begin_checkpoint(self, folder: str, version: int) -> None:
         Path(folder).mkdir(parents=True, exist_ok=True)
