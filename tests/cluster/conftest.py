@@ -177,7 +177,7 @@ def is_ready(head: Head) -> bool:
 
 @pytest.fixture(scope="module")
 def without_torch() -> Iterator[None]:
-    """For what is started by tests whose engines and learners are stand-ins: PyTorch can't be imported there.
+    """For what is started by tests whose engines and learners are stand-ins: only a real learner finds PyTorch there.
 
     transformers then reads tokenizers and nothing else, and a driver or a rollout worker starts with 2 seconds of the
     processor instead of 8.
