@@ -24,10 +24,10 @@ from rayapp.core.types import Completion, FloatArray, Group, GroupSummary, Sampl
 from rayapp.engine.weights.buckets import TensorEntry, WeightBucket
 from rayapp.learner.shares import Share
 
-_WEIGHT = "w"
-"""The only one of an `InstantLearner`."""
-
 Scripts = tuple[tuple[tuple[int, ...], ...], ...]
+
+VERSION_TENSOR = "version"
+"""The only tensor of a learner without a model: each of its bytes is the version."""
 
 
 class SeededEngine:
@@ -95,11 +95,11 @@ class SeededEngine:
     async def load_weights(
         self, version: int, path: str, entries: Sequence[TensorEntry], checksums: Mapping[str, int]
     ) -> int:
-        """Take weights: those of an `InstantLearner` say of which version they are, a real learner's are not read."""
+        """Take weights. Those of `InstantLearner.export_weights` say of which version they are."""
         if self.dies_in_update:
             os.kill(os.getpid(), signal.SIGKILL)
-        is_numbered = [name for name, *_ in entries] == [_WEIGHT]
-        if is_numbered and set(await asyncio.to_thread(Path(path).read_bytes)) != {version % 256}:
+        held = await asyncio.to_thread(Path(path).read_bytes)
+        if [name for name, *_ in entries] == [VERSION_TENSOR] and set(held) != {version % 256}:
             raise WeightSyncError(f"these are not the weights of version {version}")
         self.policy_version = version
         return 0
@@ -177,8 +177,8 @@ class InstantLearner:
 
     def export_weights(self, bucket_bytes: int) -> Iterator[WeightBucket]:
         if self._rank == 0:
-            entries = ((_WEIGHT, "uint8", (64,), 0, 64),)
-            yield WeightBucket(entries=entries, data=np.full(64, self._version % 256, np.uint8))
+            entry: TensorEntry = (VERSION_TENSOR, "uint8", (64,), 0, 64)
+            yield WeightBucket(entries=(entry,), data=np.full(64, self._version % 256, np.uint8))
 
     def begin_checkpoint(self, folder: str, version: int) -> None:
         Path(folder).mkdir(parents=True, exist_ok=True)

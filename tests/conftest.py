@@ -66,6 +66,7 @@ TOGETHER = {
         "test_engine_in_flight",
         "test_weight_group",
         "test_vllm_adapter",
+        "test_vllm_experts",
         "test_vllm_server",
     )
 }

@@ -27,7 +27,7 @@ _NO_DATA = (
     "sources=[]",
     "eval.tasks=[]",
     "warmup.num_steps=0",
-    "agent.tool_file=\"\"",
+    'agent.tool_file=""',
 )
 
 

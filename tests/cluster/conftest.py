@@ -175,6 +175,18 @@ def is_ready(head: Head) -> bool:
     return True
 
 
+@pytest.fixture(scope="module")
+def without_torch() -> Iterator[None]:
+    """For what is started by tests whose engines and learners are stand-ins: only a real learner finds PyTorch there.
+
+    transformers then reads tokenizers and nothing else, and a driver or a rollout worker starts with 2 seconds of the
+    processor instead of 8.
+    """
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("PYTHONPATH", str(ROOT / "tests" / "data" / "without_torch"), prepend=os.pathsep)
+        yield
+
+
 @pytest.fixture(scope="session")
 def tiny_run(tiny_model: Path, letter_tasks: list[str]) -> Callable[[str, Path], dict[str, Any]]:
     """Call it with a run's name and where its folder goes: small steps on CPU, until somebody stops it."""
@@ -191,24 +203,31 @@ def tiny_run(tiny_model: Path, letter_tasks: list[str]) -> Callable[[str, Path],
     }
 
 
-@pytest.fixture
-def start_ray() -> Iterator[Callable[..., None]]:
-    """Call it with options of `ray.init` to connect this process to a new Ray."""
+@pytest.fixture(scope="session")
+def until_started() -> Callable[[Callable[[], Any]], Any]:
+    """Call it with what starts a Ray in this process: tried again where Ray's own 30 s were too few for its node."""
     import ray
 
-    def start(**options: Any) -> None:
+    def started(start: Callable[[], Any]) -> Any:
         deadline = time.monotonic() + DEADLINE_S
         while True:
             try:
-                ray.init(address="local", logging_level="critical", **options)
-                return
-            except Exception as error:  # boundary: Ray gives its own processes 30 s, and raises a bare Exception
+                return start()
+            except Exception as error:  # boundary: Ray raises a bare Exception
                 ray.shutdown()
                 if "timed out during startup" not in str(error) or time.monotonic() > deadline:
                     raise
 
+    return started
+
+
+@pytest.fixture
+def start_ray(until_started: Callable[[Callable[[], Any]], Any]) -> Iterator[Callable[..., None]]:
+    """Call it with options of `ray.init` to connect this process to a new Ray."""
+    import ray
+
     try:
-        yield start
+        yield lambda **options: until_started(lambda: ray.init(address="local", logging_level="critical", **options))
     finally:
         ray.shutdown()
 

@@ -40,14 +40,14 @@ Faults = dict[int, list[tuple[str, signal.Signals]]]
 
 
 @pytest.fixture(scope="module")
-def nodes() -> Iterator[FakeCluster]:
+def nodes(without_torch: None, until_started: Callable[[Callable[[], Any]], Any]) -> Iterator[FakeCluster]:
     """A head that runs nothing, and one node for everything: the next test finds them running."""
     # As a Ray of our own has it: at nice 15 everything here would wait for whatever else the machine does.
     os.environ.setdefault("RAY_worker_niceness", "0")
     health = {"health_check_initial_delay_ms": 0, "health_check_period_ms": 1000, "health_check_failure_threshold": 10}
     head = {"num_cpus": 0, "include_dashboard": False, "object_store_memory": NODE_MEMORY, "_system_config": health}
-    cluster = FakeCluster(initialize_head=True, head_node_args=head)
-    cluster.add_node(num_cpus=2, object_store_memory=NODE_MEMORY)
+    cluster = until_started(lambda: FakeCluster(initialize_head=True, head_node_args=head))
+    until_started(lambda: cluster.add_node(num_cpus=2, object_store_memory=NODE_MEMORY))
     yield cluster
     cluster.shutdown()
 
@@ -224,32 +224,30 @@ async def test_a_learner_dies_and_all_go_on_from_the_last_checkpoint(make_config
     assert records(config)[-1]["ledger/trained"] == (NUM_STEPS - 2) * GROUPS_PER_STEP
 
 
-async def test_in_the_middle_of_a_step_the_stacks_of_all_actors_can_be_had(make_config: Callable[..., Config]) -> None:
-    config, stacks = make_config(), []
-
-    async def look() -> None:
-        await middle_of_the_step_after(1, config.run_folder / "metrics.jsonl")
-        stacks.append(await dump_stacks())
-
-    await run_while(config, look)
-
-    (text,) = stacks
-    for name in ("vllm-server-0", "vllm-server-1", "rollout-worker-0", "learner-1", "sandbox-pool"):
-        assert f"=== {name} (pid " in text
-    # Either the stacks, or why this kernel gives none (py-spy needs ptrace).
-    assert "Thread" in text or "no stack" in text
-
-
-async def test_a_process_that_dies_too_often_ends_the_run_with_a_checkpoint(make_config: Callable[..., Config]) -> None:
+async def test_a_process_that_dies_too_often_ends_the_run_with_a_checkpoint_and_before_it_all_stacks_can_be_had(
+    make_config: Callable[..., Config],
+) -> None:
     config = make_config(recovery={"max_restarts": 0, "ping_every_s": 0.5, "ping_timeout_s": 60.0})
+    metrics, stacks = config.run_folder / "metrics.jsonl", []
+
+    async def look_and_kill() -> None:
+        await middle_of_the_step_after(1, metrics)
+        stacks.append(await dump_stacks())
+        await middle_of_the_step_after(3, metrics)
+        os.kill(int(living("vllm-server-0")["Pid"]), signal.SIGKILL)
 
     with pytest.raises(RestartsUsedUpError, match=r"vllm-server-0 was lost 1 times, and recovery.max_restarts is 0"):
-        await run(config, {3: [("vllm-server-0", signal.SIGKILL)]})
+        await run_while(config, look_and_kill)
 
     with RunFolder.open(config) as folder:
         checkpoint = folder.latest_checkpoint()
     assert checkpoint is not None
     assert checkpoint.version == 3  # saved on the way out: the one before is of step 2
+    (text,) = stacks
+    for name in ("vllm-server-0", "vllm-server-1", "rollout-worker-0", "learner-1", "sandbox-pool"):
+        assert f"=== {name} (pid " in text
+    # Either the stacks, or why this kernel gives none (py-spy needs ptrace).
+    assert "Thread" in text or "no stack" in text
 
 
 async def test_a_whole_node_is_lost_and_the_run_goes_on_on_the_other(

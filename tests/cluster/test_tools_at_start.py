@@ -13,7 +13,9 @@ from rayapp.config.config import Config
 from rayapp.core.errors import ConfigError
 from rayapp.driver.cluster import StandIns, open_cluster
 
-pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [
+    pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(900), pytest.mark.usefixtures("without_torch"),
+]  # fmt: skip
 NOWHERE = "http://127.0.0.1:9/mcp"
 ROW = {
     "data_source": "openai/gsm8k",

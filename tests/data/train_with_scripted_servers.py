@@ -9,12 +9,13 @@ import os
 import sys
 from functools import partial
 
-import rayapp.driver.loop
 from rayapp.cli.main import main
+from rayapp.driver import loop
 from rayapp.driver.cluster import StandIns, open_cluster
 
+assert loop.open_cluster is open_cluster  # the name that training looks up
 scripts = tuple(tuple(map(tuple, script)) for script in json.loads(os.environ.get("SCRIPTS", "[]")))
 stand_ins = StandIns(completion_s=0.2, step_s=None, scripts=scripts)
-rayapp.driver.loop.open_cluster = partial(open_cluster, stand_ins=stand_ins)
+loop.open_cluster = partial(open_cluster, stand_ins=stand_ins)
 sys.argv.insert(1, "train")
 main()
