@@ -52,9 +52,7 @@ def main(out: Path, runs: list[Path]) -> None:
     axes.set(xlabel="step", ylabel="share of completions that pass every test", ylim=(-0.03, 1.03))
     axes.legend(frameon=False, loc="lower right")
     figure.savefig(out, dpi=110)
-    print(
-        "| run | solved, steps 1-3 | last 5 | rise | held out: before / warm / end | entropy | first group without signal |"
-    )
+    print("| run | solved, steps 1-3 | last 5 | rise | evaluated: before, warm, end | entropy | first equal group |")
     print("|---|---|---|---|---|---|---|", *map(row, runs), sep="\n")
 
 
