@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 import yaml
-from safetensors.numpy import load_file
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(1800)]
 
@@ -69,6 +68,10 @@ def records(folder: Path) -> dict[int, dict[str, float]]:
     }
 
 
+def weights(folder: Path) -> bytes:
+    return (folder / "final" / "model.safetensors").read_bytes()
+
+
 @pytest.fixture(scope="module")
 def whole(config_file: Path) -> Path:
     """A run that nothing interrupted."""
@@ -96,16 +99,13 @@ def test_a_killed_run_goes_on_as_if_nothing_had_happened(config_file: Path, whol
     process.communicate()
     finish(start(config_file, "killed"))
     assert records(folder) == records(whole)
-    ours, theirs = (load_file(place / "final" / "model.safetensors") for place in (folder, whole))
-    assert all((ours[name] == theirs[name]).all() for name in theirs)
+    assert weights(folder) == weights(whole)
 
 
 def test_a_training_starts_from_the_model_that_its_warmup_ended_with(config_file: Path) -> None:
     output = finish(start(config_file, "both", str(SCRIPTED)))
     assert "step 1/1" in output
-    folders = (folder_of(config_file, "both"), config_file.parent / "outputs" / "both")
-    warm, trained = (load_file(folder / "final" / "model.safetensors") for folder in folders)
     # The training's learning rate moves nothing.
-    assert all((warm[name] == trained[name]).all() for name in warm)
+    assert weights(config_file.parent / "outputs" / "both") == weights(folder_of(config_file, "both"))
     again = finish(start(config_file, "both", str(SCRIPTED)))
     assert "has its 1 steps" in again
