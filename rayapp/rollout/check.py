@@ -61,7 +61,7 @@ def check_tasks(config: Config, *, training: bool) -> None:
     Raises:
         UserError: a task, its prompt or its tools can't be used, or there are too few sandboxes.
     """
-    for names in filter(None, (config.tasks, config.eval.tasks)):
+    for names in (config.tasks, *([config.eval.tasks] if config.eval.tasks else [])):
         tasks = load_tasks(names)
         if config.default_agent == SINGLE_TURN_AGENT:
             render_prompts(config, tasks)

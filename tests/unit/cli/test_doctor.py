@@ -130,7 +130,11 @@ def test_doctor_without_a_config_only_reports() -> None:
 
 
 def test_a_row_that_cannot_be_scored_is_found_in_the_data(model: Path, tmp_path: Path) -> None:
-    row = {"prompt": [{"role": "user", "content": "?"}], "data_source": "taco", "reward_model": {"ground_truth": "4"}}
+    row = {
+        "prompt": [{"role": "user", "content": "?"}],
+        "data_source": "numina_olympiads",
+        "reward_model": {"ground_truth": "4"},
+    }
     pq.write_table(pa.Table.from_pylist([row]), tmp_path / "a.parquet")
 
     found = problems(
@@ -141,4 +145,6 @@ def test_a_row_that_cannot_be_scored_is_found_in_the_data(model: Path, tmp_path:
         }
     )
 
-    assert found["data"].detail.startswith(f"{tmp_path}/a.parquet, row 0: data_source 'taco' has no rule here")
+    assert found["data"].detail.startswith(
+        f"{tmp_path}/a.parquet, row 0: data_source 'numina_olympiads' has no rule here"
+    )

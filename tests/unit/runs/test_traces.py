@@ -259,7 +259,8 @@ def test_only_the_drivers_one_writer_opens_the_tracking_database() -> None:
     # The two commands that are drivers.
     assert {name for name, text in sources.items() if "trackers import" in text and "make_trackers" in text} == {
         "rayapp/driver/loop.py",
-        "rayapp/driver/replay.py",
+        "rayapp/driver/offline/replay.py",
+        "rayapp/driver/offline/sft.py",
     }
 
 
