@@ -80,7 +80,15 @@ async def peer(program: Path, runs: int, tests: dict[str, list[str]]) -> float:
 def cpu_s() -> float:
     """Processor time of this process, those below it, and all of theirs that have ended."""
     own = psutil.Process()
-    return sum(sum(process.cpu_times()[:4]) for process in (own, *own.children(recursive=True)))
+    return sum(map(_cpu_s, (own, *own.children(recursive=True))))
+
+
+def _cpu_s(process: psutil.Process) -> float:
+    """0 of one that ended meanwhile: its parent counts it."""
+    try:
+        return sum(process.cpu_times()[:4])
+    except psutil.NoSuchProcess:
+        return 0.0
 
 
 async def measure(options: argparse.Namespace) -> dict[str, dict[str, float]]:
