@@ -108,14 +108,15 @@ class Learner:
 
     def supervised_step(self, step: int, rows: tuple[Trajectory, ...]) -> dict[str, float]:
         """One step on this rank's demonstrations; see `rayapp.learner.supervised`."""
-        with about(step=step):
+        with about(step=step), self._borrowing_gpu():
             metrics = supervised_step(self._learner, step, rows)
             log.info("learned from %d demonstrations: loss %.4g", len(rows), metrics["sft/loss"])
         return metrics
 
     def supervised_loss(self, rows: tuple[Trajectory, ...]) -> float:
         """The loss of demonstrations that are dealt to the ranks, without learning from them."""
-        return supervised_loss(self._learner, rows)
+        with self._borrowing_gpu():
+            return supervised_loss(self._learner, rows)
 
     def log_probs_before(self) -> dict[int, FloatArray]:
         """What the weights before the last step thought of its sampled tokens; see `PolicyLearner.log_probs_before`."""

@@ -262,8 +262,9 @@ def _demonstrations_fit(config: Config) -> Iterator[Finding]:
     from rayapp.rollout.demonstrations import read_demonstrations
 
     try:
-        for group in (config.warmup.files, config.warmup.eval_files or config.warmup.files):
-            read_demonstrations(config, group)
+        read_demonstrations(config, config.warmup.files)
+        if config.warmup.eval_files:
+            read_demonstrations(config, config.warmup.eval_files)
     except (UserError, StorageError) as error:
         yield Finding(level="problem", what="demonstrations", detail=str(error))
 

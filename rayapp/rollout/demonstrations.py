@@ -148,14 +148,14 @@ def _of_row(row: Any, tokenizer: ChatTokenizer, template: str | None) -> Iterato
     if {"prompt", "completion"} <= has and isinstance(row["prompt"], str):
         yield _of_texts(row, tokenizer)
         return
-    messages = _messages(row["prompt"]) + _messages(row["completion"]) if "prompt" in has and "completion" in has else (
-        _messages(row["messages"]) if "messages" in has else None
-    )  # fmt: skip
-    if messages is None:
+    if {"prompt", "completion"} <= has:
+        asked, messages = _messages(row["prompt"]), _messages(row["completion"])
+    elif "messages" in has:
+        asked, messages = [], _messages(row["messages"])
+    else:
         raise ValueError(f"it has {', '.join(sorted(has)) or 'nothing'}; a row has {KINDS}")
-    first = len(_messages(row["prompt"])) if "messages" not in has else 0
     render = partial(_render, tokenizer, template, row.get("tools") or None)
-    yield from _of_conversation(messages, first, render, tokenizer)
+    yield from _of_conversation([*asked, *messages], len(asked), render, tokenizer)
 
 
 def _of_tokens(row: Mapping[str, Any]) -> Trajectory:

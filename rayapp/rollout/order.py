@@ -66,14 +66,23 @@ class GroupRequest:
 
 def prompt_index(group_id: int, *, num_prompts: int, seed: int) -> int:
     """Position of the prompt that group `group_id` samples: each epoch is one seeded permutation of all prompts."""
-    epoch, position = divmod(group_id, num_prompts)
-    return _order_of_epoch(epoch, num_prompts, seed)[position]
+    return index_in_epochs(group_id, number=num_prompts, seed=seed, what="prompt-order")
+
+
+def index_in_epochs(place: int, *, number: int, seed: int, what: str) -> int:
+    """Which of `number` things comes at this place, where each epoch is one seeded permutation of all of them.
+
+    Args:
+        what: kind of the things: two kinds have orders of their own under one seed.
+    """
+    epoch, position = divmod(place, number)
+    return _order_of_epoch(what, epoch, number, seed)[position]
 
 
 @functools.lru_cache(maxsize=4)
-def _order_of_epoch(epoch: int, num_prompts: int, seed: int) -> tuple[int, ...]:
-    order = list(range(num_prompts))
-    random.Random(f"prompt-order:{seed}:{epoch}").shuffle(order)
+def _order_of_epoch(what: str, epoch: int, number: int, seed: int) -> tuple[int, ...]:
+    order = list(range(number))
+    random.Random(f"{what}:{seed}:{epoch}").shuffle(order)
     return tuple(order)
 
 

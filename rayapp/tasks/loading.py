@@ -69,7 +69,7 @@ def load_task(source: str) -> Task:
     elif path.suffix in _YAML:
         task = _from_yaml(_read(path), source)
     elif source in shipped_tasks():
-        text = resources.files("rayapp.tasks").joinpath("library", f"{source}.yaml").read_text(encoding="utf-8")
+        text = _shipped_text(source)
         task = _from_yaml(text, source)
     else:
         raise InputError(_unknown(source))
@@ -94,12 +94,17 @@ def _read(path: Path) -> str:
         raise InputError(f"task file {path} can't be read: {error}") from error
 
 
+def _shipped_text(name: str) -> str:
+    return resources.files("rayapp.tasks").joinpath("library", f"{name}.yaml").read_text(encoding="utf-8")
+
+
 def _fields_of(base: object, source: str) -> dict[str, object]:
     """Fields of the shipped task that another one changes."""
     if base not in shipped_tasks():
         raise InputError(f"task {source}: based_on is {base!r}; it is one of {', '.join(shipped_tasks())}")
-    text = resources.files("rayapp.tasks").joinpath("library", f"{base}.yaml").read_text(encoding="utf-8")
-    return {key: value for key, value in yaml.safe_load(text).items() if key not in ("name", "based_on")}
+    fields: dict[str, object] = yaml.safe_load(_shipped_text(str(base)))
+    fields.pop("name", None)
+    return _fields_of(fields.pop("based_on"), source) | fields if "based_on" in fields else fields
 
 
 def _from_yaml(text: str, source: str) -> CodingTask:
@@ -111,7 +116,7 @@ def _from_yaml(text: str, source: str) -> CodingTask:
         raise InputError(f"task {source}: a mapping with prompt, func_name, tests and reference was expected")
     if "based_on" in data:
         data = _fields_of(data.pop("based_on"), source) | data
-    data["name"] = data.get("name") or Path(source).stem
+    data.setdefault("name", Path(source).stem)
     try:
         return CodingTask.model_validate(data)
     except ValidationError as error:

@@ -10,8 +10,6 @@ servers see a model like any other, and its optimizer has not stepped.
 from __future__ import annotations
 
 import asyncio
-import functools
-import random
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -32,6 +30,7 @@ from rayapp.driver.run import restore
 from rayapp.driver.saving import CheckpointSaver, is_due, saving, saving_when_stopped
 from rayapp.rollout.check import check_inputs
 from rayapp.rollout.demonstrations import Demonstrations, read_demonstrations
+from rayapp.rollout.order import index_in_epochs
 from rayapp.runs.folder import RunFolder
 from rayapp.runs.plots import write_reward_plot
 from rayapp.runs.tracking.trackers import RunTracker, make_trackers
@@ -112,13 +111,6 @@ def after_warmup(config: Config) -> Config:
     return config.model_copy(update={"model": config.model.model_copy(update={"path": str(trained)})})
 
 
-@functools.lru_cache(maxsize=2)
-def _order(epoch: int, num_rows: int, seed: int) -> tuple[int, ...]:
-    order = list(range(num_rows))
-    random.Random(f"demonstrations:{seed}:{epoch}").shuffle(order)
-    return tuple(order)
-
-
 def rows_of_step(step: int, *, num_rows: int, rows_per_step: int, seed: int) -> list[int]:
     """Rows that step `step`, counted from 1, learns from: a pure function, so a resumed run goes on with the next.
 
@@ -126,8 +118,8 @@ def rows_of_step(step: int, *, num_rows: int, rows_per_step: int, seed: int) -> 
     next.
     """
     first = (step - 1) * rows_per_step
-    places = (divmod(place, num_rows) for place in range(first, first + rows_per_step))
-    return [_order(epoch, num_rows, seed)[position] for epoch, position in places]
+    places = range(first, first + rows_per_step)
+    return [index_in_epochs(place, number=num_rows, seed=seed, what="demonstrations") for place in places]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

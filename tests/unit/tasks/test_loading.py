@@ -57,6 +57,17 @@ def test_a_task_based_on_a_shipped_one_differs_in_what_it_says(tmp_path: Path) -
     assert task.model_copy(update={"name": base.name, "prompt": base.prompt}) == base
 
 
+def test_a_task_may_be_based_on_one_that_is_based_on_another(tmp_path: Path) -> None:
+    task = load_task(write(tmp_path, "based_on: sort_numbers_reworded\nsystem: Be brief.\n"))
+    assert isinstance(task, CodingTask)
+    assert (task.func_name, task.demonstrations, task.system) == ("sort_numbers", (), "Be brief.")
+
+
+def test_an_empty_name_is_refused_and_not_replaced(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="name"):
+        load_task(write(tmp_path, GOOD + "name: ''\n"))
+
+
 def test_a_task_based_on_none_that_ships_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"based_on is 'sort'; it is one of max_subarray_sum"):
         load_task(write(tmp_path, "based_on: sort\n"))
