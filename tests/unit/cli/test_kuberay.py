@@ -28,7 +28,7 @@ from rayapp.cli.main import run
 from rayapp.config.config import Config
 from rayapp.config.loading import load_config
 from rayapp.core.errors import ConfigError, InputError
-from scripts.kuberay_examples import CONFIGS, FOLDER, STORED, render_example
+from scripts.kuberay_examples import CONFIGS, FOLDER, STORED, render_example, stored_example
 
 helm_python = pytest.importorskip("helm_python")
 jsonschema = pytest.importorskip("jsonschema")
@@ -132,7 +132,7 @@ def test_every_document_of_an_example_passes_its_schema(name: str) -> None:
 def test_the_rendered_example_is_that_of_the_chart() -> None:
     stored = {path.name: path.read_text() for path in STORED.iterdir()}
 
-    assert stored == dict(example(STORED.name)), "run `python -m scripts.kuberay_examples`"
+    assert stored == stored_example(), "run `python -m scripts.kuberay_examples`"
 
 
 def test_every_value_is_documented_and_has_a_schema() -> None:
