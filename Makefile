@@ -19,8 +19,8 @@ BIN := .venv/bin
 export PYTHONUTF8 := 1
 # Empty is off: what is compiled is kept, where an image (and CI) forbids it to every process of every test.
 export PYTHONDONTWRITEBYTECODE :=
-# Whether an installation compiles all packages now, or each module when it is first imported.
-BYTECODE := now
+# Each module is compiled when it is first imported, a fifth of them: all would take a minute more. `now` is for images.
+BYTECODE ?= later
 
 # The first interpreter that is new enough and can make environments: a version manager's stub or a Python without
 # ensurepip answers to the name, but can't.
@@ -36,8 +36,6 @@ venv:
 train: venv
 	@$(BIN)/rayapp model fetch smollm2-135m
 	@$(BIN)/rayapp train $(CONFIG) $(ARGS)
-
-test: BYTECODE := later
 
 test: venv
 	@$(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder --durations 25 --durations-min 5 $(ARGS)

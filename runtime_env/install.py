@@ -90,7 +90,7 @@ def _find_uv(python: Path, installer: str) -> str | None:
 
 
 def _bytecode_options(when: str, *, uses_uv: bool) -> list[str]:
-    """So that both installers compile all 39,000 files now, two minutes of a core, or none, for `make test`.
+    """So that both installers compile all 39,000 files now, two minutes of a core, or none, for the Makefile.
 
     Later each is compiled when it is first imported, a fifth of them, if that may be written: where
     PYTHONDONTWRITEBYTECODE is set (in many images) each process of a run would compile PyTorch and vLLM for itself,
