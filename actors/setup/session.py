@@ -9,8 +9,8 @@ import socket
 import threading
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from http import HTTPStatus
 from pathlib import Path
@@ -44,16 +44,56 @@ class RaySession:
         return line if _prometheus_answers(self.dashboard_url) else f"{line} ({NO_PROMETHEUS})"
 
 
+@dataclass(slots=True)
+class _Kept:
+    """The connection of a block of `one_connection`, once there is one, and what ends it."""
+
+    exits: ExitStack
+    session: RaySession | None = None
+
+
+_kept: _Kept | None = None
+
+
 @contextmanager
-def ray_session(config: Config) -> Iterator[RaySession]:
-    """A connection to Ray for the length of the block.
+def one_connection() -> Iterator[None]:
+    """Every `ray_session` within the block is the first one's, which ends with the block.
 
-    On exit our actors end with the connection, and a Ray that we started ends too. `ray stop` is never called: it would
-    end every Ray on the machine.
+    A training connects for its first evaluation, its warm-up and its steps: each start of a Ray takes ten seconds.
+    """
+    global _kept
+    with ExitStack() as exits:
+        _kept = _Kept(exits)
+        try:
+            yield
+        finally:
+            _kept = None
 
+
+@contextmanager
+def ray_session(config: Config, report: Callable[[str], None] = lambda text: None) -> Iterator[RaySession]:
+    """A connection to Ray for the length of the block, or of the `one_connection` around it.
+
+    At its end our actors end with the connection, and a Ray that we started ends too. `ray stop` is never called: it
+    would end every Ray on the machine.
+
+    Args:
+        report: told that it connects, and where the dashboard is.
     Raises:
         ConfigError: the named Ray can't be reached.
     """
+    if _kept is None:
+        with _connection(config, report) as session:
+            yield session
+        return
+    if _kept.session is None:
+        _kept.session = _kept.exits.enter_context(_connection(config, report))
+    yield _kept.session
+
+
+@contextmanager
+def _connection(config: Config, report: Callable[[str], None]) -> Iterator[RaySession]:
+    report("connecting to Ray")
     # Under `uv run`, Ray would build the environment anew for every worker; ours is installed already.
     os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
@@ -66,7 +106,9 @@ def ray_session(config: Config) -> Iterator[RaySession]:
     hand_over()
     label_logs(config.run.name)
     try:
-        yield RaySession(dashboard_url=context.dashboard_url or "", is_own=is_own)
+        session = RaySession(dashboard_url=context.dashboard_url or "", is_own=is_own)
+        report(session.dashboard_line())
+        yield session
     finally:
         ray.shutdown()
 

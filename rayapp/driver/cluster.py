@@ -20,7 +20,7 @@ from actors.metrics import MetricsTracker
 from actors.setup.gpus import uses_gpus, wait_for_gpus
 from actors.setup.members import PoolMember, ServerMember, WorkerMember
 from actors.setup.placement import Placement
-from actors.setup.session import RaySession, ray_session
+from actors.setup.session import RaySession, one_connection, ray_session
 from actors.setup.stacks import dump_stacks
 from actors.setup.started import StandIns, Started
 from actors.setup.starting import (
@@ -57,6 +57,7 @@ __all__ = [
     "LearnerGroup",
     "RolloutWorkerHandle",
     "StandIns",
+    "one_connection",
     "open_cluster",
     "open_learners",
     "ready_pool",
@@ -205,9 +206,7 @@ async def open_cluster(
     Raises:
         ConfigError: Ray can't be reached, or has fewer GPUs than the config needs.
     """
-    report("connecting to Ray")
-    with ray_session(config) as session:
-        report(await asyncio.to_thread(session.dashboard_line))
+    with ray_session(config, report) as session:
         started = Started(stand_ins)
         try:
             cluster = await _start(config, started, session, with_learners=with_learners, report=report)
@@ -299,7 +298,7 @@ async def open_learners(config: Config, *, report: Report = lambda text: None) -
         ConfigError: Ray can't be reached, or has fewer GPUs than learners.
     """
     timeout_s = config.cluster.start_timeout_s
-    with ray_session(config):
+    with ray_session(config, report):
         started = Started()
         try:
             on_gpu = uses_gpus(config, bundles_of(config, with_servers=False))

@@ -19,7 +19,7 @@ from rayapp.config.config import Config
 from rayapp.core.aio import finish_then_cancel, is_stopping, run_until_done
 from rayapp.core.errors import LearnersLostError
 from rayapp.core.logs import about, start_logs
-from rayapp.driver.cluster import Cluster, open_cluster
+from rayapp.driver.cluster import Cluster, one_connection, open_cluster
 from rayapp.driver.evaluation import evaluate
 from rayapp.driver.feeding import feeding
 from rayapp.driver.offline.sft import warm_up
@@ -51,9 +51,10 @@ def run_training(config: Config) -> None:
                 "run.name."
             )
             return
-        if config.warmup.num_steps:
-            config = warm_up(config)
-        run_until_done(_run(config, folder))
+        with one_connection():
+            if config.warmup.num_steps:
+                config = warm_up(config)
+            run_until_done(_run(config, folder))
 
 
 async def _run(config: Config, folder: RunFolder) -> None:

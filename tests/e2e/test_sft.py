@@ -105,6 +105,7 @@ def test_a_killed_run_goes_on_as_if_nothing_had_happened(config_file: Path, whol
 def test_a_training_starts_from_the_model_that_its_warmup_ended_with(config_file: Path) -> None:
     output = finish(start(config_file, "both", str(SCRIPTED)))
     assert "step 1/1" in output
+    assert output.count("connecting to Ray") == 1, "the warm-up and the training share a connection"
     # The training's learning rate moves nothing.
     assert weights(config_file.parent / "outputs" / "both") == weights(folder_of(config_file, "both"))
     again = finish(start(config_file, "both", str(SCRIPTED)))

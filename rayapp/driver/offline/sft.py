@@ -23,7 +23,7 @@ from rayapp.core.errors import ConfigError, LearnersLostError, RestartsUsedUpErr
 from rayapp.core.location import Location
 from rayapp.core.logs import about, start_logs
 from rayapp.core.types import Trajectory
-from rayapp.driver.cluster import LearnerGroup, open_learners
+from rayapp.driver.cluster import LearnerGroup, one_connection, open_learners
 from rayapp.driver.evaluation import evaluate_model
 from rayapp.driver.phases import Phases
 from rayapp.driver.run import restore
@@ -51,7 +51,8 @@ def run_sft(config: Config) -> None:
     check_model(with_local_model(config))
     if config.eval.before_training:
         check_inputs(config, training=False)
-    warm_up(config)
+    with one_connection():
+        warm_up(config)
 
 
 def warm_up(config: Config) -> Config:
