@@ -10,6 +10,7 @@ import math
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch.distributed import DistError
@@ -94,7 +95,7 @@ class Learner:
         shares: tuple[tuple[Share, ...], ...],
         *groups: Group,
     ) -> dict[str, float]:
-        """One step on the groups that `summaries` describe, of which this rank got `shares[rank]`, in that order.
+        """One step on the groups that `summaries` describe, of which this rank got `shares[data rank]`, in that order.
 
         Returns:
             Metrics; rank 0's are those of all ranks.
@@ -102,7 +103,7 @@ class Learner:
             LearnerError: groups and summaries don't match, or a trajectory is longer than a micro-batch.
         """
         with about(step=step), self._borrowing_gpu():
-            metrics = self._learner.train_step(step, summaries, shares[self._learner.ranks.rank], groups)
+            metrics = self._learner.train_step(step, summaries, shares[self._learner.ranks.data_rank], groups)
             log.info("trained on %d groups: loss %.4g", len(groups), metrics.get("learner/loss", math.nan))
         return metrics
 
@@ -202,7 +203,7 @@ class Learner:
     def export_hf(self, folder: str) -> None:
         """Write a Hugging Face folder."""
         with self._borrowing_gpu():
-            export_hf(self._config, self._learner.model, folder, rank=self._learner.ranks.rank)
+            export_hf(self._config, self._learner.model, Path(folder), self._learner.ranks)
 
     def log_probs_of(self, group: Group) -> list[FloatArray]:
         """Log-probs of each trajectory's response tokens under the weights as they are. Collective when sharded."""

@@ -246,7 +246,7 @@ def _warmup_fits(config: Config) -> None:
     warmup, budget = config.warmup, config.learner.max_tokens_per_microbatch
     if not warmup.num_steps:
         return
-    if isinstance(budget, int) and config.max_demonstration_tokens > budget:
+    if isinstance(budget, int) and config.max_demonstration_tokens > budget * config.learner.sequence_parallel:
         raise ValueError(
             f"warmup.max_tokens is {config.max_demonstration_tokens}, but learner.max_tokens_per_microbatch is "
             f"{budget}: the longest demonstration would fit in no micro-batch. Raise it, or lower warmup.max_tokens."
@@ -337,9 +337,12 @@ def _minibatches_divide(config: Config) -> None:
 
 def _sequence_fits_microbatch(config: Config) -> None:
     longest, budget = config.max_model_tokens, config.learner.max_tokens_per_microbatch
-    if isinstance(budget, int) and longest > budget:
+    parts = config.learner.sequence_parallel
+    if isinstance(budget, int) and longest > budget * parts:
+        over = f" x learner.sequence_parallel {parts} = {budget * parts}" if parts > 1 else ""
         raise ValueError(
             f"rollout.max_prompt_tokens {config.rollout.max_prompt_tokens} + rollout.max_completion_tokens "
             f"{config.rollout.max_completion_tokens} = {longest} tokens, but learner.max_tokens_per_microbatch is "
-            f"{budget}: the longest trajectory would fit in no micro-batch. Raise it to at least {longest}."
+            f"{budget}{over}: the longest trajectory would fit in no micro-batch. Raise it to at least "
+            f"{-(-longest // parts)}, or learner.sequence_parallel."
         )

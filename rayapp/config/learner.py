@@ -52,9 +52,15 @@ class LoraSection(FrozenModel):
 class LearnerSection(FrozenModel):
     num_learners: int = Field(1, ge=1)
     """FSDP2 world size."""
+    replicas: int = Field(1, ge=1)
+    """Times that the model is there: each of so many groups of learners shards a whole one (HSDP). 1 shards it over all
+    learners. Several nodes: their number, so that only gradients travel between nodes."""
+    sequence_parallel: int = Field(1, ge=1)
+    """Learners that compute a micro-batch together, each a part of its tokens (Ulysses): a trajectory may then be this
+    many times as long as learner.max_tokens_per_microbatch. Must divide the model's attention heads."""
     max_tokens_per_microbatch: Annotated[int, Field(ge=16)] | Literal["auto"] = 8192
-    """Tokens that one forward computes: the memory of activations grows with it, nothing else does. auto measures at
-    the start how many fit, and takes a power of two; where that differs, runs differ in their last digits."""
+    """Tokens that a learner computes in one forward: the memory of activations grows with it, nothing else does. auto
+    measures at the start how many fit, and takes a power of two; where it differs, runs differ in their last digits."""
     compute_dtype: Dtype = "bfloat16"
     """Dtype of the forward and backward. Parameters and optimizer state are float32."""
     share_prefixes: bool = True
@@ -77,3 +83,13 @@ class LearnerSection(FrozenModel):
         """`max_tokens_per_microbatch` as a number; a learner replaces auto before anybody asks."""
         assert isinstance(self.max_tokens_per_microbatch, int), "auto was not replaced by a number"
         return self.max_tokens_per_microbatch
+
+    @model_validator(mode="after")
+    def _learners_form_whole_groups(self) -> Self:
+        for key, size in (("replicas", self.replicas), ("sequence_parallel", self.sequence_parallel)):
+            if self.num_learners % size:
+                raise ValueError(
+                    f"learner.num_learners is {self.num_learners}, which learner.{key} = {size} does not divide. Use a "
+                    f"multiple of {size} learners."
+                )
+        return self
