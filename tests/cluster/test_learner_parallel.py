@@ -151,6 +151,8 @@ BY_TOKENS = [
 """Two ranks and two key heads; as many ranks as make two ranks share one; three key heads on two ranks; tokens and
 replicas at once."""
 
+BY_RANKS = [("tiny", "two", 2), ("experts", "two", 2), ("experts", "four", 4)]
+
 
 @pytest.fixture(scope="module")
 def found(
@@ -191,9 +193,9 @@ def saved_experts(folder: Path, tiny_model: Path) -> Path:
     torch.manual_seed(0)
     model = Glm4MoeForCausalLM(
         Glm4MoeConfig(
-            vocab_size=97, hidden_size=32, intermediate_size=32, moe_intermediate_size=16, head_dim=8, num_hidden_layers=3,
-            num_attention_heads=4, num_key_value_heads=2, n_routed_experts=7, num_experts_per_tok=2,
-            first_k_dense_replace=1, max_position_embeddings=256,
+            vocab_size=97, hidden_size=32, intermediate_size=32, moe_intermediate_size=16, head_dim=8,
+            num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2, n_routed_experts=7,
+            num_experts_per_tok=2, first_k_dense_replace=1, max_position_embeddings=256,
         )
     ).to(torch.bfloat16)  # fmt: skip
     for layer in model.model.layers[1:]:
@@ -259,9 +261,7 @@ def test_one_rank_goes_on_with_what_two_replicas_of_two_saved(found: dict[str, A
     assert any(not np.array_equal(saved[name], saved[f"before.{name}"]) for name in own)
 
 
-@pytest.mark.parametrize(
-    ("model", "case", "world"), [("tiny", "two", 2), ("experts", "two", 2), ("experts", "four", 4)]
-)
+@pytest.mark.parametrize(("model", "case", "world"), BY_RANKS)
 def test_every_rank_reads_its_own_part_of_the_model(model: str, case: str, world: int, found: dict[str, Any]) -> None:
     from transformers import AutoModelForCausalLM
 
@@ -274,9 +274,7 @@ def test_every_rank_reads_its_own_part_of_the_model(model: str, case: str, world
     assert sum(parts) < 1.05
 
 
-@pytest.mark.parametrize(
-    ("model", "case", "world"), [("tiny", "two", 2), ("experts", "two", 2), ("experts", "four", 4)]
-)
+@pytest.mark.parametrize(("model", "case", "world"), BY_RANKS)
 def test_every_rank_writes_its_own_files_of_an_export_under_the_hubs_names(
     model: str, case: str, world: int, found: dict[str, Any]
 ) -> None:
@@ -284,7 +282,9 @@ def test_every_rank_writes_its_own_files_of_an_export_under_the_hubs_names(
 
     folder: Path = found["folder"] / f"{model}-{case}-{world}"
     written = [rank["written"] for rank in found[f"{model}-{case}-{world}"]["ranks"]]
-    assert sorted(sum(written, [])) == sorted(file.name for file in folder.glob("*.safetensors"))
+    assert sorted(name for names in written for name in names) == sorted(
+        file.name for file in folder.glob("*.safetensors")
+    )
     assert max(map(len, written)) - min(map(len, written)) <= 1
     index = json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]
     exported = {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
