@@ -41,11 +41,20 @@ class LearnerGroup:
     """Ranks that are done with the checkpoint that is being written."""
     _version: int | None = field(default=0, init=False, repr=False)
     """Steps that what every rank holds has been trained for; None while one is taken, and after one that broke off."""
+    _at_rest: asyncio.Event = field(default_factory=asyncio.Event, init=False, repr=False)
+    """Unset while a step is trained."""
+
+    def __post_init__(self) -> None:
+        self._at_rest.set()
 
     @property
     def _data_parallel(self) -> int:
         """Groups of ranks that train on different trajectories."""
         return len(self.handles) // self.config.learner.sequence_parallel
+
+    async def rest(self) -> None:
+        """Return when no step is being trained."""
+        await self._at_rest.wait()
 
     def holds(self, version: int) -> bool:
         """Whether every rank holds exactly the weights and the optimizer of this version."""
@@ -60,10 +69,14 @@ class LearnerGroup:
         self._version = None
         shares = deal(summaries, self.config, self._data_parallel)
         refs_of = [[refs[share.position] for share in mine] for mine in shares]
-        results = await self._all(
-            handle.train_step(step, summaries, shares, refs_of[rank // self.config.learner.sequence_parallel])
-            for rank, handle in enumerate(self.handles)
-        )
+        self._at_rest.clear()
+        try:
+            results = await self._all(
+                handle.train_step(step, summaries, shares, refs_of[rank // self.config.learner.sequence_parallel])
+                for rank, handle in enumerate(self.handles)
+            )
+        finally:
+            self._at_rest.set()
         self._version = step
         return dict(results[0])
 

@@ -310,6 +310,7 @@ def _gpus_suffice(config: Config) -> None:
 
 
 def _placement_fits(config: Config) -> None:
+    _offload_helps(config)
     if config.cluster.placement == "split":
         return
     servers, tp, learners = config.server.num_servers, config.server.tensor_parallel_size, config.learner.num_learners
@@ -322,6 +323,20 @@ def _placement_fits(config: Config) -> None:
         raise ValueError(
             f"cluster.placement is colocated and train.max_staleness is {config.train.max_staleness}: on shared GPUs "
             "nothing is generated while the learners train. Use max_staleness 0, or placement split."
+        )
+
+
+def _offload_helps(config: Config) -> None:
+    learner = config.learner
+    if learner.offload_when_idle and config.cluster.placement == "split":
+        raise ValueError(
+            "learner.offload_when_idle is true and cluster.placement is split: no server shares the learners' GPUs, so "
+            "nobody would use their memory. Turn it off, or use placement colocated."
+        )
+    if learner.offload_when_idle and learner.cpu_offload:
+        raise ValueError(
+            "learner.offload_when_idle and learner.cpu_offload are both true: with the second everything is in host "
+            "memory all the time. Choose one."
         )
 
 

@@ -67,6 +67,9 @@ class LearnerSection(FrozenModel):
     """Compute tokens that several trajectories of a group share, such as the prompt, once. Exact."""
     activation_checkpointing: bool = False
     """Recompute activations in the backward: less memory, a third more time."""
+    compile: bool = False
+    """Compile norms, rotary positions and gated MLPs (torch.compile): less memory traffic, the same numbers but for
+    rounding. The first steps take longer; needs a C++ compiler where the learners run, and Triton on GPUs."""
     log_prob_chunk_tokens: int = Field(1024, ge=16)
     """Tokens whose logits exist at once: vocabulary x this x 4 bytes."""
     cpu_threads: int = Field(0, ge=0)
@@ -75,6 +78,9 @@ class LearnerSection(FrozenModel):
     step_timeout_s: float = Field(1800.0, gt=0)
     cpu_offload: bool = False
     """Keep parameters, gradients and optimizer state in host memory (FSDP2), for models that don't fit: slower."""
+    offload_when_idle: bool = False
+    """Move parameters and optimizer state to pinned host memory while servers on the same GPUs generate: room for a
+    larger KV cache. Only with cluster.placement: colocated; costs a copy there and back every step."""
     lora: LoraSection = LoraSection()
     optimizer: OptimizerSection = OptimizerSection()
 

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from rayapp.config.config import Config
 from rayapp.core.errors import LearnerError
 from rayapp.core.machine import keep_freed_memory, share_of_cores, use_interface_towards
-from rayapp.learner.sequence import SequenceGroup
+from rayapp.learner.compute.sequence import SequenceGroup
 
 T = TypeVar("T")
 

@@ -20,9 +20,8 @@ from rayapp.core.errors import InputError
 from rayapp.core.imports import large_imports
 from rayapp.learner.attention import ATTENTION_NAME, AttentionPlan, plan_attention, register_attention
 from rayapp.learner.batch import MicroBatch
-from rayapp.learner.family import check_family, read_architecture
-from rayapp.learner.log_probs import HeadOptions, Targets, token_log_probs
-from rayapp.learner.sequence import (
+from rayapp.learner.compute.fused import fuse
+from rayapp.learner.compute.sequence import (
     SEQUENCE_ATTENTION,
     OwnTokens,
     SequenceGroup,
@@ -31,6 +30,8 @@ from rayapp.learner.sequence import (
     own_tokens,
     register_sequence_attention,
 )
+from rayapp.learner.family import check_family, read_architecture
+from rayapp.learner.log_probs import HeadOptions, Targets, token_log_probs
 from rayapp.learner.state.lora import add_adapters
 from rayapp.learner.state.pretrained import generation_config, load_pretrained, start_adapters
 
@@ -141,12 +142,15 @@ def load_policy(config: Config, mesh: DeviceMesh, *, trainable: bool) -> PolicyM
     # The check computes a small model: once is enough.
     causal_lm = build_causal_lm(config, is_checked=trainable and mesh.get_rank() == 0)
     section = config.learner
+    if section.compile:
+        fuse(causal_lm, torch.device(mesh.device_type))
     if section.activation_checkpointing and trainable:
         causal_lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     model = PolicyModel(causal_lm)
     model.train(trainable).requires_grad_(trainable)
     if trainable and section.lora.rank > 0:
-        add_adapters(causal_lm, section.lora)
+        with torch.device("meta"):
+            add_adapters(causal_lm, section.lora)
     shard(model, mesh, compute_dtype=DTYPES[section.compute_dtype], cpu_offload=section.cpu_offload)
     _give_memory(model, torch.device("cpu" if section.cpu_offload else mesh.device_type))
     load_pretrained(causal_lm, config.model.path)
@@ -168,7 +172,6 @@ def build_causal_lm(config: Config, *, is_checked: bool = True) -> Any:
     register_attention()
     register_sequence_attention()
     architecture = read_architecture(config)
-    check_sequence_parallel(architecture, config)
     if is_checked:
         check_family(architecture, config)
     if getattr(architecture, "quantization_config", None):
@@ -186,6 +189,7 @@ def build_causal_lm(config: Config, *, is_checked: bool = True) -> Any:
     except (OSError, ValueError, KeyError) as error:
         raise InputError(f"model.path {config.model.path!r} can't be loaded: {error}") from error
     check_head(causal_lm)
+    check_sequence_parallel(causal_lm, config)
     if (sampling := generation_config(config.model.path)) is not None:
         causal_lm.generation_config = sampling
     return causal_lm

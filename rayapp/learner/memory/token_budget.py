@@ -89,7 +89,9 @@ def measure_need(config: Config, ranks: Ranks, model: PolicyModel) -> MemoryNeed
         LearnerError: the runs can't be compared.
     """
     few = min(PROBE_TOKENS[ranks.device.type], config.max_model_tokens // 2)
-    with memory_meter(ranks.device, [_local(parameter) for parameter in model.parameters()]) as meter:
+    # Uncompiled: the meter counts operators, and compiled ones take less.
+    uncompiled = torch.compiler.set_stance("force_eager")
+    with uncompiled, memory_meter(ranks.device, [_local(parameter) for parameter in model.parameters()]) as meter:
         _marks_of_layers(config, ranks, model, meter, few)  # libraries make their workspaces
         first, second = (_marks_of_layers(config, ranks, model, meter, size) for size in (few, 2 * few))
     if first.size != second.size:

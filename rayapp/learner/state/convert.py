@@ -41,7 +41,8 @@ def checkpoint_to_hf(config: Config, learner_folder: Path, out: Path) -> None:
     """
     causal_lm = build_causal_lm(config, is_checked=False)
     if config.learner.lora.rank > 0:
-        add_adapters(causal_lm, config.learner.lora)
+        with torch.device("meta"):
+            add_adapters(causal_lm, config.learner.lora)
     trained = {name for name, _ in causal_lm.named_parameters() if config.learner.lora.rank == 0 or ADAPTER in name}
     layout, files = hf_layout(config, causal_lm), WeightFiles(config.model.path)
     try:

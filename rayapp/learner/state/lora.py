@@ -20,7 +20,7 @@ PEFT_PREFIX = "base_model.model."
 
 
 def add_adapters(causal_lm: nn.Module, section: LoraSection) -> None:
-    """Add adapters to the target modules and freeze all else. They have no memory yet (torch's meta device).
+    """Add adapters to the target modules and freeze all else. `start_adapters` gives them their first values.
 
     Raises:
         InputError: the model has none of the target modules.
@@ -32,7 +32,7 @@ def add_adapters(causal_lm: nn.Module, section: LoraSection) -> None:
         targets = linear_names(causal_lm)
     settings = LoraConfig(r=section.rank, lora_alpha=section.alpha, target_modules=targets, lora_dropout=0.0)
     try:
-        inject_adapter_in_model(settings, causal_lm, low_cpu_mem_usage=True)
+        inject_adapter_in_model(settings, causal_lm)
     except ValueError as error:
         raise InputError(
             f"learner.lora.target_modules {list(section.target_modules)} do not fit {type(causal_lm).__name__}: {error}"

@@ -63,25 +63,29 @@ def register_sequence_attention() -> None:
     ALL_ATTENTION_FUNCTIONS.register(SEQUENCE_ATTENTION, attention_over_ranks)
 
 
-def check_sequence_parallel(architecture: Any, config: Config) -> None:
+def check_sequence_parallel(causal_lm: Any, config: Config) -> None:
     """Raises InputError: this model can't be computed by `learner.sequence_parallel` ranks at once."""
-    size, text = config.learner.sequence_parallel, architecture.get_text_config()
-    heads = text.num_attention_heads
-    if size > 1 and heads % size:
+    size, text = config.learner.sequence_parallel, causal_lm.config.get_text_config()
+    if size == 1:
+        return
+    heads, where = text.num_attention_heads, f"learner.sequence_parallel is {size}, but {text.model_type!r} has"
+    if heads % size:
         raise InputError(
-            f"learner.sequence_parallel is {size}, but {text.model_type!r} has {heads} attention heads, which {size} "
-            f"ranks can't share evenly. Use one of {', '.join(str(n) for n in range(1, heads + 1) if heads % n == 0)}."
+            f"{where} {heads} attention heads, which {size} ranks can't share evenly. Use one of "
+            f"{', '.join(str(number) for number in range(1, heads + 1) if heads % number == 0)}."
         )
-    others = sorted(set(getattr(text, "layer_types", None) or ()) - set(TOKEN_WISE))
-    if size > 1 and others:
+    others = set(getattr(text, "layer_types", None) or ()) - set(TOKEN_WISE)
+    # Mixers begin with a convolution, whatever their layers are called.
+    others |= {type(module).__name__ for module in causal_lm.modules() if isinstance(module, nn.Conv1d)}
+    if others:
         raise InputError(
-            f"learner.sequence_parallel is {size}, but {text.model_type!r} has layers of type {', '.join(others)}, "
-            "which read their neighbours' tokens outside of attention: a rank has not got those. Use 1."
+            f"{where} layers that read their neighbours' tokens outside of attention ({', '.join(sorted(others))}): a "
+            "rank has not got those. Use 1."
         )
-    if size > 1 and (kinds := sorted(_rope_kinds(text) & set(LOOKS_AT_LENGTH))):
+    if kinds := sorted(_rope_kinds(text) & set(LOOKS_AT_LENGTH)):
         raise InputError(
-            f"learner.sequence_parallel is {size}, but {text.model_type!r} has positions of type {', '.join(kinds)}, "
-            "which depend on the longest sequence: ranks would compute them from different ones. Use 1."
+            f"{where} positions of type {', '.join(kinds)}, which depend on the longest sequence: ranks would compute "
+            "them from different ones. Use 1."
         )
 
 
