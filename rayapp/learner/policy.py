@@ -6,6 +6,7 @@ and the frozen reference. It knows nothing of rewards, losses or optimizers.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -35,6 +36,7 @@ from rayapp.learner.log_probs import HeadOptions, Targets, token_log_probs
 from rayapp.learner.state.lora import add_adapters
 from rayapp.learner.state.pretrained import generation_config, load_pretrained, start_adapters
 
+log = logging.getLogger(__name__)
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -190,6 +192,8 @@ def build_causal_lm(config: Config, *, is_checked: bool = True) -> Any:
         raise InputError(f"model.path {config.model.path!r} can't be loaded: {error}") from error
     check_head(causal_lm)
     check_sequence_parallel(causal_lm, config)
+    if is_checked and getattr(causal_lm.config.get_text_config(), "router_aux_loss_coef", 0.0):
+        log.info("the model's config has router_aux_loss_coef: routers are trained by the policy's loss alone")
     if (sampling := generation_config(config.model.path)) is not None:
         causal_lm.generation_config = sampling
     return causal_lm
