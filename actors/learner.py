@@ -10,6 +10,7 @@ import math
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch.distributed import DistError
@@ -25,6 +26,7 @@ from rayapp.engine.weights.buckets import WeightBucket
 from rayapp.engine.weights.transfer_plan import TransferPlan
 from rayapp.learner.build import build_learner
 from rayapp.learner.distributed import end_ranks, give_back_memory, start_ranks
+from rayapp.learner.memory.idle import IdleMemory, moments_of, weights_of
 from rayapp.learner.scoring import log_probs_of
 from rayapp.learner.shares import Share
 from rayapp.learner.state.checkpoint import SaveInProgress, begin_save, load_learner
@@ -62,10 +64,11 @@ class Learner:
             ) from None
         try:
             self._learner = build_learner(config, ranks)
+            self._idle = IdleMemory()
+            self._rest()
         except BaseException:
             end_ranks()
             raise
-        give_back_memory(config, ranks.device)
         self._saving: SaveInProgress | None = None
         self._sender: WeightSender | None = None
         self._client: ServersClient | None = None
@@ -74,12 +77,28 @@ class Learner:
         return f"learner-{self._rank}"
 
     @contextmanager
-    def _borrowing_gpu(self) -> Iterator[None]:
-        """Around what computes: the memory that it used is the server's afterwards, where they share a GPU."""
+    def _borrowing_gpu(self, *, trains: bool = False) -> Iterator[None]:
+        """Around what computes: the memory that it used is the server's afterwards, where they share a GPU.
+
+        Args:
+            trains: it needs the optimizer's state too.
+        """
+        learner = self._learner
+        self._idle.fetch(weights_of(learner.model, learner.reference))
+        if trains:
+            self._idle.fetch(moments_of(learner.optimizer))
         try:
             yield
         finally:
-            give_back_memory(self._config, self._learner.ranks.device)
+            self._rest()
+
+    def _rest(self) -> None:
+        """Give the GPU back. When every rank has answered, the driver wakes the servers."""
+        learner = self._learner
+        if self._config.learner.offload_when_idle:
+            self._idle.park(weights_of(learner.model, learner.reference))
+            self._idle.park(moments_of(learner.optimizer))
+        give_back_memory(self._config, learner.ranks.device)
 
     def ready(self) -> dict[str, Any]:
         """Facts for the log."""
@@ -94,21 +113,21 @@ class Learner:
         shares: tuple[tuple[Share, ...], ...],
         *groups: Group,
     ) -> dict[str, float]:
-        """One step on the groups that `summaries` describe, of which this rank got `shares[rank]`, in that order.
+        """One step on the groups that `summaries` describe, of which this rank got `shares[data rank]`, in that order.
 
         Returns:
             Metrics; rank 0's are those of all ranks.
         Raises:
             LearnerError: groups and summaries don't match, or a trajectory is longer than a micro-batch.
         """
-        with about(step=step), self._borrowing_gpu():
-            metrics = self._learner.train_step(step, summaries, shares[self._learner.ranks.rank], groups)
+        with about(step=step), self._borrowing_gpu(trains=True):
+            metrics = self._learner.train_step(step, summaries, shares[self._learner.ranks.data_rank], groups)
             log.info("trained on %d groups: loss %.4g", len(groups), metrics.get("learner/loss", math.nan))
         return metrics
 
     def supervised_step(self, step: int, rows: tuple[Trajectory, ...]) -> dict[str, float]:
         """One step on this rank's demonstrations; see `rayapp.learner.supervised`."""
-        with about(step=step), self._borrowing_gpu():
+        with about(step=step), self._borrowing_gpu(trains=True):
             metrics = supervised_step(self._learner, step, rows)
             log.info("learned from %d demonstrations: loss %.4g", len(rows), metrics["sft/loss"])
         return metrics
@@ -178,7 +197,7 @@ class Learner:
     def begin_checkpoint(self, folder: str, version: int) -> None:
         """Copy the state aside and start to write it; `checkpoint_done` comes next. Collective."""
         assert self._saving is None, "a checkpoint is still being written"
-        with self._borrowing_gpu():
+        with self._borrowing_gpu(trains=True):
             self._saving = begin_save(self._learner, folder, version)
 
     def checkpoint_done(self) -> bool:
@@ -196,13 +215,13 @@ class Learner:
 
     def load_checkpoint(self, folder: str) -> int:
         """Read them back, whatever the number of ranks that wrote them; returns the version."""
-        with self._borrowing_gpu():
+        with self._borrowing_gpu(trains=True):
             return load_learner(self._learner, folder)
 
     def export_hf(self, folder: str) -> None:
         """Write a Hugging Face folder."""
         with self._borrowing_gpu():
-            export_hf(self._config, self._learner.model, folder, rank=self._learner.ranks.rank)
+            export_hf(self._config, self._learner.model, Path(folder), self._learner.ranks)
 
     def log_probs_of(self, group: Group) -> list[FloatArray]:
         """Log-probs of each trajectory's response tokens under the weights as they are. Collective when sharded."""

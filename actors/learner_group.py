@@ -41,6 +41,20 @@ class LearnerGroup:
     """Ranks that are done with the checkpoint that is being written."""
     _version: int | None = field(default=0, init=False, repr=False)
     """Steps that what every rank holds has been trained for; None while one is taken, and after one that broke off."""
+    _at_rest: asyncio.Event = field(default_factory=asyncio.Event, init=False, repr=False)
+    """Unset while a step is trained."""
+
+    def __post_init__(self) -> None:
+        self._at_rest.set()
+
+    @property
+    def _data_parallel(self) -> int:
+        """Groups of ranks that train on different trajectories."""
+        return len(self.handles) // self.config.learner.sequence_parallel
+
+    async def rest(self) -> None:
+        """Return when no step is being trained."""
+        await self._at_rest.wait()
 
     def holds(self, version: int) -> bool:
         """Whether every rank holds exactly the weights and the optimizer of this version."""
@@ -53,11 +67,16 @@ class LearnerGroup:
             refs: references to the groups, in the order of `summaries`; only ranks that train on one fetch it.
         """
         self._version = None
-        shares = deal(summaries, self.config, len(self.handles))
-        results = await self._all(
-            handle.train_step(step, summaries, shares, [refs[share.position] for share in shares[rank]])
-            for rank, handle in enumerate(self.handles)
-        )
+        shares = deal(summaries, self.config, self._data_parallel)
+        refs_of = [[refs[share.position] for share in mine] for mine in shares]
+        self._at_rest.clear()
+        try:
+            results = await self._all(
+                handle.train_step(step, summaries, shares, refs_of[rank // self.config.learner.sequence_parallel])
+                for rank, handle in enumerate(self.handles)
+            )
+        finally:
+            self._at_rest.set()
         self._version = step
         return dict(results[0])
 
@@ -86,14 +105,14 @@ class LearnerGroup:
         return float(losses[0])
 
     def _dealt(self, rows: Sequence[Trajectory]) -> list[list[Trajectory]]:
-        """By rank, the longest first, each to the rank with the fewest tokens so far."""
-        dealt: list[list[Trajectory]] = [[] for _ in self.handles]
+        """By rank, the longest first, each to where there are the fewest tokens so far."""
+        dealt: list[list[Trajectory]] = [[] for _ in range(self._data_parallel)]
         loads = [0] * len(dealt)
         for row in sorted(rows, key=lambda row: -row.num_tokens):
             rank = loads.index(min(loads))
             dealt[rank].append(row)
             loads[rank] += row.num_tokens
-        return dealt
+        return [dealt[rank // self.config.learner.sequence_parallel] for rank in range(len(self.handles))]
 
     async def log_probs_before(self, step: int) -> dict[int, FloatArray]:
         """Log-probs of the step's response tokens before its update, by the trajectory's position in the step.

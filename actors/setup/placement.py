@@ -6,6 +6,10 @@ colocated  a bundle per server, and the learners that share its GPUs in the same
 
 Without GPUs the bundles hold CPU shares only, and everything else is the same. An actor that is started again returns
 to its bundle.
+
+Of bundles that are alike the first ones are those of one node, then those of the next: neighbouring ranks of learners,
+which are one replica (learner.replicas) or share micro-batches (learner.sequence_parallel), are on one node where they
+can be.
 """
 
 from __future__ import annotations
@@ -42,10 +46,14 @@ def group_name(run_name: str) -> str:
 class Placement:
     """The run's reserved bundles; make it with `reserve`, give it back with `release`."""
 
-    def __init__(self, group: PlacementGroup, bundles: list[Bundle], gpu_ids: dict[int, str]) -> None:
+    def __init__(
+        self, group: PlacementGroup, bundles: list[Bundle], gpu_ids: dict[int, str], places: Sequence[int]
+    ) -> None:
         self._group = group
         self._bundles = bundles
         self._gpu_ids = gpu_ids
+        self._places = places
+        """By position among the bundles: Ray's index of the one that it takes."""
 
     @classmethod
     async def reserve(
@@ -68,15 +76,17 @@ class Placement:
         )
         try:
             await answer(group.ready(), timeout_s=timeout_s, what="placement group")
+            places = by_node(bundles, _nodes_of(group))
             shared = [bundle for bundle in bundles if bundle.server is not None and bundle.learners]
-            ids = await asyncio.gather(*(_gpu_ids(group, bundles.index(bundle), bundle) for bundle in shared))
+            ids = await asyncio.gather(*(_gpu_ids(group, places[bundles.index(bundle)], bundle) for bundle in shared))
         except TimeoutError:
             remove_placement_group(group)
             raise ConfigError(_refusal(bundles, timeout_s)) from None
         except BaseException:
             remove_placement_group(group)
             raise
-        return cls(group, bundles, {bundles.index(bundle): found for bundle, found in zip(shared, ids, strict=True)})
+        gpu_ids = {bundles.index(bundle): found for bundle, found in zip(shared, ids, strict=True)}
+        return cls(group, bundles, gpu_ids, places)
 
     @property
     def shares_gpus(self) -> bool:
@@ -105,7 +115,7 @@ class Placement:
         return found
 
     def _strategy(self, position: int) -> PlacementGroupSchedulingStrategy:
-        return PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=position)
+        return PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=self._places[position])
 
     def release(self) -> None:
         """Give the bundles back; what still runs in them ends. Idempotent."""
@@ -114,6 +124,30 @@ class Placement:
         except (ValueError, RuntimeError):
             # The connection to Ray ended first, and our bundles with it.
             return
+
+
+def by_node(bundles: Sequence[Bundle], nodes: Sequence[str]) -> list[int]:
+    """For each bundle the index of the alike one that it takes, so that neighbours are on one node.
+
+    Args:
+        nodes: of each index.
+    Example: learners 0 to 3 on nodes a, b, a, b take indices 0, 2, 1, 3.
+    """
+    places = list(range(len(bundles)))
+    alike: dict[tuple[int, bool], list[int]] = {}
+    for index, bundle in enumerate(bundles):
+        alike.setdefault((bundle.num_gpus, bundle.server is not None), []).append(index)
+    for indices in alike.values():
+        firsts = [nodes[index] for index in indices]
+        for position, index in zip(indices, sorted(indices, key=lambda i: firsts.index(nodes[i])), strict=True):
+            places[position] = index
+    return places
+
+
+def _nodes_of(group: PlacementGroup) -> list[str]:
+    """Node of each of its bundles."""
+    nodes: dict[int, str] = ray.util.placement_group_table(group)["bundles_to_node_id"]
+    return [nodes[index] for index in sorted(nodes)]
 
 
 async def _gpu_ids(group: PlacementGroup, position: int, bundle: Bundle) -> str:

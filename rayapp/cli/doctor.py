@@ -228,9 +228,9 @@ def _model_fits(config: Config) -> Iterator[Finding]:
             check_remote_model(config)
             return
         check_model(config)
-        from rayapp.learner.family import check_family, read_architecture
+        from rayapp.learner.policy import build_causal_lm
 
-        check_family(read_architecture(config), config)
+        build_causal_lm(config)  # without its weights
     except (UserError, StorageError) as error:
         yield Finding(level="problem", what="model", detail=str(error))
 

@@ -246,7 +246,7 @@ def _warmup_fits(config: Config) -> None:
     warmup, budget = config.warmup, config.learner.max_tokens_per_microbatch
     if not warmup.num_steps:
         return
-    if isinstance(budget, int) and config.max_demonstration_tokens > budget:
+    if isinstance(budget, int) and config.max_demonstration_tokens > budget * config.learner.sequence_parallel:
         raise ValueError(
             f"warmup.max_tokens is {config.max_demonstration_tokens}, but learner.max_tokens_per_microbatch is "
             f"{budget}: the longest demonstration would fit in no micro-batch. Raise it, or lower warmup.max_tokens."
@@ -310,6 +310,7 @@ def _gpus_suffice(config: Config) -> None:
 
 
 def _placement_fits(config: Config) -> None:
+    _offload_helps(config)
     if config.cluster.placement == "split":
         return
     servers, tp, learners = config.server.num_servers, config.server.tensor_parallel_size, config.learner.num_learners
@@ -325,6 +326,20 @@ def _placement_fits(config: Config) -> None:
         )
 
 
+def _offload_helps(config: Config) -> None:
+    learner = config.learner
+    if learner.offload_when_idle and config.cluster.placement == "split":
+        raise ValueError(
+            "learner.offload_when_idle is true and cluster.placement is split: no server shares the learners' GPUs, so "
+            "nobody would use their memory. Turn it off, or use placement colocated."
+        )
+    if learner.offload_when_idle and learner.cpu_offload:
+        raise ValueError(
+            "learner.offload_when_idle and learner.cpu_offload are both true: with the second everything is in host "
+            "memory all the time. Choose one."
+        )
+
+
 def _minibatches_divide(config: Config) -> None:
     groups, minibatches = config.train.groups_per_step, config.train.num_minibatches
     if groups % minibatches:
@@ -337,9 +352,12 @@ def _minibatches_divide(config: Config) -> None:
 
 def _sequence_fits_microbatch(config: Config) -> None:
     longest, budget = config.max_model_tokens, config.learner.max_tokens_per_microbatch
-    if isinstance(budget, int) and longest > budget:
+    parts = config.learner.sequence_parallel
+    if isinstance(budget, int) and longest > budget * parts:
+        over = f" x learner.sequence_parallel {parts} = {budget * parts}" if parts > 1 else ""
         raise ValueError(
             f"rollout.max_prompt_tokens {config.rollout.max_prompt_tokens} + rollout.max_completion_tokens "
             f"{config.rollout.max_completion_tokens} = {longest} tokens, but learner.max_tokens_per_microbatch is "
-            f"{budget}: the longest trajectory would fit in no micro-batch. Raise it to at least {longest}."
+            f"{budget}{over}: the longest trajectory would fit in no micro-batch. Raise it to at least "
+            f"{-(-longest // parts)}, or learner.sequence_parallel."
         )

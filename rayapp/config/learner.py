@@ -52,15 +52,24 @@ class LoraSection(FrozenModel):
 class LearnerSection(FrozenModel):
     num_learners: int = Field(1, ge=1)
     """FSDP2 world size."""
+    replicas: int = Field(1, ge=1)
+    """Times that the model is there: each of so many groups of learners shards a whole one (HSDP). 1 shards it over all
+    learners. Several nodes: their number, so that only gradients travel between nodes."""
+    sequence_parallel: int = Field(1, ge=1)
+    """Learners that compute a micro-batch together, each a part of its tokens (Ulysses): a trajectory may then be this
+    many times as long as learner.max_tokens_per_microbatch. Must divide the model's attention heads."""
     max_tokens_per_microbatch: Annotated[int, Field(ge=16)] | Literal["auto"] = 8192
-    """Tokens that one forward computes: the memory of activations grows with it, nothing else does. auto measures at
-    the start how many fit, and takes a power of two; where that differs, runs differ in their last digits."""
+    """Tokens that a learner computes in one forward: the memory of activations grows with it, nothing else does. auto
+    measures at the start how many fit, and takes a power of two; where it differs, runs differ in their last digits."""
     compute_dtype: Dtype = "bfloat16"
     """Dtype of the forward and backward. Parameters and optimizer state are float32."""
     share_prefixes: bool = True
     """Compute tokens that several trajectories of a group share, such as the prompt, once. Exact."""
     activation_checkpointing: bool = False
     """Recompute activations in the backward: less memory, a third more time."""
+    compile: bool = False
+    """Compile norms, rotary positions and gated MLPs (torch.compile): less memory traffic, the same numbers but for
+    rounding. The first steps take longer; needs a C++ compiler where the learners run, and Triton on GPUs."""
     log_prob_chunk_tokens: int = Field(1024, ge=16)
     """Tokens whose logits exist at once: vocabulary x this x 4 bytes."""
     cpu_threads: int = Field(0, ge=0)
@@ -69,6 +78,9 @@ class LearnerSection(FrozenModel):
     step_timeout_s: float = Field(1800.0, gt=0)
     cpu_offload: bool = False
     """Keep parameters, gradients and optimizer state in host memory (FSDP2), for models that don't fit: slower."""
+    offload_when_idle: bool = False
+    """Move parameters and optimizer state to pinned host memory while servers on the same GPUs generate: room for a
+    larger KV cache. Only with cluster.placement: colocated; costs a copy there and back every step."""
     lora: LoraSection = LoraSection()
     optimizer: OptimizerSection = OptimizerSection()
 
@@ -77,3 +89,13 @@ class LearnerSection(FrozenModel):
         """`max_tokens_per_microbatch` as a number; a learner replaces auto before anybody asks."""
         assert isinstance(self.max_tokens_per_microbatch, int), "auto was not replaced by a number"
         return self.max_tokens_per_microbatch
+
+    @model_validator(mode="after")
+    def _learners_form_whole_groups(self) -> Self:
+        for key, size in (("replicas", self.replicas), ("sequence_parallel", self.sequence_parallel)):
+            if self.num_learners % size:
+                raise ValueError(
+                    f"learner.num_learners is {self.num_learners}, which learner.{key} = {size} does not divide. Use a "
+                    f"multiple of {size} learners."
+                )
+        return self

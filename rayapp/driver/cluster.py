@@ -250,8 +250,15 @@ async def _start(
         *(ServerMember(server, timeout_s, weights.catch_up) for server in servers),
         *(WorkerMember(worker, timeout_s, pool) for worker in workers),
     ]
-    supervisor = Supervisor(members, _limits(config, timeout_s), report=report)
-    return Cluster(
+    shared = {server.name for server in servers} if placement.shares_gpus else set()
+
+    async def may_start(name: str) -> None:
+        # A server takes what it finds free, and refuses to start beside a learner at its peak.
+        if name in shared:
+            await cluster.learners.rest()
+
+    supervisor = Supervisor(members, _limits(config, timeout_s), report=report, may_start=may_start)
+    cluster = Cluster(
         config=config,
         pool=pool,
         servers=servers,
@@ -263,6 +270,7 @@ async def _start(
         dashboard_url=session.dashboard_url,
         start_learners=partial(_start_learners_again, config, started, placement, timeout_s, report),
     )
+    return cluster
 
 
 async def _start_learners_again(

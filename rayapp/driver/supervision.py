@@ -17,7 +17,7 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -72,21 +72,32 @@ class Limits:
     revive_timeout_s: float
 
 
+async def _at_once(name: str) -> None:
+    return
+
+
 class Supervisor:
     """See the module.
 
     Args:
         members: all of them up.
         report: told in a line what is gone and what has been started again.
+        may_start: returns when there is room for the member of this name, which counts for no deadline.
     """
 
     def __init__(
-        self, members: Sequence[Member], limits: Limits, *, report: Callable[[str], None] = lambda text: None
+        self,
+        members: Sequence[Member],
+        limits: Limits,
+        *,
+        report: Callable[[str], None] = lambda text: None,
+        may_start: Callable[[str], Awaitable[None]] = _at_once,
     ) -> None:
         self._members = {member.name: member for member in members}
         self._incarnations = dict.fromkeys(self._members, "")
         self._limits = limits
         self._report = report
+        self._may_start = may_start
         self._locks = {name: asyncio.Lock() for name in self._members}
         self._replacing: set[asyncio.Task[None]] = set()
         self._down: set[str] = set()
@@ -187,6 +198,7 @@ class Supervisor:
         self._down.add(member.name)
         while True:
             self._count(member.name, reason)
+            await self._may_start(member.name)
             try:
                 async with asyncio.timeout(self._limits.revive_timeout_s):
                     if must_kill:

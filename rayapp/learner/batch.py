@@ -145,7 +145,8 @@ def _check_length(item: TrainItem, num_tokens: int, max_tokens: int) -> None:
     if num_tokens > max_tokens:
         raise LearnerError(
             f"a trajectory of group position {item.group} has {num_tokens} tokens, but "
-            f"learner.max_tokens_per_microbatch is {max_tokens}, and a trajectory is never split. Raise it."
+            f"learner.max_tokens_per_microbatch (x learner.sequence_parallel) is {max_tokens}, and a trajectory is in "
+            "one micro-batch. Raise it."
         )
 
 

@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from rayapp.config.config import Config
 from rayapp.core.errors import LearnerError
 from rayapp.core.machine import keep_freed_memory, share_of_cores, use_interface_towards
+from rayapp.learner.compute.sequence import SequenceGroup
 
 T = TypeVar("T")
 
@@ -32,6 +33,18 @@ class Ranks:
     """gloo, for Python objects."""
     save_group: dist.ProcessGroup
     """gloo, for the threads that write checkpoints: in the training's group their calls would mix with its own."""
+    sequence: SequenceGroup | None = None
+    """The ranks that compute micro-batches together with this one; None where each computes its own."""
+
+    @property
+    def data_rank(self) -> int:
+        """Which of the groups that train on different trajectories this rank is in."""
+        return self.rank // self.num_parts
+
+    @property
+    def num_parts(self) -> int:
+        """Ranks that compute a micro-batch together."""
+        return 1 if self.sequence is None else self.sequence.size
 
     def gather(self, value: T) -> list[T]:
         """The values of all ranks, in order of ranks; the same list on every rank. Collective."""
@@ -40,6 +53,10 @@ class Ranks:
         values: list[T | None] = [None] * self.world_size
         dist.all_gather_object(values, value, group=self.cpu_group)
         return [gathered for gathered in values if gathered is not None]
+
+    def gather_data(self, value: T) -> list[T]:
+        """The values of ranks that train on different trajectories: of ranks that share theirs only the first one's."""
+        return self.gather(value)[:: self.num_parts]
 
     def largest(self, value: int) -> int:
         return max(self.gather(value))
@@ -65,11 +82,36 @@ def start_ranks(config: Config, rank: int, world_size: int, master_address: str,
         use_interface_towards(master_address)
         store = TCPStore(master_address, master_port, world_size, is_master=rank == 0, timeout=timeout)
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
-    mesh = init_device_mesh(device.type, (world_size,))
+    mesh = learner_mesh(device.type, world_size, config.learner.replicas)
     cpu_group, save_group = (dist.new_group(backend="gloo", timeout=timeout) for _ in range(2))
     assert cpu_group is not None
     assert save_group is not None
-    return Ranks(rank=rank, world_size=world_size, device=device, mesh=mesh, cpu_group=cpu_group, save_group=save_group)
+    return Ranks(
+        rank=rank,
+        world_size=world_size,
+        device=device,
+        mesh=mesh,
+        cpu_group=cpu_group,
+        save_group=save_group,
+        sequence=_sequence_group(config.learner.sequence_parallel, rank),
+    )
+
+
+def learner_mesh(device_type: str, world_size: int, replicas: int) -> DeviceMesh:
+    """One dimension: parameters are sharded over all ranks. With replicas two: over neighbours, the same in each run of
+    neighbours, and gradients are summed over the runs."""
+    if replicas == 1:
+        return init_device_mesh(device_type, (world_size,))
+    return init_device_mesh(device_type, (replicas, world_size // replicas), mesh_dim_names=("replicate", "shard"))
+
+
+def _sequence_group(size: int, rank: int) -> SequenceGroup | None:
+    """Neighbouring ranks, `size` at a time. Collective."""
+    if size == 1:
+        return None
+    group, _ = dist.new_subgroups(group_size=size)
+    assert isinstance(group, dist.ProcessGroup)
+    return SequenceGroup(group=group, rank=rank % size, size=size)
 
 
 def end_ranks() -> None:

@@ -6,27 +6,37 @@ and the frozen reference. It knows nothing of rewards, losses or optimizers.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from torch.distributed.tensor import DTensor, distribute_tensor
 
 from rayapp.config.config import Config
 from rayapp.core.errors import InputError
 from rayapp.core.imports import large_imports
 from rayapp.learner.attention import ATTENTION_NAME, AttentionPlan, plan_attention, register_attention
 from rayapp.learner.batch import MicroBatch
+from rayapp.learner.compute.fused import fuse
+from rayapp.learner.compute.sequence import (
+    SEQUENCE_ATTENTION,
+    OwnTokens,
+    SequenceGroup,
+    SequencePlan,
+    check_sequence_parallel,
+    own_tokens,
+    register_sequence_attention,
+)
 from rayapp.learner.family import check_family, read_architecture
 from rayapp.learner.log_probs import HeadOptions, Targets, token_log_probs
 from rayapp.learner.state.lora import add_adapters
+from rayapp.learner.state.pretrained import generation_config, load_pretrained, start_adapters
 
+log = logging.getLogger(__name__)
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -38,7 +48,7 @@ class DeviceBatch:
     """(1, N)"""
     position_ids: Tensor
     """(1, N)"""
-    attention: AttentionPlan
+    attention: AttentionPlan | SequencePlan
     head_positions: Tensor
     """(M,)"""
     targets: Targets
@@ -48,23 +58,36 @@ class DeviceBatch:
     """(B, T)"""
     mask: Tensor
     """(B, T) float32"""
+    part: OwnTokens | None = None
+    """With sequence parallelism: N, M and the targets are those of this rank's part, and this is which."""
 
 
-def to_device(batch: MicroBatch, device: torch.device) -> DeviceBatch:
-    """Copy to the device what a forward needs of a micro-batch."""
+def to_device(batch: MicroBatch, device: torch.device, group: SequenceGroup | None = None) -> DeviceBatch:
+    """Copy to the device what a forward needs of a micro-batch.
+
+    Args:
+        group: the ranks that compute it together with this one; None where each computes its own.
+    """
 
     def moved(array: Any) -> Tensor:
         return torch.from_numpy(array).to(device)
 
+    part = None if group is None else own_tokens(batch, group)
+    packing = batch.packing if part is None else part.packing
+    tokens, heads, pairs = (slice(None),) * 3 if part is None else (part.tokens, part.heads, part.pairs)
+    plan: Any = plan_attention(packing, device)
     return DeviceBatch(
-        token_ids=moved(batch.packing.token_ids)[None],
-        position_ids=moved(batch.packing.position_ids)[None],
-        attention=plan_attention(batch.packing, device),
-        head_positions=moved(batch.head_positions),
-        targets=Targets(rows=moved(batch.pair_rows), token_ids=moved(batch.pair_targets)),
+        token_ids=moved(packing.token_ids[tokens])[None],
+        position_ids=moved(packing.position_ids[tokens])[None],
+        attention=plan if group is None else SequencePlan(whole=plan, group=group),
+        head_positions=moved(batch.head_positions if part is None else part.head_positions(batch)),
+        targets=Targets(
+            rows=moved(batch.pair_rows[pairs] - (heads.start or 0)), token_ids=moved(batch.pair_targets[pairs])
+        ),
         row_pairs=moved(batch.row_pairs),
         row_heads=moved(batch.row_heads),
         mask=moved(batch.mask),
+        part=part,
     )
 
 
@@ -92,6 +115,9 @@ class PolicyModel(nn.Module):
         hidden = outputs.last_hidden_state[0].index_select(0, batch.head_positions)  # (M, H)
         weight = model.get_output_embeddings().weight
         log_probs, entropy, squares = token_log_probs(hidden, weight, batch.targets, options)
+        if batch.part is not None:
+            log_probs = batch.part.gather_pairs(log_probs)
+            entropy, squares = (batch.part.gather_heads(values) for values in (entropy, squares))
         return TokenScores(
             _rows(log_probs, batch.row_pairs, batch.mask),
             _rows(entropy, batch.row_heads, batch.mask),
@@ -108,90 +134,79 @@ def _rows(values: Tensor, index: Tensor, mask: Tensor) -> Tensor:
 
 
 def load_policy(config: Config, mesh: DeviceMesh, *, trainable: bool) -> PolicyModel:
-    """The model at `config.model.path`, sharded over the mesh. Collective.
+    """The model at `config.model.path`, sharded over the mesh.
 
-    Only the first rank reads it and holds it whole, in host memory, until every rank has its shards.
+    It is built without memory and sharded, and then each rank reads its own part.
 
     Raises:
         InputError: the model can't be loaded, or has a head that the learner does not compute.
     """
-    has_weights = mesh.get_local_rank() == 0
-    causal_lm = load_causal_lm(config) if has_weights else causal_lm_without_weights(config)
-    if config.learner.activation_checkpointing and trainable:
+    # The check computes a small model: once is enough.
+    causal_lm = build_causal_lm(config, is_checked=trainable and mesh.get_rank() == 0)
+    section = config.learner
+    if section.compile:
+        fuse(causal_lm, torch.device(mesh.device_type))
+    if section.activation_checkpointing and trainable:
         causal_lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     model = PolicyModel(causal_lm)
     model.train(trainable).requires_grad_(trainable)
-    if trainable and config.learner.lora.rank > 0:
-        add_adapters(causal_lm, config.learner.lora)
-    whole = dict(model.named_parameters()) if has_weights else {}
-    sharded = shard(
-        model, mesh, compute_dtype=DTYPES[config.learner.compute_dtype], cpu_offload=config.learner.cpu_offload
-    )
-    if mesh.size() > 1:
-        _scatter(whole, sharded, mesh)
-    return sharded
+    if trainable and section.lora.rank > 0:
+        with torch.device("meta"):
+            add_adapters(causal_lm, section.lora)
+    shard(model, mesh, compute_dtype=DTYPES[section.compute_dtype], cpu_offload=section.cpu_offload)
+    _give_memory(model, torch.device("cpu" if section.cpu_offload else mesh.device_type))
+    load_pretrained(causal_lm, config.model.path)
+    start_adapters(causal_lm, config.run.seed)
+    return model
 
 
-def _scatter(whole: dict[str, nn.Parameter], model: PolicyModel, mesh: DeviceMesh) -> None:
-    """Give every rank its shards of the first rank's parameters, and all of its buffers. Collective.
+def build_causal_lm(config: Config, *, is_checked: bool = True) -> Any:
+    """The transformers model in float32 with packed attention, on torch's meta device: without weights or memory.
 
     Args:
-        whole: the parameters before they were sharded; empty on the other ranks.
-    """
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            # Where there are no weights only the shape is read.
-            source = whole.pop(name).detach() if whole else torch.empty(parameter.shape, dtype=parameter.dtype)
-            assert isinstance(parameter, DTensor)
-            mine = distribute_tensor(source, mesh, parameter.placements, src_data_rank=0)
-            parameter.to_local().copy_(mine.to_local())
-        for buffer in model.buffers():
-            dist.broadcast(buffer, src=0, group=mesh.get_group())
-
-
-def causal_lm_without_weights(config: Config) -> Any:
-    """What `load_causal_lm` gives, with whatever is in memory for weights: pages that nobody writes take no room."""
-    from transformers import AutoModelForCausalLM
-
-    register_attention()
-    with torch.device("meta"):
-        causal_lm = AutoModelForCausalLM.from_config(
-            read_architecture(config),
-            dtype=torch.float32,
-            attn_implementation=ATTENTION_NAME,
-            trust_remote_code=config.model.trust_remote_code,
-        )
-    causal_lm.to_empty(device="cpu")
-    causal_lm.tie_weights()
-    return causal_lm
-
-
-def load_causal_lm(config: Config) -> Any:
-    """The transformers model in float32 on CPU, with packed attention.
-
+        is_checked: whether to compare a small model of this family with plain attention first.
     Raises:
-        InputError: it can't be loaded, or the learner would compute another model.
+        InputError: it can't be made, or the learner would compute another model.
     """
     with large_imports():
         from transformers import AutoModelForCausalLM
 
     register_attention()
-    path = config.model.path
+    register_sequence_attention()
     architecture = read_architecture(config)
-    check_family(architecture, config)
-    try:
-        causal_lm = AutoModelForCausalLM.from_pretrained(
-            path,
-            config=architecture,
-            dtype=torch.float32,
-            attn_implementation=ATTENTION_NAME,
-            trust_remote_code=config.model.trust_remote_code,
-            local_files_only=Path(path).is_dir(),
+    if is_checked:
+        check_family(architecture, config)
+    if getattr(architecture, "quantization_config", None):
+        raise InputError(
+            f"model.path {config.model.path!r} holds quantized weights, which can't be trained. Name the bfloat16 one."
         )
+    try:
+        with torch.device("meta"):
+            causal_lm = AutoModelForCausalLM.from_config(
+                architecture,
+                dtype=torch.float32,
+                attn_implementation=ATTENTION_NAME if config.learner.sequence_parallel == 1 else SEQUENCE_ATTENTION,
+                trust_remote_code=config.model.trust_remote_code,
+            )
     except (OSError, ValueError, KeyError) as error:
-        raise InputError(f"model.path {path!r} can't be loaded: {error}") from error
+        raise InputError(f"model.path {config.model.path!r} can't be loaded: {error}") from error
     check_head(causal_lm)
+    check_sequence_parallel(causal_lm, config)
+    if is_checked and getattr(causal_lm.config.get_text_config(), "router_aux_loss_coef", 0.0):
+        log.info("the model's config has router_aux_loss_coef: routers are trained by the policy's loss alone")
+    if (sampling := generation_config(config.model.path)) is not None:
+        causal_lm.generation_config = sampling
     return causal_lm
+
+
+def _give_memory(model: PolicyModel, device: torch.device) -> None:
+    """Memory for a sharded model on the meta device; what its buffers hold is computed, parameters stay unset."""
+    model.to_empty(device=device)
+    causal_lm: Any = model.causal_lm
+    causal_lm.tie_weights()  # each name got memory of its own
+    for parameter in causal_lm.parameters():
+        parameter._is_hf_initialized = True  # noqa: SLF001 - how transformers knows what is not to be set
+    causal_lm.initialize_weights()
 
 
 def check_head(causal_lm: Any) -> None:

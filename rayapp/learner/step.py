@@ -88,13 +88,15 @@ class PolicyLearner:
         scores: dict[int, RowScores] = {}
         with torch.no_grad():
             for batch in self.micro_batches(items):
-                scores.update(_by_row(batch, model(to_device(batch, self.ranks.device), options)))
+                on_device = to_device(batch, self.ranks.device, self.ranks.sequence)
+                scores.update(_by_row(batch, model(on_device, options)))
         return scores
 
     def micro_batches(self, items: Sequence[TrainItem]) -> list[MicroBatch]:
         """This rank's micro-batches, with empty ones up to the number of the busiest rank."""
         learner = self.config.learner
-        batches = split(items, max_tokens=learner.token_budget, share_prefixes=learner.share_prefixes)
+        max_tokens = learner.token_budget * learner.sequence_parallel
+        batches = split(items, max_tokens=max_tokens, share_prefixes=learner.share_prefixes)
         missing = self.ranks.largest(len(batches)) - len(batches)
         return batches + [empty_micro_batch()] * missing
 
@@ -224,7 +226,7 @@ class _Step:
         inputs = advantage_inputs(table, self.summaries, self.config)
         if self.algorithm.adv_estimator not in NEEDS_LOG_PROBS:
             return inputs
-        scores = {row: score for part in self.learner.ranks.gather(self.old) for row, score in part.items()}
+        scores = {row: score for part in self.learner.ranks.gather_data(self.old) for row, score in part.items()}
         width = int(table.num_response_tokens[table.trained].max(initial=1))
         rows = [scores[int(row)] for row in table.trained_rows]
         return replace(
@@ -274,7 +276,7 @@ class _Step:
             with self.watch("old_log_probs"):
                 current = learner.score(items, learner.model, learner.head_options())
         mine = [(item, current[item.row].log_probs, self.old[item.row].log_probs) for item in items]
-        everyone = [part for parts in learner.ranks.gather(mine) for part in parts]
+        everyone = [part for parts in learner.ranks.gather_data(mine) for part in parts]
         seed = self.config.run.seed * 1_000_003 + learner.optimizer_steps
         return coupled_gradients(everyone, self.algorithm, actor_config, scale, seed=seed)
 
@@ -282,7 +284,8 @@ class _Step:
         self, batch: MicroBatch, scale: LossScale, actor_config: Any, coupled: dict[int, FloatArray] | None
     ) -> None:
         learner = self.learner
-        scores = learner.model(to_device(batch, learner.ranks.device), learner.head_options())
+        on_device = to_device(batch, learner.ranks.device, learner.ranks.sequence)
+        scores = learner.model(on_device, learner.head_options())
         if not batch.items:
             scores.log_probs.sum().backward()
             return
@@ -356,9 +359,9 @@ class _Step:
     def _metrics(self, table: StepTable) -> dict[str, float]:
         learner = self.learner
         learner.skipped_steps += self.num_skipped
-        micro = [fact for part in learner.ranks.gather(self.micro_facts) for fact in part]
+        micro = [fact for part in learner.ranks.gather_data(self.micro_facts) for fact in part]
         rows: dict[int, RowFacts] = {}
-        for part in learner.ranks.gather(self.row_facts):
+        for part in learner.ranks.gather_data(self.row_facts):
             rows.update(part)
         learner.log_probs_before = {row: facts.old_log_probs for row, facts in rows.items()}
         metrics = step_metrics(micro, rows, table, self.algorithm)

@@ -31,7 +31,7 @@ def supervised_step(learner: PolicyLearner, step: int, rows: Sequence[Trajectory
     watch = stopwatch(learner.ranks.device)
     with watch("prepare"):
         batches = learner.micro_batches(_items(rows))
-        num_tokens = sum(learner.ranks.gather(sum(row.num_response_tokens for row in rows)))
+        num_tokens = sum(learner.ranks.gather_data(sum(row.num_response_tokens for row in rows)))
     losses, entropy = list[float](), 0.0
     with watch("forward_backward"):
         for number, batch in enumerate(batches):
@@ -43,8 +43,8 @@ def supervised_step(learner: PolicyLearner, step: int, rows: Sequence[Trajectory
         norm, is_finite = learner.update(losses, step)
     learner.skipped_steps += not is_finite
     return timing_metrics(watch) | {
-        "sft/loss": sum(learner.ranks.gather(sum(losses))),
-        "sft/entropy": sum(learner.ranks.gather(entropy)) / num_tokens,
+        "sft/loss": sum(learner.ranks.gather_data(sum(losses))),
+        "sft/entropy": sum(learner.ranks.gather_data(entropy)) / num_tokens,
         "sft/num_tokens": float(num_tokens),
         "learner/grad_norm": norm,
         "learner/lr": float(learner.optimizer.param_groups[0]["lr"]),
@@ -56,7 +56,7 @@ def supervised_step(learner: PolicyLearner, step: int, rows: Sequence[Trajectory
 def supervised_loss(learner: PolicyLearner, rows: Sequence[Trajectory]) -> float:
     """The loss of rows that are dealt to the ranks, without a gradient; the same on every rank. Collective."""
     scores = learner.score(_items(rows), learner.model, learner.head_options())
-    sums = learner.ranks.gather((-sum(float(row.log_probs.sum()) for row in scores.values()),
+    sums = learner.ranks.gather_data((-sum(float(row.log_probs.sum()) for row in scores.values()),
                                  sum(row.log_probs.size for row in scores.values())))  # fmt: skip
     return float(sum(nll for nll, _ in sums) / max(1, sum(number for _, number in sums)))
 
@@ -70,7 +70,7 @@ def _items(rows: Sequence[Trajectory]) -> list[TrainItem]:
 
 def _forward_backward(learner: PolicyLearner, batch: MicroBatch, num_tokens: int) -> tuple[float, float]:
     """This micro-batch's share of the loss over all ranks, and the sum of its tokens' entropies."""
-    scores = learner.model(to_device(batch, learner.ranks.device), learner.head_options())
+    scores = learner.model(to_device(batch, learner.ranks.device, learner.ranks.sequence), learner.head_options())
     if not batch.items:
         scores.log_probs.sum().backward()
         return 0.0, 0.0

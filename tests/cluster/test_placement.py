@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Iterator
 from typing import Any
@@ -110,6 +111,9 @@ async def test_split_servers_and_learners_have_gpus_of_their_own_and_a_server_is
     assert len(owned) == len(set(owned)) == 8
     assert [len(found[f"vllm-server-{server}"][0]) for server in range(2)] == [2, 2]
     assert [len(found[f"learner-{rank}"][0]) for rank in range(4)] == [1] * 4
+    # Ranks of a node are neighbours.
+    nodes = [found[f"learner-{rank}"][1] for rank in range(4)]
+    assert sum(one != other for one, other in itertools.pairwise(nodes)) == len(set(nodes)) - 1
 
 
 async def test_what_cannot_be_placed_is_refused_with_what_was_asked_and_what_there_is(two_nodes: FakeCluster) -> None:

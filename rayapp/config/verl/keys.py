@@ -16,7 +16,7 @@ _ACTOR, _ROLLOUT, _MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.rollout
 _OPTIM, _TURNS, _VAL = f"{_ACTOR}.optim", f"{_ROLLOUT}.multi_turn", f"{_ROLLOUT}.val_kwargs"
 _NO_CRITIC = "no critic: the advantage comes from the group"
 _ALWAYS = "always so here"
-_OFFLOAD = "learners keep theirs on the GPU between steps; rayapp.learner.cpu_offload=true if that is too much"
+_OFFLOAD = "learners keep theirs on the GPU between steps; rayapp.learner.offload_when_idle=true moves both"
 _LOG_PROBS = "log-probs are computed in micro-batches of learner.max_tokens_per_microbatch"
 _SAMPLING = "it would bias the importance ratio, so training samples the model's own distribution"
 _VLLM_OWN = "vLLM's own default is taken"
@@ -142,9 +142,9 @@ LEARNER: dict[str, Rule] = {
     f"{_ACTOR}.ppo_micro_batch_size_per_gpu": arithmetic.microbatch_tokens,
     f"{_ACTOR}.use_dynamic_bsz": no_effect(_ALWAYS + ": micro-batches are counted in tokens"),
     f"{_ACTOR}.ppo_max_token_len_per_gpu": no_effect("goes to learner.max_tokens_per_microbatch with use_dynamic_bsz"),
-    f"{_ACTOR}.use_torch_compile": no_effect("the learner does not compile"),
+    f"{_ACTOR}.use_torch_compile": no_effect("rayapp.learner.compile=true compiles norms, positions and MLPs"),
     f"{_ACTOR}.strategy": only("fsdp", "fsdp2", why="learners shard with FSDP2"),
-    f"{_ACTOR}.ulysses_sequence_parallel_size": only(1, why="sequences are not split over GPUs"),
+    f"{_ACTOR}.ulysses_sequence_parallel_size": to("learner.sequence_parallel", int),
     f"{_ACTOR}.grad_clip": to("learner.optimizer.max_grad_norm", float),
     f"{_OPTIM}.clip_grad": to("learner.optimizer.max_grad_norm", float),
     f"{_OPTIM}.lr": to("learner.optimizer.lr", float),
@@ -158,7 +158,7 @@ LEARNER: dict[str, Rule] = {
     f"{_ACTOR}.fsdp_config.param_offload": no_effect(_OFFLOAD),
     f"{_ACTOR}.fsdp_config.optimizer_offload": no_effect(_OFFLOAD),
     f"{_ACTOR}.fsdp_config.offload_policy": to("learner.cpu_offload", bool),
-    f"{_ACTOR}.fsdp_config.fsdp_size": only(-1, why="all learners are one FSDP group"),
+    f"{_ACTOR}.fsdp_config.fsdp_size": only(-1, why="set rayapp.learner.replicas, learners divided by fsdp_size"),
     f"{_ACTOR}.fsdp_config.*": no_effect("the learner's own FSDP2 settings are taken"),
     f"{_ACTOR}.checkpoint.save_contents": arithmetic.contents,
     f"{_ACTOR}.checkpoint.load_contents": no_effect("a resumed run loads what was saved"),

@@ -62,7 +62,7 @@ def find_token_budget(config: Config, ranks: Ranks, model: PolicyModel, room_byt
     Raises:
         LearnerError: the longest trajectory alone needs more.
     """
-    longest, need = config.max_model_tokens, measure_need(config, ranks, model)
+    longest, need = -(-config.max_model_tokens // ranks.num_parts), measure_need(config, ranks, model)
     room = free_bytes(ranks, model) if room_bytes is None else room_bytes
     fits = min(ranks.gather(need.fits(room)))
     if fits < longest:
@@ -89,7 +89,9 @@ def measure_need(config: Config, ranks: Ranks, model: PolicyModel) -> MemoryNeed
         LearnerError: the runs can't be compared.
     """
     few = min(PROBE_TOKENS[ranks.device.type], config.max_model_tokens // 2)
-    with memory_meter(ranks.device, [_local(parameter) for parameter in model.parameters()]) as meter:
+    # Uncompiled: the meter counts operators, and compiled ones take less.
+    uncompiled = torch.compiler.set_stance("force_eager")
+    with uncompiled, memory_meter(ranks.device, [_local(parameter) for parameter in model.parameters()]) as meter:
         _marks_of_layers(config, ranks, model, meter, few)  # libraries make their workspaces
         first, second = (_marks_of_layers(config, ranks, model, meter, size) for size in (few, 2 * few))
     if first.size != second.size:
@@ -124,7 +126,8 @@ def _marks_of_layers(
 def _run_layers(config: Config, ranks: Ranks, model: PolicyModel, num_tokens: int) -> None:
     """Forward and backward of so many tokens of which none is predicted: all but the head, with gradients of 0."""
     options = HeadOptions(temperature=1.0, chunk_rows=config.learner.log_prob_chunk_tokens)
-    model(to_device(_sequence(num_tokens), ranks.device), options).log_probs.sum().backward()
+    batch = to_device(_sequence(num_tokens * ranks.num_parts), ranks.device, ranks.sequence)
+    model(batch, options).log_probs.sum().backward()
 
 
 def _sequence(num_tokens: int) -> MicroBatch:

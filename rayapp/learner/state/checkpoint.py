@@ -81,10 +81,8 @@ def begin_save(learner: PolicyLearner, folder: str, version: int) -> SaveInProgr
         state["counters"] = torch.tensor([version, learner.optimizer_steps, learner.skipped_steps])
         state["rng"] = torch.get_rng_state()
         writing.append(_async_save(state, folder, learner.ranks.save_group))
-    staged = None
     if "hf_model" in contents:
-        staged = stage_hf(learner.config, learner.model, rank=learner.ranks.rank)
-    if staged is not None:
+        staged = stage_hf(learner.config, learner.model, learner.ranks)
         writer = ThreadPoolExecutor(1, thread_name_prefix="hf_model")
         writing.append(writer.submit(staged.write, Path(folder).with_name("hf_model")))
         writer.shutdown(wait=False)

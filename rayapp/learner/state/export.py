@@ -1,28 +1,28 @@
-"""The policy's weights outwards: bfloat16 buckets for the servers, and a Hugging Face folder at the end of a run.
+"""The policy's weights outwards: bfloat16 buckets for the servers, and Hugging Face folders.
 
-Gathering sharded weights is collective: every rank calls these, and only rank 0 gets anything.
+Gathering sharded weights is collective: every rank calls these. Rank 0 sends buckets. A folder is written by all ranks,
+each its own files of it, so that none has the whole model; `hf_folder` says which file holds what.
 """
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from rayapp.config.config import Config
 from rayapp.config.learner import LoraSection
 from rayapp.core.errors import CheckpointError
 from rayapp.engine.weights.buckets import WeightBucket, pack
+from rayapp.learner.distributed import Ranks
 from rayapp.learner.family import persistent_buffers
 from rayapp.learner.policy import PolicyModel, named_weights
-from rayapp.learner.state.lora import ADAPTER, BASE, adapter_weights, merged_weights
-
-EXPORT_DTYPE = torch.bfloat16
+from rayapp.learner.state.hf_folder import EXPORT_DTYPE, HfFile, HfLayout, hf_layout, hub_tensors, write_file
+from rayapp.learner.state.lora import ADAPTER, BASE, adapter_weights, merged_weight, merged_weights
 
 
 def export_buckets(
@@ -42,36 +42,28 @@ def export_buckets(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class HfFolder:
-    """Weights gathered on rank 0, ready to be written by any thread while training goes on."""
+class StagedFolder:
+    """This rank's part of a Hugging Face folder on the host, to be written by any thread while training goes on."""
 
-    weights: dict[str, Tensor]
-    """Host tensors by Hugging Face name: parameters in bfloat16, persistent buffers in their own dtype."""
-    causal_lm: Any
-    """A transformers model of its own config over the learner's parameters: only its config and names are read."""
-    tokenizer_path: str
-    trust_remote_code: bool
+    layout: HfLayout
+    files: Mapping[str, dict[str, Tensor]]
+    """Tensors by the hub's names, by file: parameters in bfloat16, persistent buffers in their own dtype."""
+    is_first: bool
+    """This rank also writes what is no weight."""
 
     def write(self, folder: Path) -> None:
-        """Write what transformers and vLLM load: safetensors, config, generation config, tokenizer.
+        """Write this rank's files.
 
         Raises:
             CheckpointError: a weight is not finite, or the weights can't be written.
         """
-        from safetensors import SafetensorError
-        from transformers import AutoTokenizer
-
-        if wrong := not_finite(self.weights):
-            raise CheckpointError(f"the model for {folder} is not written: it has {wrong}")
-        try:
-            self.causal_lm.save_pretrained(folder, state_dict=self.weights)
-        except SafetensorError as error:  # safetensors raises it for any error of the disk, a full one too
-            raise CheckpointError(f"the model can't be written to {folder}: {error}") from error
-        # The config names the dtype of the learner's own parameters; the weights in the folder are narrower.
-        self.causal_lm.config.dtype = EXPORT_DTYPE
-        self.causal_lm.config.save_pretrained(folder)
-        tokenizer = AutoTokenizer.from_pretrained(self.tokenizer_path, trust_remote_code=self.trust_remote_code)
-        tokenizer.save_pretrained(folder)
+        for tensors in self.files.values():
+            if wrong := not_finite(tensors):
+                raise CheckpointError(f"the model for {folder} is not written: it has {wrong}")
+        for name, tensors in self.files.items():
+            write_file(folder / name, tensors)
+        if self.is_first:
+            self.layout.describe(folder)
 
 
 def not_finite(state: Mapping[str, Any]) -> str:
@@ -87,31 +79,58 @@ def not_finite(state: Mapping[str, Any]) -> str:
     return f"values that are not finite in {wrong[0]}{more}" if wrong else ""
 
 
-def stage_hf(config: Config, model: PolicyModel, *, rank: int) -> HfFolder | None:
-    """Gather the weights. Collective; None on ranks other than 0."""
-    # The other ranks gather with it and keep nothing: host memory holds one whole model per run, not one per GPU.
-    weights = {name: weight for name, weight in whole_weights(model, config.learner.lora) if rank == 0}
-    # Buffers belong to the model though they are not trained: routers' correction biases, layers' scalars.
-    weights |= {name: buffer.to("cpu", copy=True) for name, buffer in persistent_buffers(model.causal_lm).items()}
-    if rank != 0:
-        return None
-    causal_lm: Any = copy.copy(model.causal_lm)
-    # Copy the config, to change it: the learner's must keep naming our attention, which only this process knows.
-    causal_lm.config = copy.deepcopy(causal_lm.config)
-    causal_lm.config._attn_implementation = "sdpa"  # noqa: SLF001 - transformers offers no public name for it
-    return HfFolder(
-        weights=weights,
-        causal_lm=causal_lm,
-        tokenizer_path=config.model.path,
-        trust_remote_code=config.model.trust_remote_code,
-    )
+def stage_hf(config: Config, model: PolicyModel, ranks: Ranks) -> StagedFolder:
+    """Gather the weights, each on the rank that will write it. Collective."""
+    layout = hf_layout(config, model.causal_lm)
+    files = {
+        file.name: tensors
+        for number, file in enumerate(layout.files)
+        if (tensors := _gathered_file(config, model, file, is_own=number % ranks.world_size == ranks.rank)) is not None
+    }
+    return StagedFolder(layout=layout, files=files, is_first=ranks.rank == 0)
 
 
-def export_hf(config: Config, model: PolicyModel, folder: str, *, rank: int) -> None:
-    """Write a Hugging Face folder. Collective; only rank 0 writes."""
-    staged = stage_hf(config, model, rank=rank)
-    if staged is not None:
-        staged.write(Path(folder))
+def export_hf(config: Config, model: PolicyModel, folder: Path, ranks: Ranks) -> None:
+    """Write a Hugging Face folder, as many files at once as there are ranks. Collective.
+
+    Raises:
+        CheckpointError: a weight is not finite, or the weights can't be written.
+    """
+    if wrong := next(filter(None, ranks.gather(not_finite(dict(named_weights(model))))), ""):
+        raise CheckpointError(f"the model for {folder} is not written: it has {wrong}")
+    layout = hf_layout(config, model.causal_lm)
+    failure: CheckpointError | None = None
+    for start in range(0, len(layout.files), ranks.world_size):
+        mine: tuple[HfFile, dict[str, Tensor]] | None = None
+        for rank, file in enumerate(layout.files[start : start + ranks.world_size]):
+            tensors = _gathered_file(config, model, file, is_own=rank == ranks.rank)
+            mine = (file, tensors) if tensors is not None else mine
+        # Who can't write goes on gathering: the others would wait for it.
+        if mine is not None and failure is None:
+            try:
+                write_file(folder / mine[0].name, mine[1])
+            except CheckpointError as error:
+                failure = error
+    if failure is not None:
+        raise failure
+    if ranks.rank == 0:
+        layout.describe(folder)
+
+
+def _gathered_file(config: Config, model: PolicyModel, file: HfFile, *, is_own: bool) -> dict[str, Tensor] | None:
+    """The tensors of a file by the hub's names, on the rank that writes it. Collective."""
+    parameters = dict(named_weights(model))
+    names = {name.replace(BASE, ""): name for name in parameters}
+    buffers = persistent_buffers(model.causal_lm)
+    tensors: dict[str, Tensor] = {}
+    for part in file.parts:
+        # The other ranks gather too and keep nothing.
+        whole = ((name, _whole(parameters, names[name], config.learner.lora)) for name in part if name in names)
+        kept = {name: weight for name, weight in whole if is_own}
+        if is_own:
+            kept |= {name: buffers[name].to("cpu", copy=True) for name in part if name in buffers}
+            tensors |= hub_tensors(model.causal_lm, kept)
+    return tensors if is_own else None
 
 
 def sent_weights(model: PolicyModel, lora: LoraSection) -> Iterator[tuple[str, Tensor]]:
@@ -124,11 +143,9 @@ def sent_weights(model: PolicyModel, lora: LoraSection) -> Iterator[tuple[str, T
 
 def whole_weights(model: PolicyModel, lora: LoraSection) -> Iterator[tuple[str, Tensor]]:
     """Every weight in bfloat16 on the host, adapters merged in. Collective."""
-    if lora.rank > 0:
-        # Merge in float32 and round once, as for weights that are trained directly.
-        yield from ((name, weight.to(EXPORT_DTYPE).cpu()) for name, weight in merged_weights(model.causal_lm, lora))
-        return
-    yield from ((name, _whole(parameter)) for name, parameter in named_weights(model))
+    parameters = dict(named_weights(model))
+    names = (name for name in parameters if ADAPTER not in name)
+    yield from ((name.replace(BASE, ""), _whole(parameters, name, lora)) for name in names)
 
 
 def weight_shapes(model: PolicyModel) -> list[tuple[str, torch.Size]]:
@@ -158,11 +175,12 @@ def _gathered(parameter: torch.nn.Parameter, device: torch.device | None = None)
     return full
 
 
-def _whole(parameter: torch.nn.Parameter) -> Tensor:
-    """The full tensor in bfloat16 on the host."""
-    full = _gathered(parameter)
-    # Copy even on CPU: the next step must not change what is being written.
-    return full.to("cpu", copy=True) if full.data_ptr() == _local(parameter).data_ptr() else full.cpu()
+def _whole(parameters: Mapping[str, nn.Parameter], name: str, lora: LoraSection) -> Tensor:
+    """The full tensor in bfloat16 on the host, with its adapter merged in. Never the learner's own memory."""
+    if lora.rank > 0:
+        # Merge in float32 and round once, as for weights that are trained directly.
+        return merged_weight(parameters, name, lora).to(EXPORT_DTYPE).cpu()
+    return _gathered(parameters[name]).cpu()
 
 
 def _local(parameter: Tensor) -> Tensor:

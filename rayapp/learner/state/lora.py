@@ -7,7 +7,7 @@ LoRA (`learner.lora.send: merged`). Checkpoints hold the adapters only: the froz
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -20,7 +20,7 @@ PEFT_PREFIX = "base_model.model."
 
 
 def add_adapters(causal_lm: nn.Module, section: LoraSection) -> None:
-    """Add adapters to the target modules and freeze all else. Their second matrix is 0: the policy is the model's.
+    """Add adapters to the target modules and freeze all else. `start_adapters` gives them their first values.
 
     Raises:
         InputError: the model has none of the target modules.
@@ -48,20 +48,24 @@ def linear_names(causal_lm: Any) -> list[str]:
 
 
 def merged_weights(causal_lm: nn.Module, section: LoraSection) -> Iterator[tuple[str, Tensor]]:
-    """Whole float32 weights under their Hugging Face names, W + alpha / rank * B A where there is an adapter.
+    """Whole float32 weights under their Hugging Face names, with the adapters merged in.
 
     Gathering is collective: every rank iterates.
     """
     parameters = dict(causal_lm.named_parameters())
-    for name, parameter in parameters.items():
-        if ADAPTER in name:
-            continue
-        module, is_adapted, kind = name.partition(BASE)
-        weight = _full(parameter)
-        if is_adapted and kind == ".weight":
-            down, up = (_full(parameters[f"{module}.lora_{letter}.default.weight"]) for letter in "AB")
-            weight = weight + (section.alpha / section.rank) * (up @ down)  # (out, rank) @ (rank, in)
-        yield f"{module}{kind}", weight
+    for name in parameters:
+        if ADAPTER not in name:
+            yield name.replace(BASE, ""), merged_weight(parameters, name, section)
+
+
+def merged_weight(parameters: Mapping[str, Tensor], name: str, section: LoraSection) -> Tensor:
+    """The whole float32 parameter `name`: W + alpha / rank * B A where it has an adapter. Collective if sharded."""
+    module, is_adapted, kind = name.partition(BASE)
+    weight = _full(parameters[name])
+    if not is_adapted or kind != ".weight":
+        return weight
+    down, up = (_full(parameters[f"{module}.lora_{letter}.default.weight"]) for letter in "AB")
+    return weight + (section.alpha / section.rank) * (up @ down)  # (out, rank) @ (rank, in)
 
 
 def adapter_weights(causal_lm: nn.Module, section: LoraSection) -> Iterator[tuple[str, Tensor]]:

@@ -12,6 +12,7 @@ from actors.handles import LearnerHandle
 from actors.learner_group import LearnerGroup
 from rayapp.config.config import Config
 from rayapp.core.errors import CheckpointError, LearnersLostError, RayappError, WeightSyncError
+from rayapp.testing.learners import sampled
 
 
 class Rank:
@@ -78,3 +79,34 @@ async def test_a_step_that_was_broken_off_is_not_saved_under_the_number_of_the_s
         await group.begin_checkpoint(Path("b"), 6)
     await group.begin_checkpoint(Path("c"), 7)
     assert rank.saved == [6, 7]
+
+
+async def test_whoever_needs_the_learners_gpus_waits_for_the_end_of_a_step_however_it_ends() -> None:
+    rank = Rank()
+    group = LearnerGroup((cast("LearnerHandle", rank),), Config())
+    await group.rest()
+    for is_cancelled in (False, True):
+        rank.may_end.clear()
+        step = asyncio.create_task(group.train_step(1, (), []))
+        waiting = asyncio.create_task(group.rest())
+        await asyncio.wait([waiting], timeout=0)
+        assert not waiting.done()
+        if is_cancelled:
+            step.cancel()
+        rank.may_end.set()
+        await asyncio.wait([step])
+        async with asyncio.timeout(10):
+            await waiting
+
+
+async def test_ranks_that_share_micro_batches_get_the_same_trajectories() -> None:
+    class Learning(Rank):
+        async def supervised_step(self, step: int, rows: Any) -> dict[str, float]:
+            self.rows = [row.num_tokens for row in rows]
+            return {}
+
+    ranks = [Learning() for _ in range(4)]
+    config = Config.model_validate({"learner": {"num_learners": 4, "sequence_parallel": 2}})
+    group = LearnerGroup(tuple(cast("LearnerHandle", rank) for rank in ranks), config)
+    await group.supervised_step(1, [sampled([1] * size, 1) for size in (5, 9, 4, 2)])
+    assert [rank.rows for rank in ranks] == [[9, 2], [9, 2], [5, 4], [5, 4]]

@@ -243,3 +243,22 @@ async def test_the_others_are_left_alone() -> None:
         dying.die()
         await eventually(lambda: dying.log)
     assert healthy.log == []
+
+
+async def test_a_server_is_not_started_before_there_is_room_and_the_wait_is_not_taken_for_a_slow_start() -> None:
+    process, has_room, asked = Process(), asyncio.Event(), list[str]()
+
+    async def may_start(name: str) -> None:
+        asked.append(name)
+        await has_room.wait()
+
+    limits = replace(LIMITS, revive_timeout_s=0.3)
+    async with Supervisor([process], limits, may_start=may_start).watching():
+        process.die()
+        await eventually(lambda: asked == ["vllm-server-0"])
+        late = asyncio.get_running_loop().time() + limits.revive_timeout_s
+        await eventually(lambda: asyncio.get_running_loop().time() > late)
+        assert process.log == []
+        has_room.set()
+        await eventually(lambda: process.log == ["revived 2"])
+    assert asked == ["vllm-server-0"]

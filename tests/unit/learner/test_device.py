@@ -7,8 +7,8 @@ import os
 import pytest
 import torch
 
-from actors.setup.placement import in_order
-from rayapp.config.config import Config
+from actors.setup.placement import by_node, in_order
+from rayapp.config.config import Config, bundles_of
 from rayapp.core.errors import LearnerError
 from rayapp.core.machine import use_interface_towards
 from rayapp.learner.distributed import give_back_memory, learner_device
@@ -59,3 +59,10 @@ def test_gloo_listens_where_the_others_are(monkeypatch: pytest.MonkeyPatch) -> N
 def test_gpus_are_in_the_order_of_their_numbers_and_parts_of_them_have_names() -> None:
     assert in_order(["10", "9", "0"]) == "0,9,10"
     assert in_order(["MIG-b", "MIG-a"]) == "MIG-a,MIG-b"
+
+
+def test_neighbouring_ranks_are_on_one_node_and_nobody_takes_the_place_of_another_kind() -> None:
+    split = Config.model_validate({"server": {"num_servers": 2}, "learner": {"num_learners": 4}})
+    assert by_node(bundles_of(split), ["a", "b", "a", "b", "a", "b"]) == [0, 1, 2, 4, 3, 5]
+    colocated = {"server": {"num_servers": 4}, "learner": {"num_learners": 4}, "cluster": {"placement": "colocated"}}
+    assert by_node(bundles_of(Config.model_validate(colocated)), ["b", "a", "b", "a"]) == [0, 2, 1, 3]

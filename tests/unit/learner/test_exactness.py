@@ -12,6 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from rayapp.config.config import Config
+from rayapp.core.errors import LearnerError
 from rayapp.core.summaries import summarize_group
 from rayapp.core.types import Group, Prompt, Reward, RolloutStatus, Trajectory
 from rayapp.learner.batch import TrainItem, make_micro_batch
@@ -218,6 +219,33 @@ def test_positions_and_targets_are_those_that_transformers_has_for_padded_rows(
         assert predicted_at.tolist() == path[responses - 1].tolist()
         assert batch.pair_targets[batch.row_pairs[i, : responses.size]].tolist() == t.token_ids[responses].tolist()
         assert batch.mask[i].sum() == responses.size
+
+
+@pytest.mark.long
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_compiled_norms_positions_and_mlps_give_the_plain_gradient(tiny_model: Path, *, checkpointing: bool) -> None:
+    import transformers.models.llama.modeling_llama as llama
+
+    rotary, groups = llama.apply_rotary_pos_emb, make_groups(5)
+    try:
+        config = make_config(tiny_model, compile=True, activation_checkpointing=checkpointing)
+        torch.compiler.reset()
+        torch._dynamo.utils.counters.clear()
+        found = gradient_of_step(config, groups)
+        assert torch._dynamo.utils.counters["stats"]["unique_graphs"] >= 3
+        assert not torch._dynamo.utils.counters["graph_break"]
+    finally:
+        llama.apply_rotary_pos_emb = rotary
+    assert_same_gradient(found, plain_gradient(tiny_model, groups))
+
+
+def test_what_can_not_be_compiled_here_is_said_at_the_start(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.delenv("CXX", raising=False)
+    with pytest.raises(LearnerError, match=r"has no C\+\+ compiler, which torch.compile needs for device cpu"):
+        gradient_of_step(make_config(tiny_model, compile=True), make_groups(5))
 
 
 def test_groups_with_equal_rewards_move_nothing(tiny_model: Path) -> None:

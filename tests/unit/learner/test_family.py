@@ -16,7 +16,7 @@ from rayapp.core.errors import InputError, LearnerError
 from rayapp.learner.attention import packed_attention, plan_attention
 from rayapp.learner.family import check_family, largest_difference, read_architecture
 from rayapp.learner.packing import pack
-from rayapp.learner.policy import check_head, load_causal_lm
+from rayapp.learner.policy import build_causal_lm, check_head
 
 SMALL = {
     "hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "num_hidden_layers": 2,
@@ -80,7 +80,7 @@ def test_a_family_that_would_be_computed_wrongly_is_refused_with_the_reason(fami
 def test_a_window_shorter_than_the_longest_sequence_is_refused_with_the_number(tmp_path: Path) -> None:
     config = saved(tmp_path, "gemma3_text", sliding_window=62, layer_types=["sliding_attention", "full_attention"])
     with pytest.raises(InputError, match=r"sliding window of 62 tokens, and sequences may have 63: .* at most 63"):
-        load_causal_lm(config)
+        build_causal_lm(config)
 
 
 def test_the_doctor_says_that_a_family_can_not_be_trained(tiny_model: Path, tmp_path: Path) -> None:

@@ -25,6 +25,7 @@ from rayapp.core.errors import CheckpointDamagedError, CheckpointError, InputErr
 from rayapp.core.summaries import summarize_group
 from rayapp.core.types import Group, Prompt, Reward, RolloutStatus
 from rayapp.engine.weights.buckets import unpack
+from rayapp.learner.memory.idle import moments_of, weights_of
 from rayapp.learner.optimizer import learning_rate
 from rayapp.learner.shares import Share
 from rayapp.testing.learners import sampled
@@ -322,6 +323,42 @@ def _write_unchecked(learner: Learner, folder: Path) -> None:
 
     write(_state(learner._learner) | {"counters": torch.zeros(3, dtype=torch.int64), "rng": torch.get_rng_state()},
           checkpoint_id=folder)  # fmt: skip
+
+
+def held_bytes(learner: Learner) -> int:
+    """Memory of this learner's weights and of its optimizer's moments."""
+    own = learner._learner
+    tensors = [*weights_of(own.model, own.reference), *moments_of(own.optimizer)]
+    return sum(tensor.to_local().untyped_storage().nbytes() for tensor in tensors)  # type: ignore[attr-defined]
+
+
+def test_a_learner_that_gives_its_memory_to_a_server_in_between_takes_the_same_steps(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    def run(name: str, changes: dict[str, Any]) -> tuple[list[Any], list[int]]:
+        settings = {"algorithm": {"kl_loss_coef": 0.1}, "learner": {"optimizer": {"lr": 1e-3}} | changes}
+        with learner_of(tiny_model, settings | {"cluster": {"placement": "colocated"}}) as learner:
+            held = [held_bytes(learner)]
+            found: list[Any] = [step(learner, 1, two_groups()), sent(learner)]
+            held.append(held_bytes(learner))
+            save(learner, str(tmp_path / name), 1)
+            found += [step(learner, 2, two_groups(2)), sent(learner)]
+            assert learner.load_checkpoint(str(tmp_path / name)) == 1
+            held.append(held_bytes(learner))
+            found += [step(learner, 2, two_groups(2)), sent(learner), learner.log_probs_of(make_group(5))]
+        return found, held
+
+    kept, always = run("kept", {})
+    given, between = run("given", {"offload_when_idle": True})
+    assert min(always) > 0
+    assert between == [0, 0, 0]
+    for one, other in zip(given, kept, strict=True):
+        if isinstance(one, list):
+            assert all(np.array_equal(row, expected) for row, expected in zip(one, other, strict=True))
+            continue
+        for key, value in other.items():
+            if not str(key).startswith("timing_s/"):
+                assert torch.equal(torch.as_tensor(one[key]), torch.as_tensor(value)), key
 
 
 def test_a_torn_checkpoint_and_a_folder_without_one_say_so(tiny_model: Path, tmp_path: Path) -> None:

@@ -1,0 +1,162 @@
+"""A Hugging Face folder of the policy: which file holds which tensors under which names, and all that is no weight.
+
+A file holds whole layers, as transformers may make several of the hub's tensors out of one of the model's, or one of
+several (fused experts), and never across layers. So any process can write any file with no more than that in memory.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rayapp.config.config import Config
+from rayapp.core.errors import CheckpointError
+from rayapp.learner.state.pretrained import tensors_of
+
+EXPORT_DTYPE = torch.bfloat16
+FILE_BYTES = 5 * 10**9
+"""Of a file, unless one layer alone has more."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HfFile:
+    """One file of weights."""
+
+    name: str
+    parts: tuple[tuple[str, ...], ...]
+    """Names of the model's tensors (without adapters), by layer: a part becomes the hub's tensors by itself."""
+    hub: Mapping[str, Tensor]
+    """The hub's names, with tensors on the meta device."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HfLayout:
+    """A folder: its files of weights, and what the others are made from."""
+
+    files: tuple[HfFile, ...]
+    causal_lm: Any
+    """A transformers model of which only the class and the configs are read."""
+    tokenizer_path: str
+    trust_remote_code: bool
+
+    def describe(self, folder: Path) -> None:
+        """Write everything but weights: index, config, generation config, tokenizer, and code that is not in
+        transformers."""
+        from transformers import AutoTokenizer
+        from transformers.dynamic_module_utils import custom_object_save
+
+        folder.mkdir(parents=True, exist_ok=True)
+        if len(self.files) > 1:
+            (folder / "model.safetensors.index.json").write_text(json.dumps(self._index(), indent=2, sort_keys=True))
+        # A copy, to change it: the learner's must keep naming our attention, which only this process knows.
+        config = copy.deepcopy(self.causal_lm.config)
+        config._attn_implementation = "sdpa"  # noqa: SLF001 - transformers offers no public name for it
+        config.dtype, config.architectures = EXPORT_DTYPE, [type(self.causal_lm).__name__]
+        if getattr(self.causal_lm, "_auto_class", None) is not None:
+            custom_object_save(self.causal_lm, folder, config=config)
+        config.save_pretrained(folder)
+        if self.causal_lm.can_generate():
+            self.causal_lm.generation_config.save_pretrained(folder)
+        tokenizer = AutoTokenizer.from_pretrained(self.tokenizer_path, trust_remote_code=self.trust_remote_code)
+        tokenizer.save_pretrained(folder)
+
+    def _index(self) -> dict[str, Any]:
+        total = sum(_bytes(file.hub) for file in self.files)
+        return {
+            "metadata": {"total_size": total},
+            "weight_map": {n: file.name for file in self.files for n in file.hub},
+        }
+
+
+def hf_layout(config: Config, causal_lm: Any, file_bytes: int = FILE_BYTES) -> HfLayout:
+    """The folder of this model; nothing is gathered or read."""
+    shapes = {name: _outline(name, tensor) for name, tensor in _exported(causal_lm)}
+    parts = list(_parts(causal_lm, shapes))
+    hubs = [hub_tensors(causal_lm, {name: shapes[name] for name in part}) for part in parts]
+    chosen: list[list[int]] = []
+    filled = 0
+    for number, hub in enumerate(hubs):
+        if not chosen or filled + _bytes(hub) > file_bytes:
+            chosen.append([])
+            filled = 0
+        chosen[-1].append(number)
+        filled += _bytes(hub)
+    names = [f"model-{number:05d}-of-{len(chosen):05d}.safetensors" for number in range(1, len(chosen) + 1)]
+    files = tuple(
+        HfFile(
+            name=name if len(chosen) > 1 else "model.safetensors",
+            parts=tuple(parts[number] for number in numbers),
+            hub={key: tensor for number in numbers for key, tensor in hubs[number].items()},
+        )
+        for name, numbers in zip(names, chosen, strict=True)
+    )
+    return HfLayout(
+        files=files,
+        causal_lm=causal_lm,
+        tokenizer_path=config.model.path,
+        trust_remote_code=config.model.trust_remote_code,
+    )
+
+
+def _exported(causal_lm: Any) -> Iterator[tuple[str, Tensor]]:
+    """Parameters, tied ones under their first name, and persistent buffers: what is saved though not trained."""
+    left_out, seen = set(causal_lm._keys_to_ignore_on_save or ()), set[int]()  # noqa: SLF001
+    for name, tensor in tensors_of(causal_lm).items():
+        if id(tensor) not in seen and name not in left_out:
+            seen.add(id(tensor))
+            yield name, tensor
+
+
+def _outline(name: str, tensor: Tensor) -> Tensor:
+    dtype = EXPORT_DTYPE if isinstance(tensor, torch.nn.Parameter) else tensor.dtype
+    return torch.empty(tensor.shape, dtype=dtype, device="meta")
+
+
+def _parts(causal_lm: Any, names: Mapping[str, Tensor]) -> Iterator[tuple[str, ...]]:
+    """The names by layer, and each of the others alone."""
+    layers = next(name for name, module in causal_lm.named_modules() if module is causal_lm.get_decoder().layers)
+    of_layer = re.compile(rf"{re.escape(layers)}\.\d+\.")
+
+    def part_of(name: str) -> str:
+        found = of_layer.match(name)
+        return found.group() if found else name
+
+    for _, members in groupby(sorted(names, key=part_of), key=part_of):
+        yield tuple(members)
+
+
+def hub_tensors(causal_lm: Any, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The hub's tensors that a part of the model's stands for, each contiguous."""
+    from transformers.core_model_loading import revert_weight_conversion
+
+    found = revert_weight_conversion(causal_lm, dict(tensors))
+    return {name: tensor.contiguous() for name, tensor in found.items()}
+
+
+def write_file(path: Path, tensors: dict[str, Tensor]) -> None:
+    """Write one file of weights.
+
+    Raises:
+        CheckpointError: it can't be written.
+    """
+    from safetensors import SafetensorError
+    from safetensors.torch import save_file
+
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        save_file(tensors, path, metadata={"format": "pt"})
+    except (SafetensorError, OSError) as error:  # the first for any error of the disk, a full one too
+        raise CheckpointError(f"the model can't be written to {path.parent}: {error}") from error
+
+
+def _bytes(tensors: Mapping[str, Tensor]) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())

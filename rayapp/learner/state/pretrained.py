@@ -1,0 +1,247 @@
+"""The weights at `model.path`, read by every rank for itself: of each tensor only the rows that this rank keeps.
+
+`load_policy` calls it on a model that is sharded already and holds nothing yet. A rank reads a tensor whole only where
+transformers builds one of the model's out of several of the file's (`WeightConverter`) along the rows; then one at a
+time. Experts that are stacked into one tensor are read one by one, each by the ranks that keep it.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from rayapp.core.errors import InputError
+from rayapp.learner.family import persistent_buffers
+from rayapp.learner.state.lora import ADAPTER, BASE
+
+log = logging.getLogger(__name__)
+
+
+class WeightFiles(Mapping[str, Any]):
+    """Tensors by the names that they have in the files. `[name]` reads nothing yet: `[name][3:5]` reads two rows.
+
+    Args:
+        path: folder, or name on the hub.
+    Raises:
+        InputError: there are no weights, or they can't be read.
+    """
+
+    def __init__(self, path: str) -> None:
+        try:
+            self._tensors = {name: tensor for file in _files(path) for name, tensor in _opened(file)}
+        except Exception as error:  # boundary: the hub's client, safetensors and torch's unpickler
+            raise InputError(f"model.path {path!r} can't be loaded: {error}") from error
+
+    def __getitem__(self, name: str) -> Any:
+        return self._tensors[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tensors)
+
+    def __len__(self) -> int:
+        return len(self._tensors)
+
+
+def _files(path: str) -> list[str]:
+    """The files with weights, fetched from the hub where `path` is a name there."""
+    from transformers.utils import cached_file
+    from transformers.utils.hub import get_checkpoint_shard_files
+
+    for name in ("model.safetensors", "pytorch_model.bin"):
+        if file := cached_file(path, name, _raise_exceptions_for_missing_entries=False):
+            return [str(file)]
+        if index := cached_file(path, f"{name}.index.json", _raise_exceptions_for_missing_entries=False):
+            files, _ = get_checkpoint_shard_files(path, index)
+            return [str(file) for file in files]
+    raise OSError("it has no model.safetensors, no pytorch_model.bin, and no index of parts of one")
+
+
+def _opened(file: str) -> Iterator[tuple[str, Any]]:
+    if not file.endswith(".safetensors"):
+        yield from torch.load(file, map_location="cpu", mmap=True, weights_only=True).items()
+        return
+    from safetensors import safe_open
+
+    opened = safe_open(file, framework="pt", device="cpu")
+    for name in opened.keys():  # noqa: SIM118 - it is no mapping
+        yield name, opened.get_slice(name)
+
+
+@dataclass(slots=True)
+class _Source:
+    """What one or more of the model's tensors are made of."""
+
+    converter: Any = None
+    """A `WeightConverter` of transformers; None where the file's tensor is the model's, maybe under another name."""
+    names: dict[str, list[str]] = field(default_factory=dict)
+    """Names in the files, by the pattern of the converter's that they match."""
+
+
+def load_pretrained(causal_lm: Any, path: str) -> None:
+    """Fill this rank's part of every parameter but those of adapters, and all persistent buffers.
+
+    Where the files have both names of a tied parameter, the embedding's counts, which sorts last: as in vLLM.
+
+    Args:
+        causal_lm: a transformers model whose parameters are sharded (DTensors) or whole, with memory.
+    Raises:
+        InputError: the files lack a parameter, or have it in another shape.
+    """
+    files, targets = WeightFiles(path), tensors_of(causal_lm)
+    num_read, filled = 0, set[int]()
+    for first, source in _sources(causal_lm, files, targets).items():
+        for name, rows in _read(causal_lm, first, source, files, targets):
+            num_read += rows.numel()
+            filled.add(id(targets[name]))
+            _own(targets[name]).copy_(rows)
+    missing = [name for name, p in targets.items() if isinstance(p, nn.Parameter) and id(p) not in filled]
+    if missing:
+        raise InputError(
+            f"model.path {path!r} lacks {len(missing)} of the model's tensors, such as {missing[0]}: it is torn, or "
+            "its config.json is of another model."
+        )
+    num_weights = sum(tensor.numel() for tensor in causal_lm.parameters())
+    log.info("read %.1f million weights, of %.1f million", num_read / 1e6, num_weights / 1e6)
+
+
+def tensors_of(causal_lm: Any) -> dict[str, Tensor]:
+    """What the files hold, under the names that it has without adapters: tied parameters under each of theirs."""
+    named = dict(causal_lm.named_parameters(remove_duplicate=False)) | persistent_buffers(causal_lm)
+    return {name.replace(BASE, ""): tensor for name, tensor in named.items() if ADAPTER not in name}
+
+
+def read_whole(causal_lm: Any, files: WeightFiles, names: set[str]) -> dict[str, Tensor]:
+    """Some of the model's tensors, whole, in the dtype of the files.
+
+    Args:
+        causal_lm: a model on the meta device.
+    """
+    targets = tensors_of(causal_lm)
+    found: dict[str, Tensor] = {}
+    for first, source in _sources(causal_lm, files, targets).items():
+        if first in names or (source.converter is not None and len(source.converter.target_patterns) > 1):
+            found |= {name: t for name, t in _read(causal_lm, first, source, files, targets) if name in names}
+    return found
+
+
+def _sources(causal_lm: Any, files: Mapping[str, Any], targets: dict[str, Tensor]) -> dict[str, _Source]:
+    """By the first of the model's tensors that it gives. What the model has no place for is left out: layers for
+    speculation, for example. As `transformers.core_model_loading` does it for models that fit into one process."""
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightConverter, dot_natural_key, rename_source_key
+
+    conversions = get_model_conversion_mapping(causal_lm)
+    converters = [each for each in conversions if isinstance(each, WeightConverter)]
+    renamings = [each for each in conversions if not isinstance(each, WeightConverter)]
+    by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
+    prefix, sources = causal_lm.base_model_prefix, dict[str, _Source]()
+    for name in sorted(files, key=dot_natural_key):
+        target, pattern = rename_source_key(name, renamings, converters, prefix, targets)
+        if target not in targets and name in targets:
+            target, pattern = name, None
+        if target in targets:
+            source = sources.setdefault(target, _Source(copy.deepcopy(by_pattern[pattern]) if pattern else None))
+            source.names.setdefault(pattern or name, []).append(name)
+    # What was used here is what an export has to undo.
+    causal_lm._weight_conversions = [each for each in conversions if each.was_used()]  # noqa: SLF001 - read by transformers
+    return sources
+
+
+def _read(
+    causal_lm: Any, first: str, source: _Source, files: Mapping[str, Any], targets: dict[str, Tensor]
+) -> Iterator[tuple[str, Tensor]]:
+    """This rank's rows of the model's tensors that come from this source."""
+    rows, converter = own_rows(targets[first]), source.converter
+    if converter is None:
+        [[name]] = source.names.values()
+        _check_shape(first, list(_shape(files[name])), targets[first])
+        yield first, files[name][rows]
+        return
+    stacked = _is_stack(converter)
+    if stacked and rows is not ... and rows.start == rows.stop:
+        yield first, _own(targets[first])
+        return
+    for pattern, names in source.names.items():
+        if stacked and len(names) != len(targets[first]):
+            raise InputError(f"model.path has {len(names)} of {len(targets[first])} tensors {pattern}, of {first}")
+        for name in names[rows] if stacked and rows is not ... else names:
+            converter.add_tensor(first, name, pattern, files[name][...])
+    for target, found in converter.convert(first, model=causal_lm, config=causal_lm.config).items():
+        tensor = found[0] if isinstance(found, list) else found
+        if stacked:
+            yield target, tensor
+        elif target in targets:
+            _check_shape(target, list(tensor.shape), targets[target])
+            yield target, tensor[own_rows(targets[target])]
+
+
+def _is_stack(converter: Any) -> bool:
+    """Whether row k of what it makes comes from the k-th tensor of each of its patterns alone: fused experts."""
+    from transformers.core_model_loading import Concatenate, MergeModulelist, Transpose
+
+    first, *others = converter.operations
+    return (
+        isinstance(first, MergeModulelist)
+        and first.dim == 0
+        and len(converter.target_patterns) == 1
+        and all(
+            (isinstance(op, Concatenate) and op.dim > 0) or (isinstance(op, Transpose) and 0 not in (op.dim0, op.dim1))
+            for op in others
+        )
+    )
+
+
+def own_rows(tensor: Tensor) -> Any:
+    """The rows of the whole tensor that this rank keeps: a slice of the first dimension, or `...` for all."""
+    if not isinstance(tensor, DTensor):
+        return ...
+    shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    return slice(offset[0], offset[0] + shape[0])
+
+
+def start_adapters(causal_lm: nn.Module, seed: int) -> None:
+    """Give adapters the values that peft starts them with, the same for any number of ranks."""
+    generator = torch.Generator().manual_seed(seed)
+    for name, parameter in causal_lm.named_parameters():
+        if ".lora_A." in name:
+            whole = torch.empty(parameter.shape)
+            nn.init.kaiming_uniform_(whole, a=math.sqrt(5), generator=generator)
+            _own(parameter).copy_(whole[own_rows(parameter)])
+        elif ADAPTER in name:
+            _own(parameter).zero_()
+
+
+def generation_config(path: str) -> Any:
+    """What the model's makers say about sampling, which goes into exports; None where they say nothing."""
+    from transformers import GenerationConfig
+
+    try:
+        return GenerationConfig.from_pretrained(path)
+    except OSError:
+        return None
+
+
+def _own(tensor: Tensor) -> Tensor:
+    detached = tensor.detach()
+    return detached.to_local() if isinstance(detached, DTensor) else detached
+
+
+def _shape(tensor: Any) -> Any:
+    return tensor.get_shape() if hasattr(tensor, "get_shape") else tensor.shape
+
+
+def _check_shape(name: str, found: list[int], target: Tensor) -> None:
+    if found != list(target.shape):
+        raise InputError(
+            f"model.path has {name} as {tuple(found)}, but its config.json makes it {tuple(target.shape)}: they are of "
+            "two models."
+        )

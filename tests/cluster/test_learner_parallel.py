@@ -1,0 +1,305 @@
+"""Two and four learners over gloo that cut the work in other ways than by trajectory: all come to what one comes to.
+
+`sequence_parallel` cuts a micro-batch by its tokens, `replicas` shards a model over some of the ranks. And however many
+there are, each reads its own part of the model, and writes its own part of an export.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rayapp.testing.learners import save_llama
+
+pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(900)]
+
+MAX_ERROR = 2e-6
+"""Of the gradient's largest entry, as in tests/unit/learner/test_exactness.py."""
+ROOT = Path(__file__).parents[2]
+
+RANKS = '''
+"""Imports once and forks the ranks of each world. Every rank goes through all cases of its world."""
+import json, logging, multiprocessing, socket, sys, time
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import torch
+import rayapp.learner.state.export as export
+import rayapp.learner.state.hf_folder as hf_folder
+from actors.learner import Learner
+from rayapp.config.config import Config
+from rayapp.core.summaries import summarize_group
+from rayapp.learner.shares import deal
+from rayapp.runs.trajectories import read_groups
+
+models, trajectories, out = json.loads(sys.argv[1]), sys.argv[2], Path(sys.argv[3])
+CASES = {
+    1: [("tiny", "one", {}), ("six_heads", "one", {}), ("experts", "one", {}), ("tiny", "resumed", {})],
+    2: [("tiny", "two", {}), ("tiny", "tokens", {"sequence_parallel": 2, "max_tokens_per_microbatch": 16}),
+        ("six_heads", "tokens", {"sequence_parallel": 2}), ("experts", "two", {}),
+        ("tiny", "checkpointed", {"sequence_parallel": 2, "activation_checkpointing": True})],
+    4: [("tiny", "tokens", {"sequence_parallel": 4, "max_tokens_per_microbatch": 16}),
+        ("tiny", "replicas", {"replicas": 2}), ("tiny", "both", {"replicas": 2, "sequence_parallel": 2}),
+        ("experts", "four", {}), ("tiny", "saved", {"replicas": 2})],
+}
+groups = read_groups(Path(trajectories))
+summaries = tuple(summarize_group(group, time_total_s=0.0) for group in groups)
+
+
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def config_of(world, model, changes):
+    return Config.model_validate({
+        "model": {"path": models[model]}, "cluster": {"device": "cpu"}, "algorithm": {"entropy_coef": 0.01},
+        "checkpoint": {"save_contents": ["model", "optimizer", "hf_model"]},
+        "rollout": {"group_size": 4, "max_prompt_tokens": 16, "max_completion_tokens": 16},
+        "learner": {"num_learners": world, "compute_dtype": "float32", "max_tokens_per_microbatch": 40,
+                    "cpu_threads": 1, "optimizer": {"lr": 1e-3, "max_grad_norm": 1e9}, **changes},
+    })
+
+
+def whole(learner):
+    named = learner._learner.model.named_parameters()
+    return {name: p.full_tensor().detach().numpy().copy() for name, p in named}
+
+
+def train(learner, config, world, rank, step):
+    shares = deal(summaries, config, world // config.learner.sequence_parallel)
+    mine = shares[rank // config.learner.sequence_parallel]
+    return learner.train_step(step, summaries, shares, *(groups[share.position] for share in mine))
+
+
+def sgd(learner):
+    """With plain SGD at a rate of 1, a step moves the weights by their gradient."""
+    learner._learner.optimizer = torch.optim.SGD(learner._learner.model.parameters(), lr=1.0)
+    section = learner._learner.config.learner
+    section = section.model_copy(update={"optimizer": section.optimizer.model_copy(update={"lr": 1.0})})
+    learner._learner.config = learner._learner.config.model_copy(update={"learner": section})
+
+
+def run(world, rank, ports):
+    read, written = [], []
+    class Listener(logging.Handler):
+        def emit(self, record):
+            if record.msg.startswith("read "):
+                read.append(record.args)
+    loading = logging.getLogger("rayapp.learner.state.pretrained")
+    loading.setLevel(logging.INFO), loading.addHandler(Listener())
+    write_file = hf_folder.write_file
+    export.write_file = lambda path, tensors: (written.append(path.name), write_file(path, tensors))
+    export.hf_layout = partial(hf_folder.hf_layout, file_bytes=1)  # a file for each layer
+    for port, (model, case, changes) in zip(ports, CASES[world]):
+        read.clear(), written.clear()
+        config = config_of(world, model, changes)
+        learner = Learner(config, rank, world, "127.0.0.1", port)
+        name, facts = f"{model}-{case}-{world}", {}
+        before = whole(learner)
+        if case == "resumed":
+            assert learner.load_checkpoint(str(out / "checkpoint" / "learner")) == 1
+            after = whole(learner)
+        elif case == "saved":
+            train(learner, config, world, rank, 1)
+            after = whole(learner)
+            learner.begin_checkpoint(str(out / "checkpoint" / "learner"), 1)
+            while not learner.checkpoint_done():
+                time.sleep(0.01)
+        else:
+            facts["log_probs"] = [row.tolist() for row in learner.log_probs_of(groups[0])]
+            sgd(learner)
+            facts["metrics"] = train(learner, config, world, rank, 1)
+            after = whole(learner)
+            rows = tuple(t for group in groups[:2] for t in group.trajectories)
+            size = config.learner.sequence_parallel
+            mine = rows[rank // size :: world // size]
+            facts["sft_loss"] = learner.supervised_loss(mine)
+            facts["sft"] = learner.supervised_step(2, mine)
+            learner.export_hf(str(out / name))
+        facts |= {"read": read[0], "written": list(written)}
+        (out / f"{name}-{rank}.json").write_text(json.dumps(facts))
+        if rank == 0:
+            np.savez(out / f"{name}.npz", **{f"before.{n}": t for n, t in before.items()}, **after)
+        learner.close()
+
+
+for world in (4, 2, 1):
+    ports, fork = [free_port() for _ in CASES[world]], multiprocessing.get_context("fork")
+    ranks = [fork.Process(target=run, args=(world, rank, ports)) for rank in range(world)]
+    [process.start() for process in ranks], [process.join() for process in ranks]
+    if any(process.exitcode for process in ranks):
+        sys.exit(1)
+'''
+
+BY_TOKENS = [
+    ("tiny-tokens-2", "tiny-one-1"),
+    ("tiny-checkpointed-2", "tiny-one-1"),
+    ("six_heads-tokens-2", "six_heads-one-1"),
+    ("tiny-tokens-4", "tiny-one-1"),
+    ("tiny-both-4", "tiny-one-1"),
+]
+"""Two ranks and two key heads; as many ranks as make two ranks share one; three key heads on two ranks; tokens and
+replicas at once."""
+
+BY_RANKS = [("tiny", "two", 2), ("experts", "two", 2), ("experts", "four", 4)]
+
+
+@pytest.fixture(scope="module")
+def found(
+    tiny_model: Path, write_groups: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, Any]:
+    """By case: weights before and after rank 0's step, and each rank's facts."""
+    out = tmp_path_factory.mktemp("parallel")
+    models = {
+        "tiny": tiny_model,
+        "six_heads": saved(out / "six_heads", tiny_model, num_attention_heads=6, num_key_value_heads=3),
+        "experts": saved_experts(out / "experts", tiny_model),
+    }
+    paths = json.dumps({name: str(path) for name, path in models.items()})
+    command = [sys.executable, "-c", RANKS, paths, str(write_groups(seed=5)), str(out)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=800, check=False, cwd=ROOT)
+    assert done.returncode == 0, done.stdout + done.stderr
+    cases: dict[str, Any] = {"folder": out, "models": models}
+    for file in out.glob("*.npz"):
+        world = int(file.stem.rpartition("-")[2])
+        facts = [json.loads((out / f"{file.stem}-{rank}.json").read_text()) for rank in range(world)]
+        cases[file.stem] = {"weights": dict(np.load(file)), "ranks": facts}
+    return cases
+
+
+def saved(folder: Path, tiny_model: Path, **shape: int) -> Path:
+    save_llama(
+        folder, vocab_size=97, hidden_size=96, intermediate_size=64, num_hidden_layers=2, dtype="bfloat16", **shape
+    )
+    return with_tokenizer(folder, tiny_model)
+
+
+def saved_experts(folder: Path, tiny_model: Path) -> Path:
+    """Seven experts, which no number of ranks here divides, fused into one tensor by transformers and apart in the
+    file; a head of its own."""
+    import torch
+    from transformers import Glm4MoeConfig, Glm4MoeForCausalLM
+
+    torch.manual_seed(0)
+    model = Glm4MoeForCausalLM(
+        Glm4MoeConfig(
+            vocab_size=97, hidden_size=32, intermediate_size=32, moe_intermediate_size=16, head_dim=8,
+            num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2, n_routed_experts=7,
+            num_experts_per_tok=2, first_k_dense_replace=1, max_position_embeddings=256,
+        )
+    ).to(torch.bfloat16)  # fmt: skip
+    for layer in model.model.layers[1:]:
+        bias = layer.mlp.gate.e_score_correction_bias
+        bias.copy_(torch.randn(bias.shape))
+    model.save_pretrained(folder)
+    return with_tokenizer(folder, tiny_model)
+
+
+def with_tokenizer(folder: Path, tiny_model: Path) -> Path:
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (folder / name).write_bytes((tiny_model / name).read_bytes())
+    return folder
+
+
+def gradient(case: dict[str, Any]) -> dict[str, np.ndarray]:
+    weights = case["weights"]
+    return {name: weights[f"before.{name}"] - weights[name] for name in weights if not name.startswith("before.")}
+
+
+def assert_same_gradient(found: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> None:
+    assert found.keys() == expected.keys()
+    scale = max(float(np.abs(array).max()) for array in expected.values())
+    for name, array in expected.items():
+        error = float(np.abs(found[name] - array).max())
+        assert error < MAX_ERROR * scale + 1e-7, f"{name}: {error} of {scale}"
+
+
+@pytest.mark.parametrize(("case", "alone"), BY_TOKENS)
+def test_ranks_that_share_a_micro_batch_have_the_gradient_of_one(case: str, alone: str, found: dict[str, Any]) -> None:
+    assert_same_gradient(gradient(found[case]), gradient(found[alone]))
+
+
+@pytest.mark.parametrize(("case", "alone"), BY_TOKENS)
+def test_ranks_that_share_a_micro_batch_have_the_log_probs_and_metrics_of_one(
+    case: str, alone: str, found: dict[str, Any]
+) -> None:
+    [expected], ranks = found[alone]["ranks"], found[case]["ranks"]
+    for rank in ranks:
+        for own, row in zip(rank["log_probs"], expected["log_probs"], strict=True):
+            np.testing.assert_allclose(own, row, atol=2e-6)
+    counts = ["tokens_trained", "num_trajectories", "share_computed", "overlong_filtered"]
+    means = ["loss", "entropy", "grad_norm", "pg_clipfrac"]
+    for name in counts:
+        assert ranks[0]["metrics"][f"learner/{name}"] == expected["metrics"][f"learner/{name}"], name
+    for name in means:
+        np.testing.assert_allclose(
+            ranks[0]["metrics"][f"learner/{name}"], expected["metrics"][f"learner/{name}"], rtol=1e-5, atol=1e-7
+        )
+    for name in ("sft/loss", "sft/entropy", "sft/num_tokens"):
+        np.testing.assert_allclose(ranks[0]["sft"][name], expected["sft"][name], rtol=1e-5)
+    np.testing.assert_allclose(ranks[0]["sft_loss"], expected["sft_loss"], rtol=1e-5)
+
+
+def test_a_model_that_is_there_twice_has_the_gradient_of_one_that_is_sharded_over_all(found: dict[str, Any]) -> None:
+    assert_same_gradient(gradient(found["tiny-replicas-4"]), gradient(found["tiny-one-1"]))
+
+
+def test_one_rank_goes_on_with_what_two_replicas_of_two_saved(found: dict[str, Any]) -> None:
+    saved, resumed = found["tiny-saved-4"]["weights"], found["tiny-resumed-1"]["weights"]
+    own = [name for name in saved if not name.startswith("before.")]
+    assert all(np.array_equal(saved[name], resumed[name]) for name in own)
+    assert any(not np.array_equal(saved[name], saved[f"before.{name}"]) for name in own)
+
+
+@pytest.mark.parametrize(("model", "case", "world"), BY_RANKS)
+def test_every_rank_reads_its_own_part_of_the_model(model: str, case: str, world: int, found: dict[str, Any]) -> None:
+    from transformers import AutoModelForCausalLM
+
+    case_found = found[f"{model}-{case}-{world}"]
+    expected = AutoModelForCausalLM.from_pretrained(found["models"][model], dtype="float32")
+    for name, parameter in expected.named_parameters():
+        assert np.array_equal(case_found["weights"][f"before.causal_lm.{name}"], parameter.detach().numpy()), name
+    parts = [rank["read"][0] / rank["read"][1] for rank in case_found["ranks"]]
+    assert max(parts) < 1.2 / world + 0.05  # seven experts on four ranks are two on the busiest
+    assert sum(parts) < 1.05
+
+
+@pytest.mark.parametrize(("model", "case", "world"), BY_RANKS)
+def test_every_rank_writes_its_own_files_of_an_export_under_the_hubs_names(
+    model: str, case: str, world: int, found: dict[str, Any]
+) -> None:
+    from safetensors.torch import load_file
+
+    folder: Path = found["folder"] / f"{model}-{case}-{world}"
+    written = [rank["written"] for rank in found[f"{model}-{case}-{world}"]["ranks"]]
+    assert sorted(name for names in written for name in names) == sorted(
+        file.name for file in folder.glob("*.safetensors")
+    )
+    assert max(map(len, written)) - min(map(len, written)) <= 1
+    index = json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]
+    exported = {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
+    original = load_file(found["models"][model] / "model.safetensors")
+    assert index.keys() == exported.keys() == original.keys()
+    assert {name: t.shape for name, t in exported.items()} == {name: t.shape for name, t in original.items()}
+
+
+def test_what_is_saved_while_training_goes_on_is_written_by_all_ranks_too(found: dict[str, Any]) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    folder = found["folder"] / "checkpoint" / "hf_model"
+    assert all(rank["written"] for rank in found["tiny-saved-4"]["ranks"])
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    for name, parameter in model.named_parameters():
+        saved = found["tiny-saved-4"]["weights"][f"causal_lm.{name}"]
+        np.testing.assert_allclose(parameter.float().detach().numpy(), saved, rtol=2**-8, atol=1e-8)
+    assert AutoTokenizer.from_pretrained(folder).encode("a")
