@@ -142,7 +142,10 @@ async def test_a_readable_wrong_answer_may_be_worth_something_but_is_not_solved(
 async def test_every_term_is_recorded_and_weighed() -> None:
     reward = await verdict("think\n#### 12", AnswerRewards(format_weight=0.2, tool_weight=0.5), tool=-0.05)
 
-    assert reward.terms == {"pass_rate": 1.0, "score": 1.0, "solved": 1.0, "format": 1.0, "tool": -0.05}
+    assert reward.terms == {
+        "pass_rate": 1.0, "score": 1.0, "solved": 1.0, "format": 1.0, "tool": -0.05,
+        "tool_verdict": 0.0,
+    }  # fmt: skip
     # 1.0 + 0.2 * 1.0 + 0.5 * -0.05
     assert reward.value == pytest.approx(1.175)
 
