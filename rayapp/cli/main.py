@@ -11,6 +11,7 @@ import locale
 import logging
 import os
 import sys
+from typing import Annotated
 
 import typer
 
@@ -32,8 +33,27 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     add_completion=False,
 )
+
+
+def _print_version(is_asked: bool) -> None:
+    if is_asked:
+        from rayapp import __version__
+
+        typer.echo(f"rayapp {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _program(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit")
+    ] = False,
+) -> None:
+    """Options of the program itself."""
+
+
 GROUPS = {"config": config, "model": model, "sandbox": sandbox, "mcp": mcp, "data": data}
-for command in (kuberay, jobs, train, sft, evaluate, score, doctor, view, sync, plan):
+for command in (train, sft, evaluate, score, view, doctor, plan, jobs, sync, kuberay):
     app.add_typer(command.app)
 for name, group in GROUPS.items():
     app.add_typer(group.app, name=name)
