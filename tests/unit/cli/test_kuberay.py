@@ -500,11 +500,11 @@ def test_what_must_be_there_before_the_manifests_are_applied_is_said(
 ) -> None:
     config = str(ROOT / "configs" / "coding_8gpu.yaml")
 
-    assert run(["render-k8s", config, "--out", str(tmp_path), "--namespace", "rl", "--set", "image.tag=7"]) == 0
+    assert run(["render-k8s", config, "--out", str(tmp_path), "--namespace", "rl", "--set", "image.tag=v7"]) == 0
     told = capsys.readouterr().err
 
     assert f"before `kubectl apply --namespace rl -f {tmp_path}` there must be:" in told
-    assert "image registry.example.com/rayapp:7: built" in told
+    assert "image registry.example.com/rayapp:v7: built" in told
     assert "kubectl create secret generic rayapp-credentials --namespace rl" in told
     assert "PersistentVolumeClaim models in namespace rl" in told
     assert "PersistentVolumeClaim rayapp-outputs" not in told, "it is among the manifests"

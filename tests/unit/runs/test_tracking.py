@@ -194,7 +194,7 @@ def test_on_eighty_columns_the_time_left_stays_in_one_piece() -> None:
     live.close()
 
     assert "left 3 h 26 min" in stream.getvalue()
-    assert all(len(line) <= 80 for line in stream.getvalue().splitlines())
+    assert all(len(line) <= 80 for line in re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", stream.getvalue()).splitlines())
 
 
 def test_the_time_left_is_the_mean_of_the_last_steps_times_the_steps_left() -> None:

@@ -356,7 +356,7 @@ async def test_a_custom_function_that_fails_gives_no_verdict(module: Path, name:
 async def test_numbers_of_numpy_are_numbers_and_what_is_none_is_no_term(module: Path) -> None:
     reward = await verdict("x", AnswerRewards(custom=CustomReward(path=f"{module}:scalars")))
 
-    own = {"pass_rate": 0.0, "solved": 0.0, "format": 0.0, "tool": 0.0}
+    own = {"pass_rate": 0.0, "solved": 0.0, "format": 0.0, "tool": 0.0, "tool_verdict": 0.0}
     assert reward.terms == {"score": 0.5, "bits": 3.0, "flag": 1.0, "array": 2.0, **own}
     assert all(type(value) is float for value in reward.terms.values())
 
