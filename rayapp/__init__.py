@@ -9,6 +9,8 @@ from importlib import import_module
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 
+__version__ = "0.1.0"
+
 MOVED = {
     "rayapp.types": "rayapp.core.types",
     "rayapp.errors": "rayapp.core.errors",

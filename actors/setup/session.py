@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 MIB = 1 << 20
 CONNECT_TIMEOUT_S = 5.0
 DASHBOARD_TIMEOUT_S = 10.0
-NO_PROMETHEUS = "no Prometheus answers it: its Metrics page stays empty, the run needs none; see docs/operate.md"
+NO_PROMETHEUS = "no Prometheus answers at RAY_PROMETHEUS_HOST: its Metrics page stays empty, the run needs none"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,11 +37,15 @@ class RaySession:
     """True if this process started Ray, which then ends with it."""
 
     def dashboard_line(self) -> str:
-        """Where a person looks, and whether its Metrics page will have graphs. Takes up to 10 s; never raises."""
+        """Where a person looks, and what the page asks for; where a Prometheus is named, also that it does not answer.
+
+        Takes up to 10 s; never raises.
+        """
         if not self.dashboard_url:
             return "Ray has no dashboard"
-        line = f"Ray dashboard: http://{self.dashboard_url}"
-        return line if _prometheus_answers(self.dashboard_url) else f"{line} ({NO_PROMETHEUS})"
+        line = f"Ray dashboard: http://{self.dashboard_url}{_how_to_enter()}"
+        is_wanted = "RAY_PROMETHEUS_HOST" in os.environ
+        return f"{line} ({NO_PROMETHEUS})" if is_wanted and not _prometheus_answers(self.dashboard_url) else line
 
 
 @dataclass(slots=True)
@@ -231,6 +235,13 @@ def _check_reachable(address: str) -> None:
     host, separator, port = address.rpartition("://")[2].rpartition(":")
     if separator and port.isdigit():
         socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_TIMEOUT_S).close()
+
+
+def _how_to_enter() -> str:
+    """The way to the token that the dashboard asks for; empty where it asks for none."""
+    from ray._private.authentication.authentication_utils import is_token_auth_enabled  # Ray has no public way
+
+    return " (its token: ray get-auth-token)" if is_token_auth_enabled() else ""
 
 
 def _prometheus_answers(dashboard_url: str) -> bool:

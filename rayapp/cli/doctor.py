@@ -14,10 +14,11 @@ import shutil
 import socket
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import typer
 
@@ -97,7 +98,7 @@ def machine() -> Iterator[Finding]:
 def fitness(config: Config) -> Iterator[Finding]:
     """Findings on whether this config can run here: all that is wrong, or one line that nothing is."""
     problems = [*_device_fits(config), *_model_fits(config), *_memory_fits(config), *_folder_fits(config)]
-    problems += [*_storage_answers(config), *_demonstrations_fit(config), *_sources_fit(config)]
+    problems += [*_storage_answers(config), *_trackers_fit(config), *_inputs_fit(config), *_demonstrations_fit(config)]
     sandbox = _sandbox(config.sandbox, level_if_none="problem")
     problems += [sandbox] if sandbox.level != "ok" else []
     yield from problems
@@ -235,56 +236,77 @@ def _model_fits(config: Config) -> Iterator[Finding]:
         yield Finding(level="problem", what="model", detail=str(error))
 
 
-def _sources_fit(config: Config) -> Iterator[Finding]:
+def _inputs_fit(config: Config) -> Iterator[Finding]:
+    """What `train` checks before it starts anything, and the tool parser, which is the workers' business there."""
+    from rayapp.rollout.check import input_checks
+
+    tokenizer = _tokenizer(config)
+    found = [
+        finding
+        for check in input_checks(config, training=True, has_tokenizer=tokenizer is not None, may_fetch=False)
+        for finding in _problem(check.what, check.run)
+    ]
+    yield from found
+    if tokenizer is None or any(finding.what == "tools" for finding in found):
+        return
     for source in sources_of(config):
         where = f"source {source.name}: " if source.name else ""
-        for finding in (*_data_fits(source.config), *_tool_parser_fits(source.config)):
+        for finding in _tool_parser_fits(source.config, tokenizer):
             yield replace(finding, detail=f"{where}{finding.detail}")
 
 
-def _data_fits(config: Config) -> Iterator[Finding]:
-    if not config.uses_data:
-        return
-    from rayapp.rollout.check import check_data
-
-    # Check local files only: those in object storage are fetched and checked when the run starts.
-    files = (*config.data.train_files, *config.data.eval_files)
+def _problem(what: str, check: Callable[[], object]) -> Iterator[Finding]:
     try:
-        check_data(config, [file for file in files if not Location.parse(file).is_remote])
+        check()
     except (UserError, StorageError) as error:
-        yield Finding(level="problem", what="data", detail=str(error))
+        yield Finding(level="problem", what=what, detail=str(error))
+
+
+def _tokenizer(config: Config) -> Any:
+    """The model's; None where the model is not on this machine, or its own check has told what is wrong with it."""
+    from rayapp.storage.models.tokenizer import load_tokenizer
+
+    if is_remote_model(config):
+        return None
+    try:
+        return load_tokenizer(config)
+    except Exception:  # boundary: the files of any model
+        return None
+
+
+def _trackers_fit(config: Config) -> Iterator[Finding]:
+    from rayapp.runs.tracking.trackers import check_packages
+
+    yield from _problem("trackers", partial(check_packages, config.tracking.trackers))
 
 
 def _demonstrations_fit(config: Config) -> Iterator[Finding]:
     files = (*config.warmup.files, *config.warmup.eval_files)
     if not config.warmup.num_steps or any(Location.parse(file).is_remote for file in (config.model.path, *files)):
         return
+    if _tokenizer(config) is None:
+        return
     from rayapp.rollout.demonstrations import read_demonstrations
 
-    try:
+    def read() -> None:
         read_demonstrations(config, config.warmup.files)
         if config.warmup.eval_files:
             read_demonstrations(config, config.warmup.eval_files)
-    except (UserError, StorageError) as error:
-        yield Finding(level="problem", what="demonstrations", detail=str(error))
+
+    yield from _problem("demonstrations", read)
 
 
-def _tool_parser_fits(config: Config) -> Iterator[Finding]:
+def _tool_parser_fits(config: Config, tokenizer: Any) -> Iterator[Finding]:
     plays_tasks = not config.uses_data and config.default_agent == "tool_agent"
-    if not (config.agent.tool_file or plays_tasks) or is_remote_model(config):
+    if not (config.agent.tool_file or plays_tasks):
         return
     from rayapp.rollout.agent.build import check_parser
-    from rayapp.storage.models.tokenizer import load_tokenizer
 
     agent = config.agent
-    try:
-        tokenizer = load_tokenizer(config)
-    except (OSError, ValueError):
-        return  # the model's own check has told
-    try:
-        check_parser(tokenizer, model=config.model.path, parser=agent.tool_parser, chat_template=agent.chat_template)
-    except UserError as error:
-        yield Finding(level="problem", what="tools", detail=str(error))
+    check = partial(
+        check_parser, tokenizer, model=config.model.path, parser=agent.tool_parser, chat_template=agent.chat_template
+    )
+    yield from _problem("tools", check)
 
 
 def _storage_answers(config: Config) -> Iterator[Finding]:
@@ -331,6 +353,11 @@ def _memory_fits(config: Config) -> Iterator[Finding]:
 
 def _folder_fits(config: Config) -> Iterator[Finding]:
     folder = config.run_folder
+    stored = folder / "config.yaml"
+    if stored.is_file() and (folder / "checkpoints").is_dir():
+        from rayapp.runs.compatibility import check_same_training
+
+        yield from _problem("run folder", partial(check_same_training, config, stored))
     nearest = next(parent for parent in [folder, *folder.parents] if parent.exists())
     try:
         # Write a file to find out: permission bits say nothing of read-only mounts, nor of what root may do.

@@ -11,6 +11,7 @@ import locale
 import logging
 import os
 import sys
+from typing import Annotated
 
 import typer
 
@@ -20,6 +21,7 @@ from rayapp.cli.arguments import EXIT_FAILED, EXIT_USER_ERROR
 from rayapp.cli.jobs import command as jobs
 from rayapp.cli.kuberay import command as kuberay
 from rayapp.cli.sandbox import command as sandbox
+from rayapp.cli.trying import command as trying
 from rayapp.core.errors import RayappError, UserError
 from rayapp.core.terminal import make_logs_visible, show_traceback, visible
 
@@ -32,8 +34,27 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     add_completion=False,
 )
-GROUPS = {"config": config, "model": model, "sandbox": sandbox, "mcp": mcp, "data": data}
-for command in (kuberay, jobs, train, sft, evaluate, score, doctor, view, sync, plan):
+
+
+def _print_version(is_asked: bool) -> None:
+    if is_asked:
+        from rayapp import __version__
+
+        typer.echo(f"rayapp {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _program(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit")
+    ] = False,
+) -> None:
+    """Options of the program itself."""
+
+
+GROUPS = {"config": config, "data": data, "try": trying, "model": model, "sandbox": sandbox, "mcp": mcp}
+for command in (train, sft, evaluate, score, view, doctor, plan, jobs, sync, kuberay):
     app.add_typer(command.app)
 for name, group in GROUPS.items():
     app.add_typer(group.app, name=name)

@@ -102,9 +102,18 @@ def as_record(task: Task, answer: Answer, reward: Reward) -> dict[str, object]:
         "status": reward.status,
         "valid": reward.valid,
         "failure_kind": reward.failure_kind,
-        "detail": reward.detail,
+        "detail": reward.detail + _how_it_was_read(task, answer, reward),
         "seconds": round(reward.time_score_s, 4),
     }
+
+
+def _how_it_was_read(task: Task, answer: Answer, reward: Reward) -> str:
+    if reward.status != "syntax_error" or not prompt_for(task, answer.text).prefill:
+        return ""
+    assert isinstance(task, CodingTask)
+    return (
+        f" (the text has no `def {task.func_name}`, so it was read as what follows the prompt's {task.answer_prefix!r})"
+    )
 
 
 def read_answers(file: str) -> list[Answer]:

@@ -29,8 +29,8 @@ def view_command(uris: Sequence[str], *, host: str, port: int, tokenizer: Path |
 
         from rayapp.runs.view.run import ViewedRun
         from rayapp.runs.view.server import make_app
-        from rayapp.runs.view.source import open_source
-    runs = [ViewedRun(open_source(uri), tokenizer) for uri in uris]
+        from rayapp.runs.view.source import open_source, run_uris
+    runs = [ViewedRun(open_source(run), tokenizer) for uri in uris for run in run_uris(uri)]
     for run in runs:
         run.refresh()  # the first page has rows at once; the rest comes while people look
     if tokenizer is not None:
@@ -103,10 +103,13 @@ def address(host: str, port: int, token: str) -> str:
     epilog="Examples:\n\n"
     "  rayapp view outputs/coding_cpu\n\n"
     "  rayapp view outputs/seed0 outputs/seed1 --port 8090\n\n"
+    "  rayapp view outputs                                         (every run in it)\n\n"
     "  rayapp view s3://bucket/runs/coding_8gpu --host 0.0.0.0     (asks for the token in the address it prints)"
 )
 def view(
-    runs: Annotated[list[str], typer.Argument(metavar="RUN", help="Run folders, or s3://bucket/prefix of one")],
+    runs: Annotated[
+        list[str], typer.Argument(metavar="RUN", help="Run folders, folders of runs, or s3://bucket/prefix of a run")
+    ],
     host: Annotated[str, typer.Option(help="Address to listen on; any but loopback asks for a token")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes any free port")] = 8088,
     tokenizer: Annotated[Path | None, typer.Option(help="Model folder; default: the run's own")] = None,

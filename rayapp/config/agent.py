@@ -75,8 +75,8 @@ class CodeSection(FrozenModel):
 
 
 class RewardSection(FrozenModel):
-    """What an answer to a data row is worth: score + format_weight * format + tool_weight * tool. Of these a task that
-    the tool agent plays takes tool_weight."""
+    """What an answer to a data row is worth: score + format_weight * format + tool_weight * tool +
+    tool_verdict_weight * tool_verdict. Of these a task that the tool agent plays takes the last two."""
 
     method: Literal["strict", "flexible"] = "strict"
     """GSM8K: strict wants `#### N`, flexible takes the last number."""
@@ -88,6 +88,8 @@ class RewardSection(FrozenModel):
     """Weight of the term format: 1 where the answer has one `#### N`, at its very end."""
     tool_weight: float = 0.0
     """Weight of the term tool: the sum of what the tools gave for single calls."""
+    tool_verdict_weight: float = 0.0
+    """Weight of the term tool_verdict: the sum of the tools' verdicts on the whole trajectory (their `reward`)."""
     custom: str = ""
     """A function of your own in place of the data source's rule: package.module:function or file.py:function."""
     code: CodeSection = CodeSection()

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal, get_origin
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, model_validator
+from pydantic.fields import FieldInfo
 
 Dtype = Literal["float32", "bfloat16"]
 
@@ -13,3 +14,16 @@ class FrozenModel(BaseModel):
     """A section of the configuration: immutable, and a key it doesn't know is an error."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _nothing_is_empty(cls, values: Any) -> Any:
+        """`reward.custom=` and `tasks:` say nothing in YAML, which is empty where a text or a list is wanted."""
+        if not isinstance(values, dict):
+            return values
+        return {key: _empty(cls.model_fields.get(key)) if value is None else value for key, value in values.items()}
+
+
+def _empty(field: FieldInfo | None) -> Any:
+    kind = None if field is None else get_origin(field.annotation) or field.annotation
+    return {str: "", tuple: ()}.get(kind)  # type: ignore[arg-type]

@@ -290,6 +290,11 @@ def _tasks_or_data(config: Config) -> None:
             "{train_files: […]}}]` (docs/tasks.md)."
         )
     _tools_have_players(config)
+    if config.reward.custom and config.tasks:
+        raise ValueError(
+            f"reward.custom is {config.reward.custom!r}, but the run is on tasks ({', '.join(config.tasks)}), which "
+            "score answers themselves: it would never be called. Name data files (data.train_files), or leave it out."
+        )
 
 
 def _tools_have_players(config: Config, where: str = "") -> None:

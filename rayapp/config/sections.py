@@ -30,6 +30,9 @@ class RunSection(FrozenModel):
     resume: Literal["auto", "never", "must"] = "auto"
     """auto: go on from the last whole checkpoint if there is one. never: refuse a folder that has a run in it.
     must: refuse to start from nothing."""
+    allow_changed: tuple[str, ...] = ()
+    """Keys or sections, e.g. learner.optimizer.lr, that may differ from what the run folder was made with. Without it a
+    run goes on only under a configuration that trains the same."""
     seed: int = Field(0, ge=0, lt=2**31)
     """Draws prompts' order, sampling, hidden tests. The same seed and config give the same run (synchronous CPU)."""
 

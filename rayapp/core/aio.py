@@ -1,6 +1,7 @@
 """Running coroutines: signals that clean up first, work that a cancellation must not cut, several at once.
 
 run_until_done           the driver's `asyncio.run`: Ctrl-C and SIGTERM cancel it, and its cleanup runs
+when_stopped             who is told at once that it was stopped
 finish_then_cancel       work that must not be left half done; a second cancellation ends it
 finish_despite_cancels   cleanup that runs to its end, however often it is cancelled
 end_process_after        the last way out, when cleanup hangs
@@ -14,12 +15,17 @@ import asyncio
 import faulthandler
 import logging
 import signal
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from types import FrameType
 from typing import Any, TypeVar
 
 from rayapp.core.errors import RayappError, first_error, one_error
 
 T = TypeVar("T")
+OnStop = Callable[[], None]
+_on_stop: ContextVar[list[OnStop]] = ContextVar("who is told of Ctrl-C and SIGTERM at once")
 log = logging.getLogger(__name__)
 STDERR = 2
 
@@ -38,14 +44,17 @@ def run_until_done(coroutine: Coroutine[Any, Any, T]) -> T:
             nonlocal terminated
             task = asyncio.current_task()
             assert task is not None
+            _on_stop.set(told := [])
 
             def on_sigterm() -> None:
                 nonlocal terminated
                 terminated = True
+                _tell(told)
                 task.cancel()
 
             loop.add_signal_handler(signal.SIGTERM, on_sigterm)
-            return await coroutine
+            with _telling_of_sigint(loop, told):
+                return await coroutine
 
         try:
             return runner.run(cancelled_by_sigterm())
@@ -55,6 +64,41 @@ def run_until_done(coroutine: Coroutine[Any, Any, T]) -> T:
             raise
         except BaseExceptionGroup as group:
             raise first_error(group) from group
+
+
+def when_stopped(tell: OnStop) -> None:
+    """Call `tell` in the event loop when Ctrl-C or SIGTERM is noticed, before what it stops has been cleaned up.
+
+    Of what `run_until_done` runs; without it nobody is told.
+    """
+    if (told := _on_stop.get(None)) is not None:
+        told.append(tell)
+
+
+def _tell(told: Sequence[OnStop]) -> None:
+    for tell in told:
+        tell()
+
+
+@contextmanager
+def _telling_of_sigint(loop: asyncio.AbstractEventLoop, told: Sequence[OnStop]) -> Iterator[None]:
+    """Around the handler of asyncio's runner, which cancels without a word."""
+    handler = signal.getsignal(signal.SIGINT)
+
+    def on_sigint(number: int, frame: FrameType | None) -> None:
+        # Not here: a handler that prints may have interrupted a print.
+        loop.call_soon_threadsafe(_tell, told)
+        assert callable(handler)
+        handler(number, frame)
+
+    if not callable(handler):
+        yield
+        return
+    signal.signal(signal.SIGINT, on_sigint)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, handler)
 
 
 async def finish_then_cancel(coroutine: Coroutine[Any, Any, T]) -> T:

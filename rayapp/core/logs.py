@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -69,6 +70,9 @@ class JsonLines(logging.Formatter):
 
 def start_logs(run_name: str, log_format: str) -> None:
     """Set up the driver's logs, before anything is logged. With `text` the command line's lines stay. Idempotent."""
+    # transformers writes its advice to stderr, in the middle of a run's lines; what is wrong it raises.
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     if log_format == "text":
         return
     logging.getLogger("rayapp").handlers.clear()

@@ -103,7 +103,8 @@ class Reward:
     failure_kind: str = ""
     """Why it is not valid, e.g. sandbox_gone; empty otherwise."""
     detail: str = ""
-    """One line for a person, e.g. the exception the code raised. Never the expected values."""
+    """One line for a person: the exception the code raised, or the first failed test with what it expected. Recorded
+    and shown in `rayapp view`; nothing shows it to a policy."""
     time_score_s: float = 0.0
 
     @classmethod

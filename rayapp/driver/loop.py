@@ -24,7 +24,7 @@ from rayapp.driver.evaluation import evaluate
 from rayapp.driver.feeding import feeding
 from rayapp.driver.offline.sft import warm_up
 from rayapp.driver.run import Run, open_run
-from rayapp.driver.saving import saving, saving_when_stopped
+from rayapp.driver.saving import saving, saving_when_stopped, saying_what_is_saved
 from rayapp.driver.step import begin_checkpoint, step_phases, train_step
 from rayapp.driver.watchdog import unstalled
 from rayapp.rollout.check import check_inputs
@@ -58,14 +58,14 @@ def run_training(config: Config) -> None:
 
 
 async def _run(config: Config, folder: RunFolder) -> None:
-    with make_trackers(config, folder) as tracker:
+    with make_trackers(config, folder) as tracker, saying_what_is_saved(folder, tracker.note):
         tracker.phase("starting")
         async with open_cluster(config, report=tracker.note) as cluster:
             tracker.add("ray metrics", cluster.metrics_tracker())
             await train_through_losses(config, cluster, folder, tracker)
             tracker.phase("exporting")
             await export_final(cluster, folder)
-            tracker.note(f"final model: {folder.uri}/final")
+            tracker.note(f"final model: {folder.uri}/final; look at the run with: rayapp view {folder.uri}")
     write_reward_plot(folder.path)
 
 

@@ -9,14 +9,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Protocol
 
-from rayapp.core.aio import end_process_after, finish_then_cancel, let_process_live
+from rayapp.core.aio import end_process_after, finish_then_cancel, let_process_live, when_stopped
 from rayapp.core.errors import (
     CheckpointError,
     LearnersLostError,
@@ -168,6 +168,20 @@ async def saving(saver: CheckpointSaver) -> AsyncIterator[None]:
 def is_due(step: int, every_steps: int, *, last: int) -> bool:
     """True on every `every_steps`-th step (0: none of them) and on the last."""
     return step == last or (every_steps > 0 and step % every_steps == 0)
+
+
+@contextmanager
+def saying_what_is_saved(folder: RunFolder, note: Callable[[str], None]) -> Iterator[None]:
+    """Tell a person who stops the run in the block that it was noticed, then what is saved and what to do next."""
+    when_stopped(lambda: note("stopping: a step that has begun is ended and saved first; Ctrl-C again stops at once"))
+    try:
+        yield
+    except (asyncio.CancelledError, KeyboardInterrupt):
+        last = folder.latest_checkpoint()
+        saved = f"stopped after step {last.version}, which is saved" if last else "stopped before anything was saved"
+        onwards = "goes on from there" if last else "begins anew"
+        note(f"{saved}; the same command {onwards}. Look at it with: rayapp view {folder.uri}")
+        raise
 
 
 @asynccontextmanager

@@ -1,4 +1,4 @@
-"""What can be found out about a run's inputs before any actor starts. Called by the driver.
+"""What can be found out about a run's inputs before any actor starts. Called by the driver and by `rayapp doctor`.
 
 Tools that live behind a service are not asked here: the rollout workers do that when they start, from where they are.
 """
@@ -7,12 +7,17 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
 
-from rayapp.config.config import Config, sources_of
+from rayapp.config.config import Config, Source, sources_of
 from rayapp.config.sandbox import LocalConfig, SandboxConfig
 from rayapp.core.errors import ConfigError, InputError
+from rayapp.core.location import Location
+from rayapp.rollout.agent.build import check_template
 from rayapp.rollout.agent.chat import load_template
 from rayapp.rollout.agent.loops import SINGLE_TURN_AGENT, check_agent_name
 from rayapp.rollout.data_groups import answer_rewards
@@ -22,11 +27,22 @@ from rayapp.rollout.sources import naming
 from rayapp.rollout.task_agents import agent_start
 from rayapp.storage.models.check import check_model
 from rayapp.storage.models.prefetch import with_local_model
+from rayapp.storage.models.tokenizer import load_tokenizer
 from rayapp.tasks.data.reading import ReadOptions, open_data
 from rayapp.tasks.loading import load_tasks
 from rayapp.tools.config import ToolEntry, read_tool_file
 from rayapp.tools.loading import KNOWN, load_class
 from rayapp.tools.workspace import WorkspaceTool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InputCheck:
+    """One of the checks before a run; the others don't depend on it."""
+
+    what: str
+    """For people: evaluation, tasks, data or tools."""
+    run: Callable[[], None]
+    """Raises UserError or StorageError: it can't be used."""
 
 
 def check_inputs(config: Config, *, training: bool) -> None:
@@ -39,23 +55,46 @@ def check_inputs(config: Config, *, training: bool) -> None:
     """
     config = with_local_model(config)
     check_model(config)
-    _check_something_to_evaluate(config, training=training)
+    for check in input_checks(config, training=training):
+        check.run()
+
+
+def input_checks(
+    config: Config, *, training: bool, has_tokenizer: bool = True, may_fetch: bool = True
+) -> Iterator[InputCheck]:
+    """Every check of what a run is made from, but for the model: `train` and `eval` stop at the first that fails,
+    `rayapp doctor` runs all.
+
+    Args:
+        has_tokenizer: False where the model is not there: prompts are not rendered then.
+        may_fetch: False leaves out files that would have to be fetched.
+    """
+    yield InputCheck(what="evaluation", run=partial(_check_something_to_evaluate, config, training=training))
     for source in sources_of(config):
-        with naming(source):
-            _check_source(source.config, training=training)
+        own = source.config
+        checks = {"tools": partial(_check_tools, own, training=training, has_tokenizer=has_tokenizer)}
+        if own.uses_data:
+            files = (*own.data.train_files, *own.data.eval_files)
+            wanted = [file for file in files if may_fetch or not Location.parse(file).is_remote]
+            checks["data"] = partial(_check_rows, own, wanted, training=training)
+        else:
+            checks["tasks"] = partial(check_tasks, own, training=training, has_tokenizer=has_tokenizer)
+        for what, run in checks.items():
+            yield InputCheck(what=what, run=partial(_named, source, run))
 
 
-def _check_source(config: Config, *, training: bool) -> None:
-    if not config.uses_data:
-        check_tasks(config, training=training)
-        return
+def _named(source: Source, check: Callable[[], None]) -> None:
+    with naming(source):
+        check()
+
+
+def _check_rows(config: Config, files: Sequence[str], *, training: bool) -> None:
     if training and not config.data.train_files:
         raise InputError("data.train_files is empty: name the parquet files to train on (docs/data.md)")
-    _check_tools(config, training=training)
-    check_data(config, (*config.data.train_files, *config.data.eval_files))
+    check_data(config, files)
 
 
-def check_tasks(config: Config, *, training: bool) -> None:
+def check_tasks(config: Config, *, training: bool, has_tokenizer: bool = True) -> None:
     """Every task, and what its agent needs.
 
     Raises:
@@ -64,13 +103,16 @@ def check_tasks(config: Config, *, training: bool) -> None:
     for names in (config.tasks, *([config.eval.tasks] if config.eval.tasks else [])):
         tasks = load_tasks(names)
         if config.default_agent == SINGLE_TURN_AGENT:
-            render_prompts(config, tasks)
+            if has_tokenizer:
+                render_prompts(config, tasks)
             continue
         # The workers measure the agent's prompts: they have the tools' schemas.
         brought = {name: f"task {task.name}: tools: {name}" for task in tasks for name in agent_start(task).tools}
         for name, where in brought.items():
             load_class(name, Path(), where)
-        _check_tools(config, [ToolEntry(class_name=name) for name in brought], training=training)
+        _check_tools(
+            config, [ToolEntry(class_name=name) for name in brought], training=training, has_tokenizer=has_tokenizer
+        )
 
 
 def _check_something_to_evaluate(config: Config, *, training: bool) -> None:
@@ -86,7 +128,7 @@ def _evaluates(config: Config, *, training: bool) -> bool:
 
 
 def check_data(config: Config, files: Sequence[str]) -> None:
-    """Every file's schema, who plays each row and what scores it, and one row whole. `rayapp doctor` asks this, too.
+    """Every file's schema, who plays each row and what scores it, and one row whole.
 
     Lengths are measured by the workers, which have the tools' schemas.
 
@@ -112,14 +154,28 @@ def check_data(config: Config, files: Sequence[str]) -> None:
     asyncio.run(check())
 
 
-def _check_tools(config: Config, brought: Sequence[ToolEntry] = (), *, training: bool) -> None:
+def _check_tools(
+    config: Config, brought: Sequence[ToolEntry] = (), *, training: bool, has_tokenizer: bool = True
+) -> None:
     if config.agent.chat_template:
         load_template(config.agent.chat_template)
     file = config.agent.tool_file
-    for entry in (*(read_tool_file(file) if file else ()), *brought):
-        if _holds_sandbox(entry, f"tool file {file}: {entry.class_name}: config"):
-            _check_sandboxes_suffice(config, entry, training=training)
-            return
+    entries = (*(read_tool_file(file) if file else ()), *brought)
+    for entry in entries:
+        _check_own_file(entry, Path(file).parent, f"tool file {file}: {entry.class_name}")
+    holding = (entry for entry in entries if _holds_sandbox(entry, f"tool file {file}: {entry.class_name}: config"))
+    if (first := next(holding, None)) is not None:
+        _check_sandboxes_suffice(config, first, training=training)
+    if entries and has_tokenizer:
+        tokenizer: Any = load_tokenizer(config)
+        check_template(tokenizer, model=config.model.path, chat_template=config.agent.chat_template)
+
+
+def _check_own_file(entry: ToolEntry, folder: Path, where: str) -> None:
+    """Raises ConfigError: a class in a file of the user's that is not there. It runs in the workers, not here."""
+    file, colon, _ = entry.class_name.rpartition(":")
+    if colon and not (folder / file).is_file() and not Path(file).is_file():
+        raise ConfigError(f"{where}: there is no file {folder / file}")
 
 
 def _holds_sandbox(entry: ToolEntry, where: str) -> bool:

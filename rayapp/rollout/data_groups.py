@@ -13,7 +13,7 @@ from rayapp.core.types import Prompt, Reward
 from rayapp.rollout.agent.build import open_loop
 from rayapp.rollout.agent.episode import AgentPrompt, Episode
 from rayapp.rollout.agent.loops import AgentLoops, agent_loops, check_agent_name
-from rayapp.rollout.agent.outcome import tool_reward, with_terms
+from rayapp.rollout.agent.outcome import tool_reward, tool_verdict, with_terms
 from rayapp.rollout.group import Assignment
 from rayapp.rollout.order import GroupRequest, scoring_seed
 from rayapp.tasks.answers import Answer, AnswerRewards, score_answer
@@ -114,6 +114,7 @@ async def _score(row: DataRow, rewards: AnswerRewards, sandboxes: SandboxSource,
         ground_truth=row.ground_truth,
         extra_info=row.extra_info,
         tool_reward=tool_reward(episode),
+        tool_verdict=tool_verdict(episode),
     )
     return with_terms(await score_answer(answer, rewards, sandboxes, seed=seed), episode)
 
@@ -151,6 +152,7 @@ def answer_rewards(config: Config) -> AnswerRewards:
         correct_score=section.correct_score,
         format_weight=section.format_weight,
         tool_weight=section.tool_weight,
+        tool_verdict_weight=section.tool_verdict_weight,
         code=section.code,
         custom=CustomReward(path=section.custom, timeout_s=section.custom_timeout_s) if section.custom else None,
     )

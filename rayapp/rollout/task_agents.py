@@ -20,7 +20,7 @@ from rayapp.core.types import AgentStart, Prompt, Reward
 from rayapp.rollout.agent.build import open_loop
 from rayapp.rollout.agent.episode import AgentPrompt, Episode
 from rayapp.rollout.agent.loop import AgentLoop
-from rayapp.rollout.agent.outcome import tool_reward, with_terms
+from rayapp.rollout.agent.outcome import tool_reward, tool_verdict, with_terms
 from rayapp.rollout.group import Play
 from rayapp.rollout.prompts import check_length
 
@@ -35,12 +35,16 @@ class TaskAgents:
         make_loop: called once for each set of tools.
         max_prompt_tokens: longer prompts are refused.
         tool_weight: of the sum of what tools gave for single calls.
+        tool_verdict_weight: of the sum of their verdicts on whole trajectories.
     """
 
-    def __init__(self, make_loop: OpenLoop, *, max_prompt_tokens: int, tool_weight: float) -> None:
+    def __init__(
+        self, make_loop: OpenLoop, *, max_prompt_tokens: int, tool_weight: float, tool_verdict_weight: float = 0.0
+    ) -> None:
         self._make_loop = make_loop
         self._max_prompt_tokens = max_prompt_tokens
         self._tool_weight = tool_weight
+        self._tool_verdict_weight = tool_verdict_weight
         self._loops: dict[tuple[str, ...], AgentLoop] = {}
 
     @classmethod
@@ -50,8 +54,13 @@ class TaskAgents:
         async def make_loop(tools: tuple[str, ...]) -> AgentLoop:
             return await open_loop(config, sandboxes, brought=tools)
 
-        limit, weight = config.rollout.max_prompt_tokens, config.reward.tool_weight
-        return cls(make_loop, max_prompt_tokens=limit, tool_weight=weight)
+        limit, reward = config.rollout.max_prompt_tokens, config.reward
+        return cls(
+            make_loop,
+            max_prompt_tokens=limit,
+            tool_weight=reward.tool_weight,
+            tool_verdict_weight=reward.tool_verdict_weight,
+        )
 
     async def prompted(self, tasks: Sequence[Task]) -> list[tuple[Task, Prompt]]:
         """The tasks, each with the agent's prompt.
@@ -86,10 +95,11 @@ class TaskAgents:
         """The verdict on the answer, with what the calls gave; none on an episode that failed."""
         if episode.status.is_error:
             return with_terms(None, episode)
-        reward, tool = await verdict(), tool_reward(episode)
+        reward, terms = await verdict(), {"tool": tool_reward(episode), "tool_verdict": tool_verdict(episode)}
         if reward.valid:
-            value = reward.value + self._tool_weight * tool
-            reward = replace(reward, value=value, terms={**reward.terms, "tool": tool})
+            value = reward.value + self._tool_weight * terms["tool"]
+            value += self._tool_verdict_weight * terms["tool_verdict"]
+            reward = replace(reward, value=value, terms={**reward.terms, **terms})
         return with_terms(reward, episode)
 
     async def close(self) -> None:

@@ -33,7 +33,8 @@ class TaskGroups:
         agents: TaskAgents | None = None,
     ) -> None:
         self._train = train
-        self._held_out = held_out or train
+        # A task that training has twice is evaluated once.
+        self._held_out = held_out or list({id(task): (task, prompt) for task, prompt in train}.values())
         self._sandboxes = sandboxes
         self._agents = agents
 

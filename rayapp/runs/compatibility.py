@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -12,10 +13,12 @@ import yaml
 from rayapp.config.config import Config
 from rayapp.core.errors import RunFolderError
 
+log = logging.getLogger(__name__)
 FREE_KEYS = (
     "run.output_dir",
     "run.staging_dir",
     "run.resume",
+    "run.allow_changed",
     "cluster",
     "checkpoint",
     "eval",
@@ -36,6 +39,27 @@ FREE_KEYS = (
 
 So may train.num_steps while the learning rate does not follow from it.
 """
+MACHINE_KEYS = (
+    "rollout.num_workers",
+    "server.num_servers",
+    "server.tensor_parallel_size",
+    "server.gpu_memory_utilization",
+    "server.kv_cache_gib",
+    "server.kv_block_tokens",
+    "server.max_num_seqs",
+    "server.enforce_eager",
+    "server.cpu_threads",
+    "server.weight_transport",
+    "server.weight_bucket_mib",
+    "learner.num_learners",
+    "learner.max_tokens_per_microbatch",
+    "learner.share_prefixes",
+    "learner.activation_checkpointing",
+    "learner.log_prob_chunk_tokens",
+    "learner.cpu_threads",
+    "learner.cpu_offload",
+)
+"""Keys that another machine needs to be different. The same is learned, but not to the last bit: a warning says so."""
 _OF_A_SOURCE = re.compile(r"^sources\[\d+\]\.")
 """What may differ in a run may differ in its sources."""
 
@@ -51,16 +75,21 @@ def check_same_training(config: Config, stored: Path) -> None:
     usual = {key: value for key, value in _flat(Config().model_dump(mode="json")) if key in now}
     before = usual | dict(_flat(yaml.safe_load(stored.read_text()) or {}))
     free = FREE_KEYS if config.learner.optimizer.schedule != "constant" else (*FREE_KEYS, "train.num_steps")
-    changed = [
-        f"{key}: {before.get(key)!r} before, {now.get(key)!r} now{_reason(key, config)}"
+    changed = {
+        key: f"{key}: {before.get(key)!r} before, {now.get(key)!r} now{_reason(key, config)}"
         for key in sorted(before.keys() | now.keys())
         if before.get(key) != now.get(key) and not _is_among(key, free)
-    ]
-    if changed:
+    }
+    meant = (*MACHINE_KEYS, *config.run.allow_changed)
+    refused = {key: line for key, line in changed.items() if not _is_among(key, meant)}
+    if refused:
         raise RunFolderError(
-            f"{stored.parent} was made by another configuration:\n  " + "\n  ".join(changed) + "\nGo on with the old "
-            "values, or choose another run.name."
+            f"{stored.parent} was made by another configuration:\n  " + "\n  ".join(refused.values()) + "\nGo on with "
+            "the old values, or choose another run.name (model.path may be this run's final/). If the change is meant: "
+            f"run.allow_changed='[{', '.join(refused)}]'."
         )
+    for line in changed.values():
+        log.warning("goes on with another %s. From here on the run is not repeated to the last bit.", line)
 
 
 def _is_among(key: str, free: Sequence[str]) -> bool:

@@ -6,9 +6,9 @@ Used by whoever opens a run folder, to write or to look. Folders of before this 
 from __future__ import annotations
 
 import json
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+from rayapp import __version__
 from rayapp.core.errors import RunFolderError
 from rayapp.core.files import write_text
 
@@ -41,11 +41,7 @@ def check_format_text(text: bytes, where: str) -> None:
 
 def write_format(folder: Path) -> None:
     """Mark the folder as ours."""
-    try:
-        writer = f"rayapp {version('rayapp')}"
-    except PackageNotFoundError:  # run from a checkout that was never installed
-        writer = "rayapp"
-    text = json.dumps({"format": FORMAT, "written_by": writer})
+    text = json.dumps({"format": FORMAT, "written_by": f"rayapp {__version__}"})
     file = folder / FORMAT_FILE
     if not file.exists() or file.read_text() != text:
         write_text(file, text)

@@ -52,6 +52,8 @@ class AnswerRewards:
     """Weight of the term `format`: 1 where the completion has one `#### N`, at its very end."""
     tool_weight: float = 0.0
     """Weight of the term `tool`: the sum of the rewards that the tools gave on the way."""
+    tool_verdict_weight: float = 0.0
+    """Weight of the term `tool_verdict`: the sum of their verdicts on the whole trajectory."""
     custom: CustomReward | None = None
     """The user's function, in place of the data source's rule."""
     code: CodeSection = field(default_factory=CodeSection)
@@ -85,6 +87,7 @@ class Answer:
     ground_truth: Any
     extra_info: Mapping[str, Any]
     tool_reward: float = 0.0
+    tool_verdict: float = 0.0
 
 
 async def score_answer(answer: Answer, rewards: AnswerRewards, sandboxes: SandboxSource, *, seed: int = 0) -> Reward:
@@ -103,7 +106,7 @@ async def score_answer(answer: Answer, rewards: AnswerRewards, sandboxes: Sandbo
     started = time.perf_counter()
     try:
         found = await _found(answer, rewards, sandboxes, seed)
-        verdict = _weighed(found, answer.tool_reward, rewards) if found.valid else found
+        verdict = _weighed(found, answer, rewards) if found.valid else found
     except (RewardFailedError, TextReadingFailedError) as error:
         verdict = Reward.invalid(error.kind, str(error))
     return replace(verdict, time_score_s=time.perf_counter() - started)
@@ -146,9 +149,10 @@ async def _by_rule(answer: Answer, rewards: AnswerRewards) -> Reward:
     return Reward(value=terms["score"], terms={"pass_rate": terms["solved"], **terms})
 
 
-def _weighed(found: Reward, tool_reward: float, rewards: AnswerRewards) -> Reward:
-    terms = found.terms | {"tool": tool_reward}
-    value = found.value + rewards.format_weight * terms["format"] + rewards.tool_weight * tool_reward
+def _weighed(found: Reward, answer: Answer, rewards: AnswerRewards) -> Reward:
+    terms = found.terms | {"tool": answer.tool_reward, "tool_verdict": answer.tool_verdict}
+    value = found.value + rewards.format_weight * terms["format"]
+    value += rewards.tool_weight * answer.tool_reward + rewards.tool_verdict_weight * answer.tool_verdict
     if not is_storable(value):
         raise RewardFailedError(f"the reward is {value!r}, with these terms: {terms}", "reward_nonsense")
     return replace(found, value=value, terms=terms)

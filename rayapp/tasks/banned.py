@@ -1,8 +1,8 @@
 """Finds banned names in parsed code. Called by `screening.py` before the code runs; it never runs or changes code.
 
 A pattern is written as a person would write the code: `sorted` (or `sorted(`), `.sort` (or `.sort(`), `heapq`,
-`os.path`, `import` for any import at all. Only the syntax tree counts, so comments, docstrings and other strings are
-free, and so is a local variable that happens to be called `sorted`.
+`os.path`, `import` for any import at all, `*` or `not in` for an operator. Only the syntax tree counts, so comments,
+docstrings and other strings are free, and so is a local variable that happens to be called `sorted`.
 
 Found besides the plain use: aliases (`s = sorted`, `f = list.sort`, `import heapq as h`, `from builtins import sorted
 as s`), and names given as text to Python's ways of looking names up (`getattr`, `__builtins__[…]`, `vars`, `__dict__`,
@@ -19,6 +19,7 @@ The time is proportional to the code's size: of a dotted name no more is read th
 from __future__ import annotations
 
 import ast
+import keyword
 from collections.abc import Iterator, Sequence
 
 from rayapp.tasks.extraction import parse
@@ -40,6 +41,18 @@ _UNREADABLE_MODULES = frozenset({"ctypes", "gc", "marshal", "pickle", "runpy", "
 _ENTRY_METHODS = frozenset({"get", "pop", "setdefault", "__getitem__"})
 _WHOLE_METHODS = frozenset({"copy", "items", "keys", "values"})
 _DYNAMIC = "dynamic lookup"
+_OPERATORS: dict[type[ast.AST], tuple[str, str]] = {
+    ast.Add: ("+", "add"), ast.Sub: ("-", "sub"), ast.Mult: ("*", "mul"), ast.MatMult: ("@", "matmul"),
+    ast.Div: ("/", "truediv"), ast.FloorDiv: ("//", "floordiv"), ast.Mod: ("%", "mod"), ast.Pow: ("**", "pow"),
+    ast.LShift: ("<<", "lshift"), ast.RShift: (">>", "rshift"), ast.BitAnd: ("&", "and"), ast.BitOr: ("|", "or"),
+    ast.BitXor: ("^", "xor"), ast.Invert: ("~", "invert"), ast.Eq: ("==", "eq"), ast.NotEq: ("!=", "ne"),
+    ast.Lt: ("<", "lt"), ast.LtE: ("<=", "le"), ast.Gt: (">", "gt"), ast.GtE: (">=", "ge"),
+    ast.In: ("in", "contains"), ast.NotIn: ("not in", ""), ast.Is: ("is", ""), ast.IsNot: ("is not", ""),
+    ast.And: ("and", ""), ast.Or: ("or", ""), ast.Not: ("not", ""),
+}  # fmt: skip
+"""Each operator as it is written, and the stem of its method and of its function in the module operator. A sign before
+a single value (`-x`) is none."""
+_STEMS = dict(_OPERATORS.values())
 
 
 def find_banned(source: str, patterns: Sequence[str]) -> str | None:
@@ -51,7 +64,7 @@ def find_banned(source: str, patterns: Sequence[str]) -> str | None:
     tree = parse(source)
     if tree is None or not patterns:
         return None
-    wanted = {normal_pattern(pattern): pattern for pattern in patterns}
+    wanted = {name: pattern for pattern in patterns for name in _names_of(normal_pattern(pattern))}
     most_parts = max(name.count(".") + 1 for name in wanted)
     mentions = _mentions(tree, most_parts)
     try:
@@ -64,12 +77,26 @@ def normal_pattern(pattern: str) -> str:
     """`sorted(` is `sorted`, and `import ` is `import`.
 
     Raises:
-        ValueError: it is no name.
+        ValueError: it is neither a name nor an operator.
     """
-    name = pattern.strip().removesuffix("(").strip()
-    if not all(part.isidentifier() for part in name.removeprefix(".").split(".")):
-        raise ValueError(f"{pattern!r} names nothing; write it like `sorted`, `.sort`, `heapq`, `os.path` or `import`")
+    name = " ".join(pattern.split())
+    if name in _STEMS:
+        return name
+    name = name.removesuffix("(").strip()
+    parts = name.removeprefix(".").split(".")
+    if not all(part.isidentifier() for part in parts) or (name != "import" and any(map(keyword.iskeyword, parts))):
+        raise ValueError(
+            f"{pattern!r} names nothing; write it like `sorted`, `.sort`, `heapq`, `os.path`, `import`, `*` or `not in`"
+        )
     return name
+
+
+def _names_of(pattern: str) -> Iterator[str]:
+    """The mentions that a pattern bans. An operator is also its methods and its functions in the module operator."""
+    yield pattern
+    if stem := _STEMS.get(pattern):
+        yield from (f".__{kind}{stem}__" for kind in ("", "r", "i"))
+        yield from (f"operator.{name}" for name in (stem, f"{stem}_", f"i{stem}", f"__{stem}__", f"__i{stem}__"))
 
 
 def _mentions(tree: ast.Module, most_parts: int) -> Iterator[str]:
@@ -96,6 +123,13 @@ def _mentions(tree: ast.Module, most_parts: int) -> Iterator[str]:
                     yield from _imported(f"{package}.{alias.name}", most_parts)
             case ast.MatchClass(kwd_attrs=attributes):
                 yield from (f".{name}" for name in attributes)
+            case ast.BinOp() | ast.AugAssign() | ast.BoolOp() | ast.UnaryOp() | ast.Compare():
+                yield from _operators(node)
+
+
+def _operators(node: ast.BinOp | ast.AugAssign | ast.BoolOp | ast.UnaryOp | ast.Compare) -> Iterator[str]:
+    used = node.ops if isinstance(node, ast.Compare) else [node.op]
+    yield from (_OPERATORS[type(each)][0] for each in used if type(each) in _OPERATORS)
 
 
 def _attribute(node: ast.Attribute, most_parts: int) -> Iterator[str]:

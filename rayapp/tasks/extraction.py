@@ -22,6 +22,7 @@ import warnings
 _PYTHON_LANGUAGES = frozenset({"python", "py", "python3", "pycon", "ipython"})
 _STARTS_CODE = re.compile(r"(?:(?:async\s+)?def|class|import|from)\b|@")
 _ONE_PARSE = threading.Lock()
+_MOST_SHOWN = 80
 _MAX_TRIES = 12
 """Parses spent on finding where the code ends (or begins): a hostile completion must not cost seconds."""
 _DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Import, ast.ImportFrom)
@@ -83,14 +84,31 @@ def cut_after_function(source: str, func_name: str) -> str:
 def parse(source: str) -> ast.Module | None:
     """The syntax tree, or None. Python's warnings about the code (`"\\d"`) are not ours to print."""
     try:
-        # Completions are read in threads, and two at a time fail in Python 3.11 ("AST constructor recursion
-        # depth mismatch"): it counts the depth for all threads together.
-        with _ONE_PARSE, warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            return ast.parse(source)
+        return _parsed(source)
     # Besides SyntaxError: NUL bytes and lone surrogates are ValueError, deep nesting RecursionError or MemoryError.
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return None
+
+
+def syntax_problem(source: str) -> str:
+    """Why `source` does not parse, for a person: the line, the parser's words and what stands there; empty if it
+    does."""
+    try:
+        _parsed(source)
+    except SyntaxError as error:
+        line = (error.text or "").strip()[:_MOST_SHOWN]
+        return f"line {error.lineno}: {error.msg}" + (f": `{line}`" if line else "")
+    except (ValueError, RecursionError, MemoryError) as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def _parsed(source: str) -> ast.Module:
+    # Completions are read in threads, and two at a time fail in Python 3.11 ("AST constructor recursion
+    # depth mismatch"): it counts the depth for all threads together.
+    with _ONE_PARSE, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return ast.parse(source)
 
 
 def _after_fence(prefill: str) -> str:

@@ -20,8 +20,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from rayapp.core.errors import SandboxProtocolError
-from rayapp.core.types import CallReport, Reward
-from rayapp.sandbox.verdict.compare import same_value
+from rayapp.core.types import CallReport, CallResult, Reward
+from rayapp.sandbox.verdict.compare import same_value, shown
 from rayapp.tasks.cases import Case
 
 ERROR_REWARD = -1.0
@@ -48,15 +48,22 @@ def grade(report: CallReport, cases: Sequence[Case]) -> Reward:
         raise SandboxProtocolError(f"{len(cases)} calls were asked for, {len(report.calls)} results came back")
     errors = [call.error for call in report.calls if not call.ok]
     if len(errors) == len(cases):
-        return failure("error", f"every call failed: {errors[0]}", all_raised=True)
-    passed = sum(
-        call.ok and same_value(call.value, case.expected) for call, case in zip(report.calls, cases, strict=True)
-    )
+        return failure("error", f"every call failed: {_told(report.calls, cases, 0)}", all_raised=True)
+    passes = [call.ok and same_value(call.value, case.expected) for call, case in zip(report.calls, cases, strict=True)]
+    passed = sum(passes)
     return Reward(
         value=passed / len(cases),
         terms=_terms(passed=passed, raised=len(errors), tests=len(cases)),
-        detail=errors[0] if errors else "",
+        detail=_told(report.calls, cases, passes.index(False)) if False in passes else "",
     )
+
+
+def _told(calls: Sequence[CallResult], cases: Sequence[Case], index: int) -> str:
+    """One failed test, for a person."""
+    call, case = calls[index], cases[index]
+    given = ", ".join(map(shown, case.args))
+    got = f"got {shown(call.value)}" if call.ok else f"raised {call.error}"
+    return f"test {index + 1} of {len(cases)}: input {given}: {got}, expected {shown(case.expected)}"
 
 
 def _terms(*, passed: int, raised: int, tests: int) -> dict[str, float]:

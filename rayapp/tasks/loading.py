@@ -34,20 +34,22 @@ def shipped_tasks() -> list[str]:
 
 
 def load_tasks(names: Sequence[str]) -> tuple[Task, ...]:
-    """The tasks of a run, in order.
+    """The tasks of a run, in order. One that is named twice is there twice, and asked twice as often.
 
     Raises:
         InputError: there is none, one can't be used, or two have the same name.
     """
     if not names:
         raise InputError(f"tasks is empty: name at least one of {', '.join(shipped_tasks())}, or a .yaml or .py file")
-    found = [(task, source) for source in names for task in _load(source)]
+    loaded = {source: _load(source) for source in dict.fromkeys(names)}
     seen: dict[str, str] = {}
-    for task, source in found:
-        if seen.get(task.name, source) != source or (task.name in seen and not source.startswith(PREFIX)):
-            raise InputError(f"two tasks are called {task.name}: {seen[task.name]} and {source}. Metrics go by name.")
-        seen[task.name] = source
-    return tuple(task for task, _ in found)
+    for source, tasks in loaded.items():
+        for task in tasks:
+            if seen.setdefault(task.name, source) != source:
+                raise InputError(
+                    f"two tasks are called {task.name}: {seen[task.name]} and {source}. Metrics go by name."
+                )
+    return tuple(task for source in names for task in loaded[source])
 
 
 def _load(source: str) -> Sequence[Task]:

@@ -9,11 +9,11 @@ import ast
 from collections.abc import Sequence
 
 from rayapp.core.types import CallReport, CallResult, PublicVerdict
-from rayapp.sandbox.verdict.compare import same_value
+from rayapp.sandbox.verdict.compare import same_value, shown
 from rayapp.tasks.cases import Case
 from rayapp.tasks.extraction import parse
 
-_MAX_SHOWN_CHARS = 200
+_MAX_ERROR_CHARS = 200
 
 
 def read_public_test(test: str, func_name: str, num_parameters: int) -> Case:
@@ -58,11 +58,4 @@ def public_verdict(report: CallReport, cases: Sequence[Case], tests: Sequence[st
 def _line(call: CallResult, test: str, is_passed: bool) -> str:
     if is_passed:
         return f"passed: {test.strip()}"
-    return f"FAILED: {test.strip()}, got {_shown(call)[:_MAX_SHOWN_CHARS]}"
-
-
-def _shown(call: CallResult) -> str:
-    try:
-        return repr(call.value) if call.ok else call.error
-    except ValueError:  # Python writes out no integer of over 4,300 digits
-        return "a number too long to write out"
+    return f"FAILED: {test.strip()}, got {shown(call.value) if call.ok else call.error[:_MAX_ERROR_CHARS]}"

@@ -131,6 +131,16 @@ async def test_filters_narrow_the_groups_and_their_address_can_be_shared(opened:
     assert opened.errors + other.errors == []
 
 
+async def test_on_a_phone_the_table_of_groups_keeps_the_rewards_in_sight(opened: Opened) -> None:
+    await opened.page.set_viewport_size({"width": 400, "height": 800})
+    await opened.go("groups")
+
+    box = await opened.page.locator("table.groups tbody .reward").first.bounding_box()
+
+    assert box["x"] + box["width"] <= 400
+    assert await opened.page.evaluate("document.querySelector('.scroll').scrollWidth <= 400")
+
+
 async def test_a_click_on_a_column_sorts_and_the_back_button_takes_it_back(opened: Opened) -> None:
     await opened.go("groups")
 

@@ -170,7 +170,8 @@ async def test_what_failed_before_runs_first(sandboxes: PoolClient) -> None:
     row = {"inputs": ["1", "2", "3"], "outputs": ["1", "2", "4"]}
     loud = "print(input())\nassert False, 'ran'"
 
-    assert (await score(sandboxes, row, "print(input())")).detail == "wrong output"
+    told = (await score(sandboxes, row, "print(input())")).detail
+    assert told == r"wrong output: input '3': got '3\n', expected '4'"
     first = await score(
         sandboxes, row, "n = input()\nassert n != '3', 'the third ran first'\nassert False, 'not first'"
     )

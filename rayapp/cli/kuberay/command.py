@@ -31,6 +31,7 @@ def render_k8s(
     chart: Annotated[Path | None, typer.Option(help="Another chart than configs/kuberay/chart")] = None,
 ) -> None:
     """Write the Kubernetes manifests of a run as plain YAML, for `kubectl apply -f FOLDER`. Needs no cluster."""
+    from rayapp.cli.kuberay.before_apply import before_apply
     from rayapp.cli.kuberay.render import CHART, Release, read_values, render
     from rayapp.config.loading import load_config
 
@@ -48,3 +49,5 @@ def render_k8s(
         raise InputError(f"{out} can't be written: {error.strerror}") from None
     for file in sorted(files):
         typer.echo(str(out / file))
+    needed = "".join(f"\n  - {line}" for line in before_apply(files, namespace))
+    typer.echo(f"before `kubectl apply --namespace {namespace} -f {out}` there must be:{needed}", err=True)

@@ -59,6 +59,13 @@ def gpus(key: str, value: Any, values: Values) -> Landing:
     return Landing(settings=settings, note=f"{total // tp} servers x TP {tp} on the GPUs of {total} learners")
 
 
+def workers(key: str, value: Any, values: Values) -> Landing:
+    """verl's default of 8 is for a node of 8 GPUs; one worker plays many groups at once."""
+    most = max(1, int(values["trainer.n_gpus_per_node"]) * int(values["trainer.nnodes"]))
+    note = f"no more than GPUs: {most}" if int(value) > most else ""
+    return Landing(settings={"rollout.num_workers": min(int(value), most)}, note=note)
+
+
 def lora(key: str, value: Any, values: Values) -> Landing:
     """Adapters; verl's alpha is 16 where none is given."""
     if not value:

@@ -208,7 +208,7 @@ ROLLOUT: dict[str, Rule] = {
         ),
         no_effect(_VLLM_OWN),
     ),
-    f"{_ROLLOUT}.agent.num_workers": to("rollout.num_workers", int),
+    f"{_ROLLOUT}.agent.num_workers": arithmetic.workers,
     f"{_ROLLOUT}.agent.default_agent_loop": choice(
         "agent.default_agent",
         {"tool_agent": "tool_agent", "single_turn_agent": "single_turn_agent"},

@@ -27,7 +27,7 @@ from rayapp.driver.cluster import LearnerGroup, one_connection, open_learners
 from rayapp.driver.evaluation import evaluate_model
 from rayapp.driver.phases import Phases
 from rayapp.driver.run import restore
-from rayapp.driver.saving import CheckpointSaver, is_due, saving, saving_when_stopped
+from rayapp.driver.saving import CheckpointSaver, is_due, saving, saving_when_stopped, saying_what_is_saved
 from rayapp.rollout.check import check_inputs
 from rayapp.rollout.demonstrations import Demonstrations, read_demonstrations
 from rayapp.rollout.order import index_in_epochs
@@ -177,7 +177,7 @@ async def _run(config: Config, section: Config, folder: RunFolder) -> None:
     local = with_local_model(section)
     found = await asyncio.to_thread(read_demonstrations, local, section.warmup.files)
     held_out = await asyncio.to_thread(_held_out, local)
-    with make_trackers(section, folder) as tracker:
+    with make_trackers(section, folder) as tracker, saying_what_is_saved(folder, tracker.note):
         tracker.note(_what_is_learned(section, found))
         evaluated = await _evaluated(config, tracker) if folder.latest_checkpoint() is None else {}
         rows = _Rows(learned=found.rows, held_out=held_out, evaluated=evaluated)

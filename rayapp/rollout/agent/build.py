@@ -97,14 +97,23 @@ async def open_agent_loop(
     return AgentLoop(chat=chat, parser=found, tools=tools, limits=limits)
 
 
-def check_parser(tokenizer: Any, *, model: str, parser: str, chat_template: str) -> None:
+def check_template(tokenizer: Any, *, model: str, chat_template: str) -> ChatFormat:
     """As `open_agent_loop` does, with one tool that stands for all: theirs may be behind a service.
+
+    Raises:
+        ConfigError: the template has no place for tools.
+    """
+    template = load_template(chat_template) if chat_template else ""
+    return ChatFormat(tokenizer, [_ANY_TOOL], template=template, name=model)
+
+
+def check_parser(tokenizer: Any, *, model: str, parser: str, chat_template: str) -> None:
+    """`check_template`, and the parser too, for which vLLM is imported: seconds.
 
     Raises:
         ConfigError: the template has no place for tools, or the parser doesn't read what it writes.
     """
-    template = load_template(chat_template) if chat_template else ""
-    chat = ChatFormat(tokenizer, [_ANY_TOOL], template=template, name=model)
+    chat = check_template(tokenizer, model=model, chat_template=chat_template)
     _vllm_parser(parser, tokenizer, [_ANY_TOOL], _sample(chat, parser))
 
 

@@ -31,6 +31,11 @@ def tool_reward(episode: Episode) -> float:
     return sum(call.reward for call in episode.calls if call.reward is not None)
 
 
+def tool_verdict(episode: Episode) -> float:
+    """Sum of the tools' verdicts on the whole episode, from those that have one."""
+    return sum(episode.tool_rewards.values())
+
+
 def to_trajectory(episode: Episode, reward: Reward, *, asked_version: int = 0) -> Trajectory:
     """The trajectory of an episode.
 

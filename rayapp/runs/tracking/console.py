@@ -45,11 +45,19 @@ SUPERVISED: dict[str, tuple[str, str]] = {
     "seconds": ("timing_s/step", "{:.1f}"),
 }
 """The same of a step on demonstrations."""
+EVALUATED: dict[str, tuple[str, str]] = {
+    "eval reward": ("eval/reward/mean", "{:+.3f}"),
+    "eval solved": ("eval/reward/solved/mean", "{:.2f}"),
+}
+"""The same of an evaluation: behind a step's own numbers, or alone before the first step."""
 
 
 def formats_of(metrics: Mapping[str, float]) -> dict[str, tuple[str, str]]:
     """The numbers of this kind of step."""
-    return SUPERVISED if any(key.startswith("sft/") for key in metrics) else FORMATS
+    evaluated = EVALUATED if any(key.startswith("eval/") for key in metrics) else {}
+    if any(key.startswith("sft/") for key in metrics):
+        return SUPERVISED | evaluated
+    return evaluated if evaluated and "reward/mean" not in metrics else FORMATS | evaluated
 
 
 class Pace:
@@ -202,12 +210,13 @@ class LiveConsole:
 
     def _render(self) -> RenderableType:
         head = Table.grid(padding=(0, 2))
-        head.add_row(Text(self._name, style="bold"), self._progress(), Text(self._phase_text(), style="cyan"))
+        head.add_row(Text(self._name, style="bold", overflow="ellipsis", no_wrap=True), self._progress())
         if self._rewards:
             reward = Text(number("reward", self._metrics), style="bold")
-            head.add_row(Text("reward", style="dim"), Text(sparkline(self._rewards)), reward)
+            head.add_row(Text("reward", style="dim"), Text.assemble(sparkline(self._rewards), "  ", reward))
         details = [Text(self._details())] if self._metrics else []
-        return Group(head, *details, *(Text(note, style="dim") for note in self._notes))
+        phase = Text(self._phase_text(), style="cyan")
+        return Group(head, phase, *details, *(Text(note, style="dim") for note in self._notes))
 
     def _progress(self) -> ProgressBar:
         return ProgressBar(total=self._num_steps, completed=self._step, width=SPARK_STEPS)

@@ -6,6 +6,7 @@ Logged through a client object: MLflow's global "active run" stays untouched, so
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 import time
@@ -19,6 +20,9 @@ from rayapp.runs.tracking.mlflow_traces import TraceWriter
 from rayapp.runs.tracking.resumable import remembered_id
 from rayapp.runs.tracking.traces import Decode, TracedRollout
 
+# MLflow sets its loggers up when it is imported, and would then write lines between those of a run's steps.
+for _name in ("mlflow", "alembic"):
+    logging.getLogger(_name).setLevel(logging.WARNING)
 _MAX_PARAM_CHARS = 500
 _MAX_PARAMS_AT_ONCE = 100
 

@@ -101,7 +101,7 @@ def make_trackers(config: Config, folder: RunFolder) -> Iterator[RunTracker]:
 
 def _make(config: Config, path: Path) -> RunTracker:
     chosen = config.tracking.trackers
-    _check_packages(chosen)
+    check_packages(chosen)
     trackers: dict[str, Tracker] = {}
     console: LineConsole | LiveConsole | LogConsole | None = None
     if "jsonl" in chosen:
@@ -117,7 +117,7 @@ def _make(config: Config, path: Path) -> RunTracker:
     return RunTracker(trackers, console)
 
 
-def _check_packages(chosen: Sequence[str]) -> None:
+def check_packages(chosen: Sequence[str]) -> None:
     """Raises ConfigError: a tracker was asked for by name, so its absence is told before anything starts."""
     missing = [name for name in chosen if name in (*_SERVICES, "mlflow") and find_spec(name) is None]
     if missing:

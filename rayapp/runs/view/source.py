@@ -86,6 +86,28 @@ class RunSource:
             raise StorageUnreachableError(f"{folder} can't be listed: {error}") from None
 
 
+MOST_RUNS = 30
+"""Runs of a folder that are shown together; the ones written to last."""
+
+
+def run_uris(uri: str) -> list[str]:
+    """The run at `uri`, or, of a folder that holds runs, those in it, the one written to last first.
+
+    Returns:
+        `[uri]` where neither is there: `open_source` says what is wrong.
+    """
+    location = Location.parse(uri)
+    folder = Path(location.key).expanduser()
+    if location.is_remote or _is_run(folder) or not folder.is_dir():
+        return [uri]
+    runs = sorted(filter(_is_run, folder.iterdir()), key=lambda run: -run.stat().st_mtime)
+    return [str(run) for run in runs[:MOST_RUNS]] or [uri]
+
+
+def _is_run(folder: Path) -> bool:
+    return any((folder / name).exists() for name in ("config.yaml", "metrics.jsonl", "trajectories"))
+
+
 def open_source(uri: str) -> RunSource:
     """The run at a path or `s3://bucket/prefix`; credentials from the environment, as everywhere.
 
@@ -103,7 +125,7 @@ def open_source(uri: str) -> RunSource:
     if source.stamp("config.yaml") is None and source.stamp("metrics.jsonl") is None and not source.step_files():
         raise InputError(
             f"{uri} is no run folder: it has neither config.yaml nor metrics.jsonl nor trajectories/. "
-            "Give the folder of one run, e.g. outputs/coding_cpu"
+            "Give the folder of a run, e.g. outputs/coding_cpu, or one that holds runs, e.g. outputs"
         )
     version = source.read_bytes(FORMAT_FILE)
     if version is not None:

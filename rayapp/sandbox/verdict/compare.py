@@ -17,6 +17,11 @@ other type is unequal; nothing here raises because of it.
 
 from __future__ import annotations
 
+import reprlib
+
+_SHORT = reprlib.Repr()
+_SHORT.maxlevel, _SHORT.maxstring, _SHORT.maxother, _SHORT.maxlong = 4, 120, 120, 60
+_SHORT.maxlist = _SHORT.maxtuple = _SHORT.maxset = _SHORT.maxdict = 24
 _LEAVES = (bool, int, float, str, bytes, type(None))
 
 
@@ -46,6 +51,14 @@ def equal(expected: object, actual: object) -> bool:
 def same_value(actual: object, expected: object) -> bool:
     """`equal` in the order graders speak: what came back, then what it should be."""
     return equal(expected, actual)
+
+
+def shown(value: object) -> str:
+    """Plain data as a person reads it: Python's own writing, with the middle of what is long left out."""
+    try:
+        return _SHORT.repr(value)
+    except ValueError:  # Python writes out no integer of over 4,300 digits
+        return "a number too long to write out"
 
 
 def _equal_leaves(expected: object, actual: object) -> bool:

@@ -101,6 +101,7 @@ def _stdin_test(comparison: Comparison, given: object, expected: object) -> Stdi
         stdin=_joined(given, "inputs"),
         is_expected=partial(same_output, wanted, comparison),
         max_output_bytes=max(_LEAST_OUTPUT_BYTES, 2 * len(wanted.encode())),
+        expected=wanted,
     )
 
 

@@ -22,6 +22,8 @@ class StdinTest:
     """Compares what the program wrote, as its data set's checker does."""
     max_output_bytes: int
     """Longer output can't be right: the program is stopped there."""
+    expected: str = ""
+    """The expected output, for people."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

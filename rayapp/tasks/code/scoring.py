@@ -16,11 +16,13 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import islice
 
 from rayapp.config.agent import CodeSection
 from rayapp.core.protocols import Sandbox, SandboxSource
 from rayapp.core.types import ExecResult, Reward, SandboxSpec
 from rayapp.sandbox.verdict.codec import off_the_loop
+from rayapp.sandbox.verdict.compare import shown
 from rayapp.tasks.code.assembling import (
     ENTRY,
     IMPORTS,
@@ -36,6 +38,8 @@ from rayapp.tasks.code.outputs import Comparison
 from rayapp.tasks.code.problem import CallTest, CodeTests, InsideTest, StdinTest, Test
 from rayapp.tasks.sandboxed import judged_in_sandbox
 from rayapp.tasks.text_process import TextReadingFailedError, TextTooCostlyError, on_text
+
+_MOST_CALLS_TOLD = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,14 +149,19 @@ class _Candidate:
         if problem := _problem(ran):
             return problem, ran.duration_s
         is_right = await off_the_loop(len(ran.stdout), partial(test.is_expected, ran.stdout))
-        return "" if is_right else "wrong output", ran.duration_s
+        told = f"wrong output: input {shown(test.stdin)}: got {shown(ran.stdout)}, expected {shown(test.expected)}"
+        return "" if is_right else told, ran.duration_s
 
     async def _run_calls(self, test: CallTest, sandbox: Sandbox, timeout_s: float) -> tuple[str, float]:
         code = callable_code(self.code, self.screened.target)
         report = await sandbox.call_function(code, ENTRY, test.calls, timeout_s=timeout_s)
         problem = _problem(report.exec) or next((call.error for call in report.calls if not call.ok), "")
         if not problem and not test.is_passed([call.value for call in report.calls]):
-            problem = "wrong value"
+            called = (
+                f"({', '.join(map(shown, args))}) gave {shown(call.value)}"
+                for args, call in zip(test.calls, report.calls, strict=True)
+            )
+            problem = f"wrong value: {'; '.join(islice(called, _MOST_CALLS_TOLD))}"
         return problem, report.exec.duration_s
 
     async def _run_check(self, test: InsideTest, sandbox: Sandbox, timeout_s: float) -> tuple[str, float]:

@@ -29,6 +29,7 @@ from rayapp.storage.opening import open_storage
 from rayapp.tasks.answer_rules import CODE_SOURCES
 from rayapp.tasks.code.outputs import Comparison
 from rayapp.tasks.code.scoring import CodeProblem
+from rayapp.tasks.data.own_rows import OwnColumns
 from rayapp.tasks.data.rows import DATASETS, ONE_FILE_IS_TEST, Mapper, Row
 from rayapp.tasks.data.sources import load_splits
 
@@ -38,6 +39,8 @@ ROWS_PER_GROUP = 1024
 _CHECKED_AT_ONCE = 32
 _SANDBOXES = SandboxConfig(min_ready=0)
 _REFERENCE_RULES = CodeSection(max_tests=0, test_timeout_s=20.0, total_timeout_s=600.0)
+OWN_SOURCE = "own"
+"""data_source of a user's rows, which no rule knows: a function of theirs scores them."""
 _MOST_NAMED = 20
 """Bad rows that are named one by one; the rest is counted."""
 Check = Callable[[Sequence[Row]], list[str]]
@@ -87,6 +90,15 @@ class Preparation:
     """Scoring goes by it; empty is the data set's hub id, whatever the source is."""
     check_references: bool = True
     """Run the solutions that come with code problems on their tests."""
+    own: OwnColumns | None = None
+    """How a user's own examples are read, in place of those of a known data set."""
+    test_ratio: float = 0.0
+    """Share of the train split that becomes the test split, where the source has none."""
+
+    @property
+    def mapping(self) -> tuple[str, str | None, Mapper]:
+        """The data source by default, the hub's configuration, and the mapper."""
+        return (OWN_SOURCE, None, self.own) if self.own is not None else DATASETS[self.name]
 
 
 async def prepare(job: Preparation, progress: Progress = lambda *_: None) -> list[SplitReport]:
@@ -96,7 +108,7 @@ async def prepare(job: Preparation, progress: Progress = lambda *_: None) -> lis
         InputError: the source can't be read, has no rows, or too many that can't be mapped.
         StorageError: the target can't be written; `StorageExistsError` when it holds other content.
     """
-    if job.name not in DATASETS:
+    if job.own is None and job.name not in DATASETS:
         raise InputError(f"data set {job.name!r}: there are {', '.join(DATASETS)}")
     async with open_storage(job.out) as storage:
         # Check the target before the work: an hour of mapping must not end at a wrong key.
@@ -108,7 +120,7 @@ async def prepare(job: Preparation, progress: Progress = lambda *_: None) -> lis
 
 
 async def _mapped(job: Preparation, scratch: Path, progress: Progress) -> list[SplitReport]:
-    comparison = CODE_SOURCES.get(DATASETS[job.name][0])
+    comparison = CODE_SOURCES.get(job.mapping[0])
     if comparison is None or not job.check_references:
         return await asyncio.to_thread(_map_all, job, scratch, progress, lambda rows: [""] * len(rows))
     async with open_pool(_SANDBOXES, f"data-{os.getpid()}") as (sandboxes, _):
@@ -117,7 +129,7 @@ async def _mapped(job: Preparation, scratch: Path, progress: Progress) -> list[S
 
 
 def _map_all(job: Preparation, scratch: Path, progress: Progress, check: Check) -> list[SplitReport]:
-    hub_id, configuration, mapper = DATASETS[job.name]
+    hub_id, configuration, mapper = job.mapping
     file_split = "test" if job.name in ONE_FILE_IS_TEST else "train"
     splits = load_splits(
         job.source,
@@ -128,6 +140,8 @@ def _map_all(job: Preparation, scratch: Path, progress: Progress, check: Check) 
     )
     if file_split not in splits:
         raise InputError(f"source {job.source!r} has no {file_split} split; there are: {', '.join(splits) or 'none'}")
+    if job.test_ratio and "test" not in splits:
+        splits = splits["train"].train_test_split(test_size=job.test_ratio, seed=0)
     (scratch / "out").mkdir()
     reports = []
     for split, examples in splits.items():
@@ -194,7 +208,7 @@ def _write(rows: Iterator[Row], path: Path) -> None:
     writer, schema = None, None
     try:
         while group := list(islice(rows, ROWS_PER_GROUP)):
-            schema = schema or _schema(group[0])
+            schema = schema or _schema(group)
             writer = writer or pq.ParquetWriter(path, schema, compression="zstd")
             writer.write_table(pa.Table.from_pylist(group, schema=schema))
     finally:
@@ -202,12 +216,12 @@ def _write(rows: Iterator[Row], path: Path) -> None:
             writer.close()
 
 
-def _schema(row: Row) -> Any:
-    """Arrow types of a split: those of its first row, but for images, where a missing path would have no type."""
+def _schema(rows: Sequence[Row]) -> Any:
+    """Arrow types of a split: those of its first rows, but for images, where a missing path would have no type."""
     import pyarrow as pa
 
-    schema = pa.Table.from_pylist([row]).schema
-    if "images" not in row:
+    schema = pa.Table.from_pylist(rows).schema
+    if "images" not in rows[0]:
         return schema
     image = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
     return schema.set(schema.get_field_index("images"), pa.field("images", pa.list_(image)))

@@ -1,7 +1,7 @@
 """Raw data sets by `datasets`: from the hub, or a local folder or file. Called by `preparing.py`.
 
-A local source is a folder that `save_to_disk` wrote, a folder with train.* and test.* as parquet, JSONL or JSON, or
-one such file, which is one split, `train` unless the data set has none.
+A local source is a folder that `save_to_disk` wrote, a folder with train.* and test.* as parquet, JSONL, JSON or CSV,
+or one such file, which is one split, `train` unless the data set has none.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 from rayapp.core.errors import InputError
 
 SPLITS = ("train", "test")
-_LOADERS = {".parquet": "parquet", ".jsonl": "json", ".json": "json", ".gz": "json"}
+_LOADERS = {".parquet": "parquet", ".jsonl": "json", ".json": "json", ".gz": "json", ".csv": "csv"}
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 

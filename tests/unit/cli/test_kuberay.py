@@ -493,3 +493,22 @@ def test_autoscaling_and_kueue_exclude_each_other() -> None:
     job["spec"]["rayClusterSpec"]["workerGroupSpecs"][0]["template"]["spec"]["restartPolicy"] = "Always"
 
     assert [text.partition(":")[0] for text in check_rayjob(job)] == ["enableInTreeAutoscaling", "workerGroupSpecs gpu"]
+
+
+def test_what_must_be_there_before_the_manifests_are_applied_is_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = str(ROOT / "configs" / "coding_8gpu.yaml")
+
+    assert run(["render-k8s", config, "--out", str(tmp_path), "--namespace", "rl", "--set", "image.tag=v7"]) == 0
+    told = capsys.readouterr().err
+
+    assert f"before `kubectl apply --namespace rl -f {tmp_path}` there must be:" in told
+    assert "image registry.example.com/rayapp:v7: built" in told
+    assert "kubectl create secret generic rayapp-credentials --namespace rl" in told
+    assert "PersistentVolumeClaim models in namespace rl" in told
+    assert "PersistentVolumeClaim rayapp-outputs" not in told, "it is among the manifests"
+    assert "every pod fetches it from the hub, and /var/models is not used" in told
+
+    assert run(["render-k8s", config, "--out", str(tmp_path), "--set", "run.model=Qwen"]) == 0
+    assert "hub" not in capsys.readouterr().err

@@ -128,6 +128,15 @@ def test_the_seeds_traces_go_to_mlflow_and_rows_without_a_name_speak_once_as_in_
     assert config.agent.default_agent == "single_turn_agent"
 
 
+def test_on_a_laptop_three_overrides_make_a_run_for_its_cpu(seed_yaml: Path) -> None:
+    laptop = ["trainer.n_gpus_per_node=1", "actor_rollout_ref.rollout.tensor_model_parallel_size=1"]
+
+    config = imported(seed_yaml, *laptop, "rayapp.cluster.device=cpu").config
+
+    assert (config.cluster.device, config.server.num_servers, config.learner.num_learners) == ("cpu", 1, 1)
+    assert config.rollout.num_workers == 1, "verl's default is 8, whatever the machine"
+
+
 def test_a_share_of_the_traces_is_that_of_verls_workers(seed_yaml: Path) -> None:
     config = imported(seed_yaml, "actor_rollout_ref.rollout.trace.max_samples_per_step_per_worker=1").config
 

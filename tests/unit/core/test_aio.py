@@ -58,9 +58,10 @@ async def test_cleanup_that_is_itself_ended_does_not_wait_for_ever() -> None:
 
 RUN = """
 import asyncio, sys
-from rayapp.core.aio import run_until_done
+from rayapp.core.aio import run_until_done, when_stopped
 
 async def main():
+    when_stopped(lambda: print("noticed", flush=True))
     asked = asyncio.Event()
     asyncio.get_running_loop().add_reader(sys.stdin, asked.set)
     print("ready", flush=True)
@@ -99,7 +100,7 @@ def test_a_signal_cleans_up_and_then_ends_the_run_with_130(number: signal.Signal
         loop.send_signal(number)
 
         assert loop.wait(timeout=60) == 130
-        assert loop.communicate()[0] == "cleaned up\n"
+        assert loop.communicate()[0] == "noticed\ncleaned up\n"
 
 
 def test_a_run_started_with_ctrl_c_ignored_goes_on_after_it_and_stops_on_sigterm() -> None:
@@ -113,7 +114,7 @@ def test_a_run_started_with_ctrl_c_ignored_goes_on_after_it_and_stops_on_sigterm
         loop.send_signal(signal.SIGTERM)
 
         assert loop.wait(timeout=60) == 130
-        assert loop.communicate()[0] == "cleaned up\n"
+        assert loop.communicate()[0] == "noticed\ncleaned up\n"
 
 
 async def test_a_stop_is_not_lost_when_its_step_loses_a_learner_too() -> None:

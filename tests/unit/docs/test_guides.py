@@ -9,10 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from pydantic import BaseModel
 
 from rayapp.config.algorithm_names import ADV_ESTIMATORS, POLICY_LOSSES
 from rayapp.config.config import Config
+from rayapp.tasks.coding import CodingTask
+from rayapp.tasks.screening import screen
 
 ROOT = Path(__file__).parents[3]
 DOCS = ROOT / "docs"
@@ -102,3 +105,14 @@ def test_every_link_into_a_guide_leads_to_a_heading(guide: str) -> None:
     for target, anchor in re.findall(r"\]\(([^)#:]*)#([^)]+)\)", (DOCS / guide).read_text()):
         headings = re.findall(r"^#+ (.*)$", (DOCS / (target or guide)).read_text(), re.MULTILINE)
         assert anchor in {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def test_the_first_task_of_the_readme_bans_what_its_prompt_forbids() -> None:
+    (text,) = re.findall(r"^```yaml\n(prompt:.*?)^```", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)
+    task = CodingTask.model_validate({"name": "double", **yaml.safe_load(text)})
+    task.check()
+
+    _, status, _ = screen(" return x * 2", "double", task.answer_prefix, task.banned_patterns)
+    _, allowed, _ = screen(" return x + x", "double", task.answer_prefix, task.banned_patterns)
+
+    assert (status, allowed) == ("banned", "")

@@ -87,6 +87,7 @@ async def play(
     deadline_s: float = 60.0,
     source: str = "openai/gsm8k",
     agent_name: str = "",
+    rewards: AnswerRewards = AnswerRewards(tool_weight=1.0),  # noqa: B008 - frozen
 ) -> tuple[Group, GroupSummary]:
     row = DataRow(
         messages=MESSAGES,
@@ -98,7 +99,7 @@ async def play(
     )
     return await run_group(
         GroupRequest(group_id=7, policy_version=0),
-        assignment_of(row, loops, AnswerRewards(tool_weight=1.0), NO_SANDBOXES),
+        assignment_of(row, loops, rewards, NO_SANDBOXES),
         engine=engine,
         sampling=SamplingParams(max_tokens=2000),
         group_size=3,
@@ -116,6 +117,17 @@ async def test_each_episode_is_scored_by_its_last_turn_and_the_tools_rewards(cha
     assert summary.task == "openai/gsm8k"
     assert group.trajectories[0].completion_text == "It is 4.\n#### 4"
     assert summary.valid.all()
+
+
+async def test_a_tools_verdict_on_the_trajectory_counts_by_its_weight(chat_tokenizer: Any) -> None:
+    loops, engine = loops_of(chat_tokenizer, Gsm8kTool()), engine_of(chat_tokenizer)
+
+    _, without = await play(loops, engine)
+    _, summary = await play(loops, engine, rewards=AnswerRewards(tool_weight=1.0, tool_verdict_weight=0.5))
+
+    # The tool's own verdict is 1 where its best call was right: on trajectory 0.
+    assert summary.reward_terms["tool_verdict"].tolist() == [1.0, 0.0, 0.0]
+    assert (summary.rewards - without.rewards).tolist() == pytest.approx([0.5, 0.0, 0.0])
 
 
 async def test_a_single_turn_row_reads_no_tools_and_its_calls_are_its_answer(chat_tokenizer: Any) -> None:

@@ -324,7 +324,7 @@ async def test_public_tests_read_a_file_as_the_verdict_does(bench: Bench) -> Non
 
     assert [output for output in played.outputs if output != "s.py is written"] == [
         "banned: uses sum",
-        "syntax_error: the code does not parse",
+        "syntax_error: the code does not parse: line 1: expected ':': `def double(x) return`",
         "no_code: no `def double` in the completion",
         "no test has run: ZeroDivisionError: division by zero",
         (

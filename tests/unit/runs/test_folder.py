@@ -323,3 +323,30 @@ def test_a_finished_run_that_gets_more_steps_is_not_finished_before_the_model_of
         with folder.pending_final():
             pass
         assert folder.is_finished
+
+
+def resumed(path: Path, **changed: object) -> None:
+    """Make a run with a checkpoint, and go on under another configuration."""
+    with RunFolder.open(config(path)) as folder:
+        save(folder, 2)
+    with RunFolder.open(config(path, **changed)):
+        pass
+
+
+def test_a_run_goes_on_with_other_servers_workers_and_learners_and_says_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    resumed(tmp_path, server__num_servers=2, rollout__num_workers=3, learner__num_learners=4)
+
+    assert "goes on with another server.num_servers: 1 before, 2 now" in caplog.text
+    assert len(caplog.records) == 3
+
+
+def test_another_learning_rate_is_refused_unless_it_is_meant(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    new = {"learner__optimizer": {"lr": 3e-6}}
+    with pytest.raises(RunFolderError, match=r"run\.allow_changed='\[learner\.optimizer\.lr\]'"):
+        resumed(tmp_path, **new)
+
+    resumed(tmp_path / "meant", **new, run__allow_changed=("learner.optimizer.lr",))
+
+    assert "another learner.optimizer.lr: 1e-06 before, 3e-06 now" in caplog.text

@@ -177,6 +177,26 @@ def test_a_step_line_shows_a_dash_for_what_the_step_does_not_have_and_keeps_its_
     )
 
 
+def test_the_evaluation_before_the_first_step_is_shown() -> None:
+    baseline = step_line(0, 2, {"eval/reward/mean": 0.25, "eval/reward/solved/mean": 0.1}, seconds_left=None)
+    both = step_line(2, 2, METRICS | {"eval/reward/mean": 0.5}, seconds_left=0.0)
+
+    assert baseline == "step 0/2  eval reward +0.250  eval solved 0.10  left -"
+    assert both.endswith("seconds 12.0  eval reward +0.500  eval solved    -  left 0 s")
+
+
+def test_on_eighty_columns_the_time_left_stays_in_one_piece() -> None:
+    stream = io.StringIO()
+    terminal = Console(file=stream, force_terminal=True, width=80, height=30, color_system=None)
+    live = LiveConsole(150, "a-run-with-a-rather-long-name-of-its-own", terminal, clock=lambda: 0.0)
+    live.log(1, METRICS | {"timing_s/step": 83.0})
+    terminal.print(live._render())
+    live.close()
+
+    assert "left 3 h 26 min" in stream.getvalue()
+    assert all(len(line) <= 80 for line in re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", stream.getvalue()).splitlines())
+
+
 def test_the_time_left_is_the_mean_of_the_last_steps_times_the_steps_left() -> None:
     stream = io.StringIO()
     console = LineConsole(4, stream)

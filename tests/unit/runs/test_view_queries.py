@@ -23,7 +23,7 @@ from rayapp.runs.view.groups import GroupFilter, Page, facets, find_groups, neig
 from rayapp.runs.view.index import GroupIndex
 from rayapp.runs.view.panels import PANELS, Panel, keys_of_panel
 from rayapp.runs.view.run import ViewedRun, run_state
-from rayapp.runs.view.source import open_source
+from rayapp.runs.view.source import open_source, run_uris
 from rayapp.runs.view.tokens import token_texts
 
 
@@ -401,3 +401,14 @@ def test_a_config_that_does_not_parse_hides_no_run(run: Path) -> None:
 
     assert ViewedRun(open_source(str(run))).config() == {}
     assert json.dumps(ViewedRun(open_source(str(run))).summary())
+
+
+def test_a_folder_that_holds_runs_stands_for_all_of_them(run: Path, tmp_path: Path) -> None:
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "metrics.jsonl").write_text("")
+    (tmp_path / "no run").mkdir()
+
+    assert set(run_uris(str(tmp_path))) == {str(run), str(tmp_path / "other")}
+    assert run_uris(str(run)) == [str(run)]
+    assert run_uris(str(tmp_path / "no run")) == [str(tmp_path / "no run")]
+    assert run_uris("s3://bucket/runs") == ["s3://bucket/runs"]

@@ -142,7 +142,10 @@ async def test_a_readable_wrong_answer_may_be_worth_something_but_is_not_solved(
 async def test_every_term_is_recorded_and_weighed() -> None:
     reward = await verdict("think\n#### 12", AnswerRewards(format_weight=0.2, tool_weight=0.5), tool=-0.05)
 
-    assert reward.terms == {"pass_rate": 1.0, "score": 1.0, "solved": 1.0, "format": 1.0, "tool": -0.05}
+    assert reward.terms == {
+        "pass_rate": 1.0, "score": 1.0, "solved": 1.0, "format": 1.0, "tool": -0.05,
+        "tool_verdict": 0.0,
+    }  # fmt: skip
     # 1.0 + 0.2 * 1.0 + 0.5 * -0.05
     assert reward.value == pytest.approx(1.175)
 
@@ -353,7 +356,7 @@ async def test_a_custom_function_that_fails_gives_no_verdict(module: Path, name:
 async def test_numbers_of_numpy_are_numbers_and_what_is_none_is_no_term(module: Path) -> None:
     reward = await verdict("x", AnswerRewards(custom=CustomReward(path=f"{module}:scalars")))
 
-    own = {"pass_rate": 0.0, "solved": 0.0, "format": 0.0, "tool": 0.0}
+    own = {"pass_rate": 0.0, "solved": 0.0, "format": 0.0, "tool": 0.0, "tool_verdict": 0.0}
     assert reward.terms == {"score": 0.5, "bits": 3.0, "flag": 1.0, "array": 2.0, **own}
     assert all(type(value) is float for value in reward.terms.values())
 

@@ -130,7 +130,33 @@ def test_code_that_does_not_parse_is_not_this_modules_verdict() -> None:
     assert find_banned("def f(:", PATTERNS) is None
 
 
-@pytest.mark.parametrize("pattern", ["", "a b", "sorted()", "(", "x..y"])
+@pytest.mark.parametrize(
+    "code",
+    [
+        "def double(x): return x * 2",
+        "def double(x):\n    x *= 2\n    return x",
+        "def double(x): return x.__mul__(2)",
+        "def double(x): return int.__rmul__(x, 2)",
+        "def double(x): return getattr(x, '__mul__')(2)",
+        "from operator import mul\ndef double(x): return mul(x, 2)",
+        "import operator\ndef double(x): return operator.imul(x, 2)",
+        "def double(x): return eval('x * 2')",
+    ],
+)
+def test_a_banned_operator_is_found_however_it_is_written(code: str) -> None:
+    assert find_banned(code, ("*",)) == "*"
+
+
+def test_a_banned_operator_leaves_others_and_unpacking_alone() -> None:
+    assert find_banned("def double(x, *args, **more): return x + x ** 1 << -1", ("*", "-", "not in")) is None
+
+
+def test_operators_of_words_are_found() -> None:
+    assert find_banned("def f(x, xs): return x not in xs", ("not  in",)) == "not  in"
+    assert find_banned("def f(x, xs):\n    for y in xs:\n        return y is x", ("in", "is not")) is None
+
+
+@pytest.mark.parametrize("pattern", ["", "a b", "sorted()", "(", "x..y", "for", "lambda", "True", "not not"])
 def test_pattern_that_names_nothing_is_refused(pattern: str) -> None:
     with pytest.raises(ValueError, match="names nothing"):
         normal_pattern(pattern)

@@ -213,3 +213,47 @@ async def test_data_is_written_to_and_read_from_s3(
         await get_folder(storage, tmp_path / "back")
 
     assert len(read(tmp_path / "back" / "train.parquet")) == 5
+
+
+def own_rows(tmp_path: Path, *options: str) -> list[dict[str, Any]]:
+    """Train on a user's own examples, as `rayapp data rows` writes them."""
+    assert run(["data", "rows", str(tmp_path / "mine.jsonl"), "--out", str(tmp_path / "out"), *options]) == 0
+    return read(tmp_path / "out" / "train.parquet")
+
+
+def test_own_rows_in_trls_columns_are_rows_to_train_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    chat = [{"role": "user", "content": "3 + 3?"}]
+    write_jsonl(tmp_path / "mine.jsonl", [{"prompt": chat, "answer": 6, "level": "easy"}])
+
+    [row] = own_rows(tmp_path, "--system", "Be brief.")
+
+    assert row["prompt"] == [{"role": "system", "content": "Be brief."}, *chat]
+    assert row["reward_model"]["ground_truth"] == "6"
+    assert (row["data_source"], row["extra_info"]) == ("own", {"split": "train", "index": 0, "level": "easy"})
+    assert "reward.custom=FILE.py:FUNCTION" in capsys.readouterr().out
+
+
+def test_own_columns_have_any_names_and_a_test_split_is_taken_from_them(tmp_path: Path) -> None:
+    write_jsonl(tmp_path / "mine.jsonl", [{"task": f"{n} + 0?", "result": str(n), "note": None} for n in range(20)])
+
+    rows = own_rows(
+        tmp_path, "--prompt-column", "task", "--answer-column", "result", "--test-ratio", "0.2", "--data-source", "math"
+    )
+    held_out = read(tmp_path / "out" / "test.parquet")
+
+    assert (len(rows), len(held_out)) == (16, 4)
+    assert {row["reward_model"]["ground_truth"] for row in [*rows, *held_out]} == {str(n) for n in range(20)}
+    assert rows[0]["data_source"] == "math"
+
+
+def test_own_rows_without_a_column_to_ask_or_to_compare_with_say_which_there_are(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_jsonl(tmp_path / "mine.jsonl", [{"text": "2 + 2?", "value": "4"}])
+    arguments = ["data", "rows", str(tmp_path / "mine.jsonl"), "--out", str(tmp_path / "out")]
+
+    assert run(arguments) == 2
+    assert "there are text, value. Name one with --prompt-column" in capsys.readouterr().err
+    assert run([*arguments, "--prompt-column", "text"]) == 2
+    assert "Name one with --answer-column, or give --no-answers" in capsys.readouterr().err
+    assert run([*arguments, "--prompt-column", "text", "--no-answers"]) == 0

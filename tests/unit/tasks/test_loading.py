@@ -134,6 +134,13 @@ def test_run_without_tasks_is_refused() -> None:
         load_tasks([])
 
 
+def test_a_task_that_is_named_twice_is_there_twice() -> None:
+    first, second, third = load_tasks(["sort_numbers", "max_subarray_sum", "sort_numbers"])
+
+    assert first is third
+    assert second.name == "max_subarray_sum"
+
+
 def test_two_tasks_of_one_name_are_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="two tasks are called sort_numbers"):
         load_tasks(["sort_numbers", write(tmp_path, GOOD + "name: sort_numbers\n")])

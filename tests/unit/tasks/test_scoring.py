@@ -100,14 +100,42 @@ async def test_call_that_raises_is_one_failed_test() -> None:
 
     assert (reward.value, reward.status) == (0.75, "scored")
     assert reward.terms["raised_rate"] == 0.25
-    assert reward.detail == "list index out of range"
+    assert reward.detail.startswith("test 4 of 4: input ")
+    assert ": raised list index out of range, expected " in reward.detail
+
+
+async def test_the_first_failed_test_is_told_with_input_output_and_what_was_expected() -> None:
+    first, second, *_ = expected()
+
+    reward = await score(ScriptedSandboxes([first, "no", second, second]))
+
+    assert reward.detail.startswith("test 2 of 4: input ")
+    assert reward.detail.endswith(f": got 'no', expected {second}")
+
+
+async def test_a_long_or_endless_value_is_told_in_short() -> None:
+    first, *others = expected()
+
+    long = await score(ScriptedSandboxes([first, list(range(10**5)), *others[1:]]))
+    digits = await score(ScriptedSandboxes([first, 10**6000, *others[1:]]))
+
+    assert len(long.detail) < 400
+    assert "got a number too long to write out" in digits.detail
+
+
+async def test_a_syntax_error_is_told_with_its_line() -> None:
+    reward = await score(ScriptedSandboxes([]), "def f(:\n    return 1\n")
+
+    assert reward.status == "syntax_error"
+    assert "line 1" in reward.detail
 
 
 async def test_function_that_raises_on_every_call_is_an_error() -> None:
     reward = await score(ScriptedSandboxes([ValueError("no")] * 4))
 
     assert (reward.value, reward.status, reward.valid) == (-1.0, "error", True)
-    assert reward.detail == "every call failed: no"
+    assert reward.detail.startswith("every call failed: test 1 of 4: input ")
+    assert ": raised no, expected " in reward.detail
     assert reward.terms["raised_rate"] == 1.0
 
 

@@ -50,10 +50,10 @@ function table(rows, facets, query) {
   const columns = COLUMNS.filter(([key]) => (key !== "tool_failed" || facets.tools) && (key !== "source" || facets.sources.length));
   const sorted = query.sort || "step", order = query.order === "asc" ? "asc" : "desc";
   const head = columns.map(([key, text]) => {
-    if (!key) return h("th", {scope: "col"}, text);
+    if (!key) return h("th", {scope: "col", class: `of-${text.toLowerCase()}`}, text);
     const next = sorted === key && order === "desc" ? "asc" : "desc";
     const arrow = sorted === key ? (order === "desc" ? " ↓" : " ↑") : "";
-    return h("th", {scope: "col", class: isText(key) ? "" : "number", "aria-sort": sorted === key ? `${order}ending` : null},
+    return h("th", {scope: "col", class: isText(key) ? key : `number ${key}`, "aria-sort": sorted === key ? `${order}ending` : null},
       h("a", {href: link("groups", {...query, sort: key, order: next, offset: ""}), "data-key": `sort-${key}`}, text + arrow));
   });
   return h("div", {class: "scroll card"}, h("table", {class: "groups"}, h("thead", {}, h("tr", {}, head)), h("tbody", {}, rows.map((row) => groupRow(row, facets, query)))));
@@ -68,15 +68,15 @@ function groupRow(row, facets, query) {
   const odd = (row.reward_statuses ?? []).filter((status) => status !== "scored");
   return h("tr", {on: {click: open}},
     h("td", {class: "number"}, h("a", {href, "data-stop": true, "data-key": `${row.step}-${row.group_id}`, "aria-label": `step ${row.step}, group ${row.group_id}`}, number(row.step))),
-    facets.sources.length ? h("td", {}, visible(row.source)) : null,
-    h("td", {}, visible(row.task)),
+    facets.sources.length ? h("td", {class: "source"}, visible(row.source)) : null,
+    h("td", {class: "task"}, visible(row.task)),
     h("td", {class: "preview"}, h("div", {title: visible(row.preview)}, visible(row.preview))),
     h("td", {class: "number"}, rewardBadge(row.reward_mean, row.num_valid > 0)),
-    h("td", {class: "number quiet"}, row.reward_std === null ? "–" : row.reward_std < 1e-9 ? "0" : number(row.reward_std, 2)),
-    h("td", {class: "number"}, share(row.pass_rate)), h("td", {class: "number"}, share(row.solved)),
-    h("td", {class: "number"}, number(row.response_tokens_mean, 0)),
+    h("td", {class: "number quiet reward_std"}, row.reward_std === null ? "–" : row.reward_std < 1e-9 ? "0" : number(row.reward_std, 2)),
+    h("td", {class: "number pass_rate"}, share(row.pass_rate)), h("td", {class: "number solved"}, share(row.solved)),
+    h("td", {class: "number response_tokens_mean"}, number(row.response_tokens_mean, 0)),
     h("td", {class: "chips"}, odd.length ? odd.map(statusChip) : chip("all scored"), (row.failures ?? []).map((kind) => chip(kind, "bad"))),
-    facets.tools ? h("td", {class: "number"}, number(row.tool_failed)) : null);
+    facets.tools ? h("td", {class: "number tool_failed"}, number(row.tool_failed)) : null);
 }
 
 function pager(total, query) {

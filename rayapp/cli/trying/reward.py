@@ -1,0 +1,134 @@
+"""Scores answers by a reward function or a rule, for rows of data or a ground truth. Called by `command.py`."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rayapp.cli.score import read_answers
+from rayapp.config.config import Config
+from rayapp.core.errors import InputError
+from rayapp.core.types import Reward
+from rayapp.tasks.answers import Answer, score_answer
+from rayapp.tasks.data.data_row import DataRow, parse_row
+
+SHOWN_CHARS = 200
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trial:
+    """What `rayapp try reward` is asked to do."""
+
+    name: str
+    """A function, `place:name`, or a data source that has a rule."""
+    data: Path | None
+    rows: range
+    ground_truth: str
+    seed: int
+    config: Path | None
+
+    @property
+    def has_function(self) -> bool:
+        return ":" in self.name
+
+
+def try_reward(trial: Trial, texts: Sequence[str], files: Sequence[str]) -> bool:
+    """Score and print.
+
+    Returns:
+        True if every answer has a verdict.
+    Raises:
+        UserError: the function, the rule, a file or a row can't be used.
+    """
+    from rayapp.config.loading import load_config
+    from rayapp.rollout.data_groups import answer_rewards
+    from rayapp.sandbox.pool.in_process import open_pool
+
+    config = with_function(load_config(trial.config), trial)
+    rewards = answer_rewards(config)
+    if rewards.custom is not None:
+        rewards.custom.load()
+    answers = [*texts, *(found.text for file in files for found in read_answers(file))]
+    given = list(rows_of(trial))
+    for _, row in given:
+        rewards.truth_kind(row.data_source)
+
+    async def run() -> bool:
+        all_valid = True
+        async with open_pool(config.sandbox.model_copy(update={"min_ready": 0}), f"try-{os.getpid()}") as (pool, _):
+            for number, row in given:
+                for text in answers or _extremes(row):
+                    verdict = await score_answer(_answer(row, text), rewards, pool, seed=trial.seed)
+                    print(json.dumps(record(number, text, verdict)), flush=True)
+                    all_valid &= verdict.valid
+        return all_valid
+
+    return asyncio.run(run())
+
+
+def with_function(config: Config, trial: Trial) -> Config:
+    """The configuration with the function that is tried, if it is one."""
+    custom = trial.name if trial.has_function else ""
+    return config.model_copy(update={"reward": config.reward.model_copy(update={"custom": custom})})
+
+
+def rows_of(trial: Trial) -> Iterator[tuple[int, DataRow]]:
+    """The rows that answers are scored for, each with its number in the file.
+
+    Raises:
+        InputError: there is no such file or row, or a row is not in verl's schema.
+    """
+    if trial.data is None:
+        source = "own" if trial.has_function else trial.name
+        yield 0, DataRow(messages=(), data_source=source, ground_truth=trial.ground_truth)
+        return
+    table = read_table(trial.data)
+    if trial.rows.start >= table.num_rows:
+        raise InputError(f"{trial.data} has {table.num_rows} rows, and no row {trial.rows.start} (counted from 0)")
+    for number in trial.rows[: table.num_rows - trial.rows.start]:
+        yield number, parse_row(table.slice(number, 1).to_pylist()[0], f"{trial.data}, row {number}")
+
+
+def read_table(file: Path) -> Any:
+    """A parquet file. Raises InputError: it can't be read."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        return pq.read_table(file)
+    except (OSError, pa.ArrowException) as error:
+        raise InputError(f"{file} can't be read: {' '.join(str(error).split())[:200]}") from None
+
+
+def _extremes(row: DataRow) -> list[str]:
+    truth = row.ground_truth
+    return [truth if isinstance(truth, str) else json.dumps(truth, default=str), ""]
+
+
+def _answer(row: DataRow, text: str) -> Answer:
+    return Answer(
+        completion_text=text,
+        data_source=row.data_source,
+        ground_truth=row.ground_truth,
+        extra_info=row.extra_info,
+    )
+
+
+def record(number: int, text: str, verdict: Reward) -> dict[str, object]:
+    """One line of the output."""
+    return {
+        "row": number,
+        "answer": text[:SHOWN_CHARS],
+        "reward": verdict.value if verdict.valid else None,
+        "terms": verdict.terms,
+        "status": verdict.status,
+        "valid": verdict.valid,
+        "failure_kind": verdict.failure_kind,
+        "detail": verdict.detail,
+        "seconds": round(verdict.time_score_s, 4),
+    }
