@@ -27,6 +27,9 @@ class NoCalls:
     def parse(self, text: str) -> tuple[RawCall, ...]:
         return ()
 
+    def words(self, text: str) -> str:
+        return text
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AgentLoops:
