@@ -14,8 +14,9 @@ from rayapp.config.config import Config, sources_of
 from rayapp.config.sandbox import LocalConfig, SandboxConfig
 from rayapp.core.errors import ConfigError, InputError
 from rayapp.rollout.agent.chat import load_template
-from rayapp.rollout.agent.loops import SINGLE_TURN_AGENT, check_agent_name
+from rayapp.rollout.agent.loops import EXTERNAL_AGENT, SINGLE_TURN_AGENT, check_agent_name
 from rayapp.rollout.data_groups import answer_rewards
+from rayapp.rollout.external.agent import check_agent
 from rayapp.rollout.order import evaluation_waves
 from rayapp.rollout.prompts import render_prompts
 from rayapp.rollout.sources import naming
@@ -46,6 +47,8 @@ def check_inputs(config: Config, *, training: bool) -> None:
 
 
 def _check_source(config: Config, *, training: bool) -> None:
+    if config.default_agent == EXTERNAL_AGENT:
+        check_agent(config)
     if not config.uses_data:
         check_tasks(config, training=training)
         return
@@ -65,6 +68,10 @@ def check_tasks(config: Config, *, training: bool) -> None:
         tasks = load_tasks(names)
         if config.default_agent == SINGLE_TURN_AGENT:
             render_prompts(config, tasks)
+            continue
+        if config.default_agent == EXTERNAL_AGENT:
+            for task in tasks:
+                agent_start(task)
             continue
         # The workers measure the agent's prompts: they have the tools' schemas.
         brought = {name: f"task {task.name}: tools: {name}" for task in tasks for name in agent_start(task).tools}

@@ -178,7 +178,7 @@ class ChatFormat:
 
     def _after_turn(self, messages: Sequence[Message]) -> str:
         results = list(takewhile(lambda message: message["role"] == "tool", messages))
-        told = [{**result, "tool_call_id": _call_id(i)} for i, result in enumerate(results)]
+        told: list[Message] = [{**result, "tool_call_id": _call_id(i)} for i, result in enumerate(results)]
         told += messages[len(results) :]
         if not results or not self._needs_calls:
             return self._plain([_QUESTION, _ANSWER, *told]).partition(_STAND_IN)[2]

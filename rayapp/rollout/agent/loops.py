@@ -18,6 +18,8 @@ from rayapp.tools.calls import RawCall
 from rayapp.tools.toolset import ToolSet
 
 TOOL_AGENT, SINGLE_TURN_AGENT = "tool_agent", "single_turn_agent"
+EXTERNAL_AGENT = "external_agent"
+"""No loop of ours: `rayapp.rollout.external` plays, for all rows and tasks of a source."""
 AGENTS = (TOOL_AGENT, SINGLE_TURN_AGENT)
 
 
