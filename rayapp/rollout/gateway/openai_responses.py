@@ -22,6 +22,11 @@ from rayapp.rollout.gateway.reading import (
 from rayapp.rollout.gateway.refusals import RefusedError
 from rayapp.tools.base import ToolSchema
 
+_EMPTY: dict[str, dict[str, Any]] = {
+    "message": {"content": []},
+    "reasoning": {"summary": []},
+    "function_call": {"arguments": ""},
+}
 _TEXTS = ("input_text", "output_text", "text", "refusal")
 
 
@@ -65,8 +70,7 @@ class OpenAIResponses:
         items = _items(reply)
         for index, item in enumerate(items):
             empty = {key: value for key, value in item.items() if key not in ("content", "summary", "arguments")}
-            holder = {"message": {"content": []}, "reasoning": {"summary": []}, "function_call": {"arguments": ""}}
-            started = empty | holder[item["type"]] | {"status": "in_progress"}
+            started = empty | _EMPTY[item["type"]] | {"status": "in_progress"}
             yield told("output_item.added", output_index=index, item=started)
             for kind, fields in _parts(item):
                 yield told(kind, output_index=index, item_id=item["id"], **fields)
