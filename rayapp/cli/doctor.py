@@ -238,8 +238,26 @@ def _model_fits(config: Config) -> Iterator[Finding]:
 def _sources_fit(config: Config) -> Iterator[Finding]:
     for source in sources_of(config):
         where = f"source {source.name}: " if source.name else ""
-        for finding in (*_data_fits(source.config), *_tool_parser_fits(source.config)):
+        fits = (*_tasks_fit(source.config), *_data_fits(source.config), *_tool_parser_fits(source.config))
+        for finding in fits:
             yield replace(finding, detail=f"{where}{finding.detail}")
+
+
+def _tasks_fit(config: Config) -> Iterator[Finding]:
+    if config.uses_data:
+        return
+    from rayapp.rollout.check import check_tasks
+    from rayapp.tasks.loading import load_tasks
+
+    try:
+        for names in filter(None, (config.tasks, config.eval.tasks)):
+            load_tasks(names)
+        if Path(config.model.path).is_dir():  # else there is no tokenizer yet to measure prompts with
+            check_tasks(config, training=True)
+    except UserError as error:
+        yield Finding(level="problem", what="tasks", detail=str(error))
+    except Exception:  # boundary: transformers, on files that are no tokenizer
+        return
 
 
 def _data_fits(config: Config) -> Iterator[Finding]:
