@@ -14,7 +14,8 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from importlib.resources import files
-from itertools import takewhile
+from itertools import chain, islice, repeat, takewhile
+from operator import add
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -29,6 +30,11 @@ _QUESTION: Message = {"role": "user", "content": "Question"}
 _ANSWER: Message = {"role": "assistant", "content": _STAND_IN}
 _WORD, _NO_WORD = re.compile(r"\w"), re.compile(r"[^\w\s\u2581]")
 _RESULTS = ("result-of-the-first-call", "result-of-the-second-call")
+_ANY_NAMES = ("unknown", "unknown")
+_PROBES = ("", "@", " \n@ \n ", '{"@": ["\\"", null]}', "[@]", "<b>&amp;'@'\u00e9\\n</b>", "<tool_response>@", "None")
+"""Results that a template could write otherwise than as they are: trimmed, escaped, or as JSON. @ stands for a text of
+its own."""
+_MOST_FRAMES = 256
 
 
 class ChatTokenizer(Protocol):
@@ -74,6 +80,8 @@ class ChatFormat:
         self._needs_calls = False
         self._head_ids = self._end_ids
         self._neutralize = Neutralizer(_added_tokens(tokenizer))
+        self._frames: dict[tuple[str, ...], tuple[str, ...] | None] = {}
+        """By names of the tools: see `_frame`."""
         if tools:
             self._check_tools()
 
@@ -124,7 +132,9 @@ class ChatFormat:
             tool_texts: results in the order of the calls. Control tokens of the model in them are broken up.
             tool_names: who gave them; some templates write that.
         """
-        ids = self._encode(self._after_turn([self._neutralize(text) for text in tool_texts], tool_names))
+        results = [self._neutralize(text) for text in tool_texts]
+        known = tuple(islice(chain(tool_names, repeat("unknown")), len(results)))
+        ids = self._encode(self._written(results, known))
         repeated = _overlap(sampled_ids, ids[: len(self._head_ids)])
         if not repeated and self._end_ids and self._ends_otherwise(sampled_ids):
             # Llama ends a turn that calls with <|eom_id|>: <|eot_id|> would be a second end.
@@ -164,15 +174,38 @@ class ChatFormat:
         """It ends with a special token. An engine stops only at one that ends a turn, though not always the usual."""
         return bool(token_ids) and token_ids[-1] in self._special_ids
 
-    def _after_turn(self, results: Sequence[str], names: Sequence[str] = ()) -> str:
-        known = [*names, *("unknown" for _ in results[len(names) :])]
+    def _written(self, results: Sequence[str], names: tuple[str, ...]) -> str:
+        """`_after_turn`; what the template writes around results is rendered once for results of the same tools."""
+        if names not in self._frames:
+            if len(self._frames) >= _MOST_FRAMES:
+                self._frames.clear()
+            self._frames[names] = self._frame(names)
+        around = self._frames[names]
+        if around is None:
+            return self._after_turn(results, names)
+        return around[0] + "".join(map(add, results, around[1:]))
+
+    def _frame(self, names: tuple[str, ...]) -> tuple[str, ...] | None:
+        """The texts before, between and after results; None for a template that does not write results as they are."""
+        marks = [f"result-number-{i}-" for i in range(len(names))]
+        try:
+            around = tuple(re.split("|".join(marks), self._after_turn(marks, names))) if marks else ()
+            for probe in _PROBES:
+                results = [probe.replace("@", mark) for mark in marks]
+                if self._after_turn(results, names) != "".join([*around[:1], *map(add, results, around[1:])]):
+                    return None
+        except Exception:  # boundary: as in render; a template may refuse one of these results, and not those to come
+            return None
+        return around if len(around) == len(names) + 1 else None
+
+    def _after_turn(self, results: Sequence[str], names: Sequence[str]) -> str:
         told = [
             {"role": "tool", "content": text, "name": name, "tool_call_id": _call_id(i)}
-            for i, (text, name) in enumerate(zip(results, known, strict=True))
+            for i, (text, name) in enumerate(zip(results, names, strict=True))
         ]
         if not self._needs_calls:
             return self._plain([_QUESTION, _ANSWER, *told]).partition(_STAND_IN)[2]
-        calls = [_call(name, {}, i) for i, name in enumerate(known)]
+        calls = [_call(name, {}, i) for i, name in enumerate(names)]
         asked: list[Message] = [_QUESTION, {"role": "assistant", "content": "", "tool_calls": calls}]
         before = self._plain(asked, add_generation_prompt=False)
         return self._end_text + self._plain([*asked, *told]).removeprefix(before)
@@ -219,13 +252,13 @@ class ChatFormat:
     def _choose_form(self) -> str:
         """Results after a text, or else after calls; what the template writes of two."""
         try:
-            rest = self._after_turn(_RESULTS)
+            rest = self._after_turn(_RESULTS, _ANY_NAMES)
             if self._is_whole(rest):
                 return rest
         except Exception:  # boundary: as in render; the other form's error is told if both fail
             rest = ""
         self._needs_calls = True
-        return self._after_turn(_RESULTS)
+        return self._after_turn(_RESULTS, _ANY_NAMES)
 
     def _is_whole(self, rest: str) -> bool:
         return all(text in rest for text in _RESULTS) and rest.startswith(self._end_text.rstrip())

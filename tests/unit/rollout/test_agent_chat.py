@@ -144,6 +144,57 @@ def test_words_and_blanks_that_are_tokens_of_their_own_stay_in_results(chat_fami
     assert "hello\n\n    x ▁▁ < table>" in told
 
 
+RESULTS = ("391", "", "  indented\n\n", '{"a": [1, "\\u00e9"]}', "[1]", "<b>&amp;</b>", "None", "result-number-1-")
+TRIMS = "{{ tools | tojson if tools else '' }}" + CHATML.replace("message.content", "message.content | trim")
+AS_JSON = "{{ tools | tojson if tools else '' }}" + CHATML.replace(
+    "{{ message.content }}", "{{ message.content | tojson if message.role == 'tool' else message.content }}"
+)
+REFUSES_EMPTY = "{{ tools | tojson if tools else '' }}{% for message in messages %}{% if not message.content %}" + (
+    "{{ raise_exception('empty') }}{% endif %}{% endfor %}" + CHATML
+)
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "deepseek_v3",
+        "glm45",
+        "gpt_oss",
+        "llama",
+        "mistral",
+        "qwen3_coder",
+        "chatml_hermes",
+        TRIMS,
+        AS_JSON,
+        REFUSES_EMPTY,
+    ],
+    ids=lambda name: name if "{" not in name else "",
+)
+def test_results_are_written_as_the_template_would_write_them_anew(
+    chat_tokenizer: Any, chat_family: Any, monkeypatch: pytest.MonkeyPatch, template: str
+) -> None:
+    if "{" in template or template == "chatml_hermes":
+        tokenizer, text = chat_tokenizer, load_template(template) if "{" not in template else template
+    else:
+        tokenizer, text = chat_family(template).tokenizer, chat_family(template).template
+    cases = [((one,), ("echo",)) for one in RESULTS] + [((one, RESULTS[-1]), ("echo", "unknown")) for one in RESULTS]
+
+    def written() -> list[object]:
+        chat = ChatFormat(tokenizer, [TOOL], template=text)
+        found: list[object] = []
+        for results, names in cases:
+            try:
+                found.append(chat.suffix_ids([], results, names))
+            except Exception as error:
+                found.append(str(error))
+        return found
+
+    quick = written()
+    monkeypatch.setattr(ChatFormat, "_frame", lambda self, names: None)
+
+    assert quick == written()
+
+
 def test_a_thousand_control_tokens_that_begin_alike_cost_no_time() -> None:
     neutralize = Neutralizer(f"<unused{number}>" for number in range(6000))
     started = time.perf_counter()
