@@ -20,6 +20,7 @@ from rayapp.cli.arguments import EXIT_FAILED, EXIT_USER_ERROR
 from rayapp.cli.jobs import command as jobs
 from rayapp.cli.kuberay import command as kuberay
 from rayapp.cli.sandbox import command as sandbox
+from rayapp.cli.task import command as task
 from rayapp.core.errors import RayappError, UserError
 from rayapp.core.terminal import make_logs_visible, show_traceback, visible
 
@@ -32,7 +33,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     add_completion=False,
 )
-GROUPS = {"config": config, "model": model, "sandbox": sandbox, "mcp": mcp, "data": data}
+GROUPS = {"config": config, "model": model, "sandbox": sandbox, "mcp": mcp, "data": data, "task": task}
 for command in (kuberay, jobs, train, sft, evaluate, score, doctor, view, sync, plan):
     app.add_typer(command.app)
 for name, group in GROUPS.items():
