@@ -77,9 +77,9 @@ async def test_a_sound_task_has_no_finding(sandboxes: SandboxSource) -> None:
         ({"tests": ("0",), "reference": "0"}, "trivial: `return x` is worth 1.00, more than 0.5"),
         ({"reference": "None"}, "nothing: a function that does nothing earns 1"),
         ({"demonstrations": [SOLUTION.replace("x + x", "x")]}, "solution: the solution fails 2 of 2 times: it earns 0"),
-        ({"files": {"src/done.py": SOLUTION}, "demonstrations": [SOLUTION]}, "oracle: /tmp/src/done.py in its sandbox"),
+        ({"files": {"src/done.py": SOLUTION}, "demonstrations": [SOLUTION]}, "oracle: /tmp/src/done.py in"),
         ({"prompt": f"Write this:\n{SOLUTION}", "demonstrations": [SOLUTION]}, "oracle: its prompt holds text"),
-        ({"demonstrations": [SLOW], "timeout_s": 0.2, "tests": ("4",)}, "slow: test 1, 4, of seed 0: the solution takes"),
+        ({"demonstrations": [SLOW], "timeout_s": 0.2, "tests": ("4",)}, "slow: test 1, 4, of seed 0: the"),
     ],
     ids=["a guess is right", "a constant", "nothing is right", "wrong", "in a file", "in the prompt", "slow"],
 )  # fmt: skip
