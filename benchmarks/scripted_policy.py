@@ -1,7 +1,7 @@
 """The real agent loop over a policy that says what it is told: shared by the parts of benchmarks/agent_loop.py.
 
-Every trajectory has four turns of some 200 tokens; all but the last call one tool. What the policy says is tokenized
-beforehand, and the tokenizer's and the template's processor time is taken apart: neither is the loop's own.
+Every trajectory has four turns of some 200 tokens; all but the last call one tool. What the policy says is made
+beforehand, and the tokenizer's and the template's processor time is taken apart.
 """
 
 from __future__ import annotations
@@ -9,16 +9,17 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rayapp.core.types import SamplingParams
+import numpy as np
+
+from rayapp.core.types import Completion, SamplingParams
 from rayapp.engine.vllm_tool_parser import load_parser
 from rayapp.rollout.agent.chat import ChatFormat, load_template
 from rayapp.rollout.agent.episode import AgentLimits, AgentPrompt, Episode
 from rayapp.rollout.agent.loop import AgentLoop
-from rayapp.testing.engine import ScriptedEngine
 from rayapp.tools.base import ToolBase, ToolOutput, ToolSchema
 from rayapp.tools.toolset import ToolSet
 
@@ -100,11 +101,12 @@ class ScriptedPolicy:
             limits=AgentLimits(max_response_tokens=4096, max_assistant_turns=TURNS),
         )
         end = tokenizer.convert_tokens_to_ids("<|im_end|>")
-        self._said = [[*tokenizer.encode(text, add_special_tokens=False), end] for text in script(tool)]
+        said = [[*tokenizer.encode(text, add_special_tokens=False), end] for text in script(tool)]
+        self._engine = PreparedEngine([_completion(ids) for ids in said])
 
     async def run(self, count: int) -> list[Episode]:
         """So many trajectories at once. Raises SystemExit if one does not go as it is written."""
-        engine, sampling = self._engine(), SamplingParams(max_tokens=1024)
+        engine, sampling = self._engine, SamplingParams(max_tokens=1024)
         async with asyncio.TaskGroup() as group:
             tasks = [
                 group.create_task(self._loop.run(self._prompt, engine=engine, sampling=sampling, request_id=f"t={i}"))
@@ -118,13 +120,26 @@ class ScriptedPolicy:
             raise SystemExit(f"{len(wrong)} of {count} trajectories went wrong: {wrong[:1]} {failures} {calls} calls")
         return episodes
 
-    def _engine(self) -> ScriptedEngine:
-        return ScriptedEngine(
-            self._tokenizer.encode,
-            lambda token_ids: "",
-            lambda request_id, prompt_ids: self._said[int(request_id.rpartition("=")[2])],
-            end_id=0,
-        )
+
+class PreparedEngine:
+    """An engine that costs nothing: a turn's completion was made beforehand."""
+
+    def __init__(self, completions: list[Completion]) -> None:
+        self._completions = completions
+
+    async def generate(self, request_id: str, prompt_ids: Sequence[int], sampling: SamplingParams) -> Completion:
+        await asyncio.sleep(0)
+        return self._completions[int(request_id.rpartition("=")[2])]
+
+
+def _completion(token_ids: list[int]) -> Completion:
+    return Completion(
+        token_ids=np.array(token_ids, np.int32),
+        log_probs=np.full(len(token_ids), -0.5, np.float32),
+        text="",
+        finish_reason="stop",
+        policy_version=0,
+    )
 
 
 def load_tokenizer() -> Any:

@@ -21,6 +21,7 @@ from rayapp.cli.arguments import EXIT_FAILED, EXIT_USER_ERROR
 from rayapp.cli.jobs import command as jobs
 from rayapp.cli.kuberay import command as kuberay
 from rayapp.cli.sandbox import command as sandbox
+from rayapp.cli.task import command as task
 from rayapp.cli.trying import command as trying
 from rayapp.core.errors import RayappError, UserError
 from rayapp.core.terminal import make_logs_visible, show_traceback, visible
@@ -53,7 +54,9 @@ def _program(
     """Options of the program itself."""
 
 
-GROUPS = {"config": config, "data": data, "try": trying, "model": model, "sandbox": sandbox, "mcp": mcp}
+GROUPS = {
+    "config": config, "data": data, "task": task, "try": trying, "model": model, "sandbox": sandbox, "mcp": mcp,
+}  # fmt: skip
 for command in (train, sft, evaluate, score, view, doctor, plan, jobs, sync, kuberay):
     app.add_typer(command.app)
 for name, group in GROUPS.items():

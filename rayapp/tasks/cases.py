@@ -16,7 +16,8 @@ from types import CodeType
 from rayapp.core.errors import InputError
 from rayapp.sandbox.verdict.compare import same_value
 
-_MODULES = ("bisect", "collections", "functools", "heapq", "itertools", "math", "re", "statistics", "string")
+MODULES = ("bisect", "collections", "functools", "heapq", "itertools", "math", "re", "statistics", "string")
+"""Modules that expressions may use."""
 _PLAIN = (type(None), bool, int, float, str, bytes)
 
 
@@ -80,7 +81,7 @@ def _draw(source: CaseSource, seed: int) -> tuple[Case, ...]:
 
 
 def _names(source: CaseSource) -> dict[str, object]:
-    names: dict[str, object] = {module: __import__(module) for module in _MODULES}
+    names: dict[str, object] = {module: __import__(module) for module in MODULES}
     if source.helpers:
         try:
             exec(compile(source.helpers, f"<helpers of task {source.task}>", "exec"), names)

@@ -206,8 +206,16 @@ async def what_lies_in_its_folder_replaces_no_module(provider: SandboxProvider) 
     async with made(provider) as sandbox:
         for name in ("json.py", "base64.py", "sitecustomize.py"):
             await sandbox.write_file(name, b"raise SystemExit('planted')", timeout_s=30)
-        result = await sandbox.run_code("print('ran')", timeout_s=20)
-        assert result.stdout == "ran\n", result
+        result = await sandbox.run_code("import json; print(json.dumps('ran'))", timeout_s=20)
+        assert result.stdout == '"ran"\n', result
+
+
+async def a_script_imports_what_lies_beside_it_as_it_is_now(provider: SandboxProvider) -> None:
+    async with made(provider) as sandbox:
+        for value in (1, 2):
+            await sandbox.write_file("beside.py", f"value = {value}".encode(), timeout_s=30)
+            result = await sandbox.run_code("import beside; print(beside.value)", timeout_s=20)
+            assert result.stdout == f"{value}\n", result
 
 
 async def ten_megabytes_of_code_are_refused_and_cost_nothing(provider: SandboxProvider) -> None:
@@ -276,6 +284,7 @@ CHECKS: tuple[Check, ...] = (
     the_environment_is_the_specs,
     texts_are_hashed_alike_in_every_sandbox,
     what_lies_in_its_folder_replaces_no_module,
+    a_script_imports_what_lies_beside_it_as_it_is_now,
     ten_megabytes_of_code_are_refused_and_cost_nothing,
     killed_is_gone_and_killing_twice_is_fine,
     a_list_holds_those_with_all_labels,

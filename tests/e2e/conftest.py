@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +35,67 @@ def short_run(tiny_model: Path, letter_tasks: list[str]) -> Callable[..., dict[s
         return config | {name: config.get(name, {}) | changes for name, changes in sections.items()}
 
     return make
+
+
+@pytest.fixture(scope="session")
+def policy_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Mapping[str, float]], Path]:
+    """Makes a policy whose next token depends on the last one only: after a line's end it says one of these texts, each
+    with the probability that follows from its logit, and after any of them it ends its turn."""
+
+    def make(said: Mapping[str, float]) -> Path:
+        return save_policy(tmp_path_factory.mktemp("models") / "policy", said)
+
+    return make
+
+
+def save_policy(folder: Path, said: Mapping[str, float]) -> Path:
+    import torch
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+    letters = ["<pad>", "\n", *(chr(code) for code in range(32, 127))]
+    plain = Tokenizer(models.WordLevel({letter: i for i, letter in enumerate(letters)}, unk_token=" "))
+    plain.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    plain.decoder = decoders.Fuse()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=plain,
+        pad_token="<pad>",
+        eos_token="<|im_end|>",
+        additional_special_tokens=["<|im_start|>"],
+    )
+    tokenizer.add_tokens([AddedToken(text, normalized=False) for text in said])
+    tokenizer.save_pretrained(folder)
+    eos_id, start_id = tokenizer.convert_tokens_to_ids(["<|im_end|>", "\n"])
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=128,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=4096,
+        bos_token_id=None,
+        eos_token_id=eos_id,
+        pad_token_id=0,
+        tie_word_embeddings=False,
+    )
+    model = LlamaForCausalLM(config)
+    logits = torch.zeros(len(tokenizer), len(tokenizer))  # next token x last token
+    for text, logit in said.items():
+        text_id = tokenizer.convert_tokens_to_ids(text)
+        logits[text_id, start_id], logits[eos_id, text_id] = logit, 16.0
+    with torch.no_grad():
+        # The layers add nothing, so what the head sees is the last token's embedding, of length sqrt(128).
+        for layer in model.model.layers:
+            layer.self_attn.o_proj.weight.zero_()
+            layer.mlp.down_proj.weight.zero_()
+        directions = torch.linalg.qr(torch.randn(128, 128))[0][: len(tokenizer)]
+        model.model.embed_tokens.weight.copy_(directions)
+        model.lm_head.weight.copy_(logits @ directions / 128**0.5)
+    model.to(torch.bfloat16).save_pretrained(folder)
+    return folder
 
 
 @pytest.fixture(scope="module")

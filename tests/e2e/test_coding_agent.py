@@ -12,8 +12,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
+from rayapp.core.types import Group
 from rayapp.runs.trajectories import read_groups
 from rayapp.testing.learners import save_llama
 
@@ -33,13 +36,30 @@ def call(name: str, **arguments: str) -> str:
     return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
 
 
+def answer(operator: str, order: str) -> str:
+    """For both rows: a program, and below the function only what that needs is kept."""
+    program = f"a, b = map(int, input().split())\nprint(a {operator} b)"
+    return f"```python\ndef order(items):\n    return sorted(items, reverse={order})\n\n{program}\n```\n"
+
+
+ROWS = [
+    ("openai/stdin", "Write a program.", {"inputs": ["1 2\n", "30 4\n"], "outputs": ["3\n", "34\n"]}),
+    (
+        "openai/function",
+        "Write the function order.",
+        {"inputs": [[[3, 1]], [[]]], "outputs": [[1, 3], []], "fn_name": "order"},
+    ),
+]
 WRITE = call("edit", command="create", path="solution.py", file_text=BUBBLE)
 RUN = call("bash", command="python3 test_public.py") + call("run_tests", path="solution.py")
 MEND = call("edit", command="str_replace", path="solution.py", old_str="xs[j] <", new_str="xs[j] >")
 FORGE = call("edit", command="create", path="test_public.py", file_text="print('3 tests passed')")
 SUBMIT = call("submit", path="solution.py")
-SCRIPTS = [[WRITE, RUN, MEND + RUN, SUBMIT], [WRITE, FORGE, RUN, SUBMIT]]
-"""One agent that mends what the tests show, and one that mends the tests."""
+SCRIPTS = [
+    [answer("+", "False") + WRITE, RUN, MEND + RUN, SUBMIT],
+    [answer("-", "True") + WRITE, FORGE, RUN, SUBMIT],
+]
+"""One agent that mends what the tests show, and one that mends the tests. Their first turn alone answers rows."""
 
 
 @pytest.fixture
@@ -61,35 +81,52 @@ def model(tmp_path: Path, chat_tokenizer: Any) -> Path:
     )
 
 
-def test_an_agent_is_trained_on_verdicts_of_hidden_tests_and_on_progress_with_the_public_ones(
-    tmp_path: Path, model: Path, chat_tokenizer: Any
-) -> None:
-    end = chat_tokenizer.eos_token_id
-    scripts = [[[*chat_tokenizer.encode(turn, add_special_tokens=False), end] for turn in turns] for turns in SCRIPTS]
+def sources(folder: Path) -> str:
+    """The agent's task beside rows of code problems, which are answered in one turn."""
+    rows = [
+        {
+            "data_source": source,
+            "agent_name": "single_turn_agent",
+            "prompt": [{"role": "user", "content": prompt}],
+            "reward_model": {"style": "rule", "ground_truth": json.dumps(truth)},
+        }
+        for source, prompt, truth in ROWS
+    ]
+    pq.write_table(pa.Table.from_pylist(rows), folder / "rows.parquet")
+    reward = {"code": {"sources": [source for source, _, _ in ROWS]}}
+    return json.dumps(
+        [
+            {"name": "agent", "tasks": ["sort_numbers"]},
+            {"name": "rows", "data": {"train_files": [str(folder / "rows.parquet")]}, "reward": reward},
+        ]
+    )
+
+
+def trained(folder: Path, model: Path, command: list[str], env: dict[str, str], **changes: object) -> list[Group]:
+    """What `configs/coding_agent_cpu.yaml` with two sources trained on, after two steps of one group of each."""
     overrides = {
-        "run.output_dir": tmp_path,
+        "run.output_dir": folder,
         "model.path": model,
-        "tasks": "[sort_numbers]",
+        "sources": sources(folder),
         "cluster.address": "local",
         "train.num_steps": 2,
-        "train.groups_per_step": 1,
+        "train.groups_per_step": 2,
         "rollout.group_size": 6,
         "rollout.max_prompt_tokens": 6000,
         "rollout.max_completion_tokens": 6000,
-        "sandbox.max_leases": 6,
+        "sandbox.max_leases": 12,
         "learner.max_tokens_per_microbatch": 12000,
         "learner.compute_dtype": "float32",
         "tracking.trackers": "[jsonl]",
-    }
+    } | changes
     done = subprocess.run(
         [
-            sys.executable,
-            str(ROOT / "tests" / "data" / "train_with_scripted_servers.py"),
+            *command,
             str(ROOT / "configs" / "coding_agent_cpu.yaml"),
             *(f"{key}={value}" for key, value in overrides.items()),
         ],
         # Ray starts its workers at nice 15: beside another test they would get a tenth of the processor.
-        env=os.environ | {"SCRIPTS": json.dumps(scripts), "RAY_worker_niceness": "0"},
+        env=os.environ | {"RAY_worker_niceness": "0"} | env,
         cwd=ROOT,
         capture_output=True,
         text=True,
@@ -98,16 +135,32 @@ def test_an_agent_is_trained_on_verdicts_of_hidden_tests_and_on_progress_with_th
     )
 
     assert done.returncode == 0, done.stdout + done.stderr
-    folder = tmp_path / "coding_agent_cpu"
-    records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    run = folder / "coding_agent_cpu"
+    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert [record["step"] for record in records] == [1, 2]
     assert all(record["rollout/invalid"] == 0 for record in records)
-    trajectories = [
-        trajectory
-        for step in (1, 2)
-        for group in read_groups(folder / "trajectories" / f"step={step:06d}.parquet")
-        for trajectory in group.trajectories
-    ]
+    assert (run / "final" / "model.safetensors").exists()
+    files = [run / "trajectories" / f"step={step:06d}.parquet" for step in (1, 2)]
+    return [group for file in files for group in read_groups(file)]
+
+
+def test_an_agent_and_rows_of_code_are_trained_on_verdicts_of_hidden_tests_and_on_progress_with_the_public_ones(
+    tmp_path: Path, model: Path, chat_tokenizer: Any
+) -> None:
+    end = chat_tokenizer.eos_token_id
+    scripts = [[[*chat_tokenizer.encode(turn, add_special_tokens=False), end] for turn in turns] for turns in SCRIPTS]
+    command = [sys.executable, str(ROOT / "tests" / "data" / "train_with_scripted_servers.py")]
+    groups = trained(tmp_path, model, command, {"SCRIPTS": json.dumps(scripts)})
+
+    of_rows = [group for group in groups if group.prompt.source == "rows"]
+    assert {group.prompt.task for group in of_rows} == {source for source, _, _ in ROWS}
+    for trajectory in (trajectory for group in of_rows for trajectory in group.trajectories):
+        is_right = "reverse=False" in trajectory.completion_text
+        assert (trajectory.reward.value, trajectory.reward.terms["solved"], trajectory.num_turns) == (is_right,) * 2 + (
+            1,
+        )
+        assert trajectory.reward.status == "scored"
+    trajectories = [each for group in groups if group.prompt.source == "agent" for each in group.trajectories]
     honest = [trajectory for trajectory in trajectories if trajectory.turns[1].text.startswith(RUN[:40])]
     forged = [trajectory for trajectory in trajectories if trajectory.turns[1].text.startswith(FORGE[:40])]
     assert len(honest) + len(forged) == 12
@@ -129,4 +182,13 @@ def test_an_agent_is_trained_on_verdicts_of_hidden_tests_and_on_progress_with_th
     ]
     assert {len(ids) for ids in workspaces} == {1}
     assert len(set.union(*workspaces)) == len(trajectories)
-    assert (folder / "final" / "model.safetensors").exists()
+
+
+@pytest.mark.long  # the run above with vLLM in place of scripts: what a policy with random weights says calls no tool
+def test_the_engine_serves_the_same_run(tmp_path: Path, model: Path) -> None:
+    command = [sys.executable, "-m", "rayapp", "train"]
+    groups = trained(tmp_path, model, command, {}, **{"rollout.max_completion_tokens": 32})
+
+    assert [group.prompt.source for group in groups].count("rows") == 2
+    rewards = {each.reward.status for group in groups for each in group.trajectories}
+    assert rewards <= {"no_code", "syntax_error", "error"}, rewards

@@ -31,58 +31,9 @@ KEY = "key-of-this-test"
 
 
 @pytest.fixture(scope="session")
-def calling_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A policy whose next token depends on the last one only: at the start of a turn it calls the tool (79%), or gives
-    the right or the wrong answer (11% each: e^12 to e^10 to e^10), and after any of them it ends its turn."""
-    import torch
-    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
-
-    folder = tmp_path_factory.mktemp("models") / "calling"
-    letters = ["<pad>", "\n", *(chr(code) for code in range(32, 127))]
-    plain = Tokenizer(models.WordLevel({letter: i for i, letter in enumerate(letters)}, unk_token=" "))
-    plain.pre_tokenizer = pre_tokenizers.Split("", "isolated")
-    plain.decoder = decoders.Fuse()
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=plain,
-        pad_token="<pad>",
-        eos_token="<|im_end|>",
-        additional_special_tokens=["<|im_start|>"],
-    )
-    tokenizer.add_tokens([AddedToken(text, normalized=False) for text in (CALL, RIGHT, WRONG)])
-    tokenizer.save_pretrained(folder)
-    ids = {text: tokenizer.convert_tokens_to_ids(text) for text in (CALL, RIGHT, WRONG)}
-    eos_id, start_id = tokenizer.convert_tokens_to_ids(["<|im_end|>", "\n"])
-
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=128,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=4096,
-        bos_token_id=None,
-        eos_token_id=eos_id,
-        pad_token_id=0,
-        tie_word_embeddings=False,
-    )
-    model = LlamaForCausalLM(config)
-    logits = torch.zeros(len(tokenizer), len(tokenizer))  # next token x last token
-    logits[ids[CALL], start_id] = 12.0
-    logits[ids[RIGHT], start_id] = logits[ids[WRONG], start_id] = 10.0
-    logits[eos_id, list(ids.values())] = 16.0
-    with torch.no_grad():
-        # The layers add nothing, so what the head sees is the last token's embedding, of length sqrt(128).
-        for layer in model.model.layers:
-            layer.self_attn.o_proj.weight.zero_()
-            layer.mlp.down_proj.weight.zero_()
-        directions = torch.linalg.qr(torch.randn(128, 128))[0][: len(tokenizer)]
-        model.model.embed_tokens.weight.copy_(directions)
-        model.lm_head.weight.copy_(logits @ directions / 128**0.5)
-    model.to(torch.bfloat16).save_pretrained(folder)
-    return folder
+def calling_model(policy_of: Callable[..., Path]) -> Path:
+    """A policy that calls the tool in 79% of its turns, and gives the right or the wrong answer in 11% each."""
+    return policy_of({CALL: 12.0, RIGHT: 10.0, WRONG: 10.0})
 
 
 @pytest.fixture(scope="module")

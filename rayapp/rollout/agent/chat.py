@@ -20,6 +20,7 @@ from typing import Any, Protocol
 
 from rayapp.core.errors import ConfigError
 from rayapp.rollout.agent.cutting import Neutralizer, marks
+from rayapp.rollout.agent.frames import frame, join
 from rayapp.tools.base import ToolSchema
 from rayapp.tools.calls import SampleCall
 
@@ -29,6 +30,8 @@ _QUESTION: Message = {"role": "user", "content": "Question"}
 _ANSWER: Message = {"role": "assistant", "content": _STAND_IN}
 _WORD, _NO_WORD = re.compile(r"\w"), re.compile(r"[^\w\s\u2581]")
 _RESULTS = ("result-of-the-first-call", "result-of-the-second-call")
+_MOST_FRAMES = 256
+_FRAMED = {"role", "name", "content"}
 
 
 class ChatTokenizer(Protocol):
@@ -74,6 +77,8 @@ class ChatFormat:
         self._needs_calls = False
         self._head_ids = self._end_ids
         self._neutralize = Neutralizer(_added_tokens(tokenizer))
+        self._frames: dict[tuple[tuple[str, str | None], ...], tuple[str, ...] | None] = {}
+        """By roles and names: see `frames`."""
         if tools:
             self._check_tools()
 
@@ -132,7 +137,7 @@ class ChatFormat:
             sampled_ids: the turn; what it already holds of the turn's end is not repeated.
             messages: of tools and users, none of the assistant. Control tokens of the model in them are broken up.
         """
-        ids = self._encode(self._after_turn([self.harmless(message) for message in messages]))
+        ids = self._encode(self._written([self.harmless(message) for message in messages]))
         repeated = _overlap(sampled_ids, ids[: len(self._head_ids)])
         if not repeated and self._end_ids and self._ends_otherwise(sampled_ids):
             # Llama ends a turn that calls with <|eom_id|>: <|eot_id|> would be a second end.
@@ -175,6 +180,20 @@ class ChatFormat:
     def _ends_otherwise(self, token_ids: Sequence[int]) -> bool:
         """It ends with a special token. An engine stops only at one that ends a turn, though not always the usual."""
         return bool(token_ids) and token_ids[-1] in self._special_ids
+
+    def _written(self, messages: Sequence[Message]) -> str:
+        """`_after_turn`; what the template writes around messages is rendered once for messages of the same tools."""
+        if any(message.keys() - _FRAMED for message in messages):
+            return self._after_turn(messages)
+        key = tuple((message["role"], message.get("name")) for message in messages)
+        if key not in self._frames:
+            if len(self._frames) >= _MOST_FRAMES:
+                self._frames.clear()
+            self._frames[key] = frame(lambda texts: self._after_turn(_saying(messages, texts)), len(messages))
+        around = self._frames[key]
+        if around is None:
+            return self._after_turn(messages)
+        return join(around, [message["content"] for message in messages])
 
     def _after_turn(self, messages: Sequence[Message]) -> str:
         results = list(takewhile(lambda message: message["role"] == "tool", messages))
@@ -286,6 +305,11 @@ def _added_tokens(tokenizer: ChatTokenizer) -> set[str]:
 def _results(texts: Sequence[str], names: Sequence[str] = ()) -> list[Message]:
     known = [*names, *("unknown" for _ in texts[len(names) :])]
     return [{"role": "tool", "content": text, "name": name} for text, name in zip(texts, known, strict=True)]
+
+
+def _saying(messages: Sequence[Message], texts: Sequence[str]) -> list[Message]:
+    """The same messages with other contents."""
+    return [{**message, "content": text} for message, text in zip(messages, texts, strict=True)]
 
 
 def _call_id(index: int) -> str:

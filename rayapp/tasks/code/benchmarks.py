@@ -44,6 +44,8 @@ class BenchmarkTask:
     prompt: str
     problem: CodeProblem
     mode: Mode = "auto"
+    reference: str = ""
+    """The solution that came with it."""
 
     def render(self, tokenizer: Tokenizer) -> Prompt:
         """The prompt as the model reads it.
@@ -97,7 +99,9 @@ def load_benchmark(source: str) -> tuple[BenchmarkTask, ...]:
         except InputError as error:
             raise InputError(f"{file}, line {line}: {error}") from error
         problem = CodeProblem(ground_truth=row["reward_model"]["ground_truth"], rules=_RULES)
-        tasks.append(BenchmarkTask(name=name, prompt=row["prompt"][0]["content"], problem=problem, mode=mode))  # type: ignore[arg-type]
+        prompt, reference = row["prompt"][0]["content"], row["extra_info"]["reference"]
+        task = BenchmarkTask(name=name, prompt=prompt, problem=problem, mode=mode, reference=reference)  # type: ignore[arg-type]
+        tasks.append(task)
     if not tasks:
         raise InputError(f"{file} holds no problems")
     return tuple(tasks)

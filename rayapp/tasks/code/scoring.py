@@ -36,7 +36,7 @@ from rayapp.tasks.code.assembling import (
 from rayapp.tasks.code.formats import read_tests
 from rayapp.tasks.code.outputs import Comparison
 from rayapp.tasks.code.problem import CallTest, CodeTests, InsideTest, StdinTest, Test
-from rayapp.tasks.sandboxed import judged_in_sandbox
+from rayapp.tasks.sandboxed import LEASE_TIMEOUT_S, judged_in_sandbox
 from rayapp.tasks.text_process import TextReadingFailedError, TextTooCostlyError, on_text
 
 _MOST_CALLS_TOLD = 3
@@ -78,18 +78,39 @@ class CodeProblem:
         started = time.monotonic()
         tests = await self.tests()
         try:
-            found = Screened(*await on_text(screen_answer, final_text, tests.function, prefill))
-            if found.status:
-                verdict = _failed(found.status, found.detail)
+            candidate = await self._candidate(final_text, tests, prefill)
+            if candidate.screened.status:
+                verdict = _failed(candidate.screened.status, candidate.screened.detail)
             else:
-                candidate = _Candidate(screened=found, code=_with_imports(found, tests), rules=self.rules)
-                spec = SandboxSpec(memory_mib=self.rules.memory_mib)
-                verdict = await judged_in_sandbox(sandboxes, spec, partial(self._judge, candidate, tests, seed))
+                verdict = await judged_in_sandbox(sandboxes, self._spec, partial(self._judge, candidate, tests, seed))
         except TextTooCostlyError as error:
             verdict = _failed(error.status, str(error))
         except TextReadingFailedError as error:
             verdict = Reward.invalid(error.kind, str(error))
         return replace(verdict, time_score_s=time.monotonic() - started)
+
+    async def each_test(self, final_text: str, sandboxes: SandboxSource) -> list[tuple[str, float]]:
+        """Every test on an answer, none left out: why it is failed, empty where it is passed; and its seconds.
+
+        Raises:
+            InputError: as `tests`.
+            SandboxError: the sandbox failed.
+            TextTooCostlyError, TextReadingFailedError: the answer can't be read.
+        """
+        tests = await self.tests()
+        candidate = await self._candidate(final_text, tests, "")
+        if candidate.screened.status:
+            return [(candidate.screened.detail, 0.0) for _ in tests.tests]
+        async with sandboxes.lease(self._spec, timeout_s=LEASE_TIMEOUT_S) as sandbox:
+            return [await candidate.run(test, sandbox, self.rules.test_timeout_s) for test in tests.tests]
+
+    @property
+    def _spec(self) -> SandboxSpec:
+        return SandboxSpec(memory_mib=self.rules.memory_mib)
+
+    async def _candidate(self, final_text: str, tests: CodeTests, prefill: str) -> _Candidate:
+        found = Screened(*await on_text(screen_answer, final_text, tests.function, prefill))
+        return _Candidate(screened=found, code=_with_imports(found, tests), rules=self.rules)
 
     async def _judge(self, candidate: _Candidate, tests: CodeTests, seed: int, sandbox: Sandbox) -> Reward:
         chosen = self._chosen(tests, seed)

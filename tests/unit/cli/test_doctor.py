@@ -111,6 +111,18 @@ def test_missing_model_is_found_with_its_cure() -> None:
     assert "rayapp model fetch smollm2-135m" in found["model"].detail
 
 
+def test_a_task_whose_reference_fails_its_own_test_is_found_before_a_run(model: Path, tmp_path: Path) -> None:
+    task = tmp_path / "twice.yaml"
+    task.write_text(
+        "prompt: Write twice(x).\nfunc_name: twice\nsignature: 'def twice(x):'\ntests: ['1']\nreference: 3 * x\n"
+        "public_tests: ['twice(2) == 4']\n"
+    )
+
+    for path in (str(model), "models/nowhere/x"):
+        found = problems({"cluster": {"device": "cpu"}, "tasks": [str(task)], "model": {"path": path}})
+        assert "the reference fails public test 1" in found["tasks"].detail
+
+
 def test_run_folder_that_is_not_writable_is_found(model: Path) -> None:
     found = problems({"cluster": {"device": "cpu"}, "run": {"output_dir": "/proc"}, "model": {"path": str(model)}})
 

@@ -7,11 +7,13 @@ import time
 from pathlib import Path
 from typing import Any
 
+import jinja2
 import pytest
 
 from rayapp.core.errors import ConfigError
 from rayapp.rollout.agent.chat import ChatFormat, load_template
 from rayapp.rollout.agent.cutting import Neutralizer
+from rayapp.rollout.agent.frames import frame
 from rayapp.tools.base import ToolSchema
 
 TOOL = ToolSchema(name="echo", description="Says it again.")
@@ -142,6 +144,68 @@ def test_words_and_blanks_that_are_tokens_of_their_own_stay_in_results(chat_fami
     told = tokenizer.decode(chat.suffix_ids([], ["hello\n\n    x ▁▁ <table>"]), skip_special_tokens=False)
 
     assert "hello\n\n    x ▁▁ < table>" in told
+
+
+RESULTS = ("391", "", "  indented\n\n", '{"a": [1, "\\u00e9"]}', "[1]", "<b>&amp;</b>", "None", "result-number-1-")
+TRIMS = "{{ tools | tojson if tools else '' }}" + CHATML.replace("message.content", "message.content | trim")
+AS_JSON = "{{ tools | tojson if tools else '' }}" + CHATML.replace(
+    "{{ message.content }}", "{{ message.content | tojson if message.role == 'tool' else message.content }}"
+)
+REFUSES_EMPTY = "{{ tools | tojson if tools else '' }}{% for message in messages %}{% if not message.content %}" + (
+    "{{ raise_exception('empty') }}{% endif %}{% endfor %}" + CHATML
+)
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "deepseek_v3",
+        "glm45",
+        "gpt_oss",
+        "llama",
+        "mistral",
+        "qwen3_coder",
+        "chatml_hermes",
+        TRIMS,
+        AS_JSON,
+        REFUSES_EMPTY,
+    ],
+    ids=lambda name: name if "{" not in name else "",
+)
+def test_results_are_written_as_the_template_would_write_them_anew(
+    chat_tokenizer: Any, chat_family: Any, monkeypatch: pytest.MonkeyPatch, template: str
+) -> None:
+    if "{" in template or template == "chatml_hermes":
+        tokenizer, text = chat_tokenizer, load_template(template) if "{" not in template else template
+    else:
+        tokenizer, text = chat_family(template).tokenizer, chat_family(template).template
+    cases = [((one,), ("echo",)) for one in RESULTS] + [((one, RESULTS[-1]), ("echo", "unknown")) for one in RESULTS]
+
+    def written() -> list[object]:
+        chat = ChatFormat(tokenizer, [TOOL], template=text)
+        found: list[object] = []
+        for results, names in cases:
+            try:
+                found.append(chat.suffix_ids([], results, names))
+            except Exception as error:
+                found.append(str(error))
+        return found
+
+    quick = written()
+    monkeypatch.setattr("rayapp.rollout.agent.chat.frame", lambda write, number: None)
+
+    assert quick == written()
+
+
+@pytest.mark.parametrize(
+    "look", ["content == 'no'", "content | length > 9000", "'no' in content", "content[:2] == 'no'", "content.strip()"]
+)
+def test_a_template_that_looks_into_results_is_asked_about_each(look: str) -> None:
+    template = jinja2.Template("<{% set content = messages[0] %}{% if " + look + " %}!{% endif %}{{ content }}>")
+
+    assert frame(lambda texts: template.render(messages=texts), 1) is None
+    plain = jinja2.Template("<{{ messages[0] if messages[0] is string else '' }}>")
+    assert frame(lambda texts: plain.render(messages=texts), 1) == ("<", ">")
 
 
 def test_a_thousand_control_tokens_that_begin_alike_cost_no_time() -> None:

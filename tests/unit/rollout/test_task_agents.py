@@ -165,20 +165,21 @@ async def test_an_agent_that_writes_runs_reads_a_traceback_mends_and_submits_ear
             call("bash", command="cat test_public.py | head -1; python3 test_public.py"),
             call("edit", command="str_replace", path="solution.py", old_str=BUG, new_str=FIXED),
             call("bash", command="python3 test_public.py"),
+            call("python", code="import solution; print(solution.double(4))"),
             call("submit", path="solution.py"),
         ]
     )
 
-    wrote, failed, mended, passed, handed_in = played.outputs
+    wrote, failed, mended, passed, imported, handed_in = played.outputs
     assert (wrote, mended, handed_in) == ("solution.py is written",) * 2 + ("handed in",)
     assert failed.startswith("from solution import double\nTraceback (most recent call last):")
     assert "assert double(3) == 6" in failed
     assert failed.endswith("AssertionError\n[exit status 1]")
-    assert passed == "2 tests passed"
+    assert (passed, imported) == ("2 tests passed", "8")
     assert played.summary.rewards.tolist() == [1.0]
-    assert (played.first.status, played.first.num_turns) == (RolloutStatus.COMPLETED, 5)
+    assert (played.first.status, played.first.num_turns) == (RolloutStatus.COMPLETED, 6)
     assert played.first.completion_text == f"```python\ndef double(x):\n    return {FIXED}\n```\n"
-    assert played.first.reward.terms["tool/calls"] == 5
+    assert played.first.reward.terms["tool/calls"] == 6
 
 
 CHEATS = {

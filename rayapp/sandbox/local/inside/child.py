@@ -90,10 +90,10 @@ def rehearse(control: _socket.socket) -> None:
     CPython prepares itself as it runs code: it specializes bytecode, fills caches, makes objects on their first use,
     takes memory for them. All of that writes to memory. What the template has done before it forks, its children find
     done; what it has not, each child does anew, and every page that it writes to is copied for it alone. After some
-    repetitions (`_REHEARSALS`) nothing more changes. The streams go to /dev/null meanwhile, and modules that the sample
-    jobs imported are forgotten.
+    repetitions (`_REHEARSALS`) nothing more changes. The streams go to /dev/null meanwhile; modules that the sample
+    jobs imported, and where they looked for them, are forgotten.
     """
-    modules = dict(sys.modules)
+    modules, path = dict(sys.modules), list(sys.path)
     with Path(os.devnull).open("w") as nowhere:
         for piece in _PIECES * _REHEARSALS:
             for descriptor in DESCRIPTORS:
@@ -107,6 +107,7 @@ def rehearse(control: _socket.socket) -> None:
                 _obey(control)
     for name in sys.modules.keys() - modules.keys():
         del sys.modules[name]
+    sys.path[:] = path
     sys.modules["__main__"] = modules["__main__"]
 
 

@@ -1,0 +1,107 @@
+"""`rayapp task audit`: is a task worth training on, before money is spent on GPUs? Called by `rayapp.cli.main`.
+
+No model and no Ray: the pool of sandboxes is in this process, as for `rayapp score`.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from rayapp.cli.arguments import EXIT_FAILED
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from rayapp.config.config import Config
+    from rayapp.tasks.audit.checks import TaskReport
+
+app = typer.Typer(help="Work with tasks.", no_args_is_help=True)
+_MOST_LINES = 50
+"""Of the table; of more tasks only those with findings are shown."""
+
+
+@app.callback()
+def _group() -> None:
+    """Work with tasks."""
+
+
+@app.command(
+    epilog="Examples:\n\n"
+    "  rayapp task audit sort_numbers max_subarray_sum\n\n"
+    "  rayapp task audit my_task.yaml --runs 100\n\n"
+    "  rayapp task audit data/taco/train.parquet --limit 200 --json > audit.json"
+)
+def audit(
+    tasks: Annotated[
+        list[str],
+        typer.Argument(metavar="TASK", help="Shipped task, .yaml or .py file, .parquet file of rows, benchmark:NAME"),
+    ],
+    runs: Annotated[int, typer.Option(min=1, help="Times that each solution is scored")] = 20,
+    limit: Annotated[int | None, typer.Option(min=1, help="Rows taken of each file or benchmark")] = None,
+    max_trivial: Annotated[float, typer.Option(min=0, max=1, help="Most that an obvious guess may be worth")] = 0.5,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table")] = False,
+    config: Annotated[Path | None, typer.Option(help="Take sandboxes and rewards of this config")] = None,
+) -> None:
+    """Try what a policy would: nothing, guesses, cheats, and the solution again and again. Exits with 1 on a finding.
+
+    A task passes when its solution always earns 1, nothing else earns anything, and its oracle is nowhere to be read.
+    """
+    import asyncio
+    import json
+    from dataclasses import asdict
+
+    from rayapp.config.loading import load_config
+
+    reports = asyncio.run(_audited(tasks, load_config(config), runs=runs, limit=limit, max_trivial=max_trivial))
+    if as_json:
+        typer.echo(json.dumps([asdict(report) for report in reports], indent=2))
+    else:
+        _print(reports)
+    raise typer.Exit(EXIT_FAILED if any(report.findings for report in reports) else 0)
+
+
+async def _audited(
+    tasks: list[str], config: Config, *, runs: int, limit: int | None, max_trivial: float
+) -> list[TaskReport]:
+    import os
+
+    from rayapp.rollout.data_groups import answer_rewards
+    from rayapp.sandbox.pool.in_process import open_pool
+    from rayapp.tasks.audit.checks import audit as run_audit
+    from rayapp.tasks.audit.subjects import subjects_of
+
+    subjects = await subjects_of(tasks, answer_rewards(config), cache=config.data.cache_dir, limit=limit)
+    # Without a stock of warm sandboxes, which would cost money and serve nobody.
+    sandbox = config.sandbox.model_copy(update={"min_ready": 0})
+    async with open_pool(sandbox, f"audit-{os.getpid()}") as (sandboxes, _):
+        return await run_audit(subjects, sandboxes, runs=runs, max_trivial=max_trivial)
+
+
+def _print(reports: Sequence[TaskReport]) -> None:
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.table import Table
+
+    from rayapp.core.terminal import visible
+
+    table = Table("task", "kind", "nothing", "solution", "best guess", "cheats paid", "findings")
+    shown = [report for report in reports if report.findings or len(reports) <= _MOST_LINES]
+    for report in shown:
+        guess = f"{report.trivial:.2f} {report.trivial_answer}" if report.trivial is not None else ""
+        nothing = "" if report.nothing is None else f"{report.nothing:g}"
+        cells = [report.task, report.kind, nothing, report.solution, guess, report.cheats, str(len(report.findings))]
+        table.add_row(*(escape(visible(cell)) for cell in cells))
+    console = Console(soft_wrap=True)
+    console.print(table)
+    for report in shown:
+        for finding in report.findings:
+            console.print(
+                f"[red]{finding.check:>9}[/]  {escape(visible(f'{report.task}: {finding.detail}'))}", highlight=False
+            )
+        for what, note in report.notes.items():
+            console.print(f"{'note':>9}  {escape(visible(f'{report.task}: {what}: {note}'))}", highlight=False)
+    bad = sum(bool(report.findings) for report in reports)
+    console.print(f"{len(reports)} tasks audited, {bad} with findings")

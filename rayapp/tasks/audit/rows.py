@@ -1,0 +1,134 @@
+"""Rows of data and problems of a benchmark as subjects of an audit."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from itertools import islice
+from pathlib import Path
+
+from rayapp.core.protocols import SandboxSource
+from rayapp.core.types import Reward
+from rayapp.tasks.answers import Answer as ScoredAnswer
+from rayapp.tasks.answers import AnswerRewards, score_answer
+from rayapp.tasks.audit.batteries import (
+    NOTHING_OF_PROGRAM,
+    PROSE,
+    TRIVIAL_OF_PROGRAM,
+    cheats_of_function,
+    cheats_of_program,
+    fenced,
+    nothing_of_function,
+    trivial_of_function,
+)
+from rayapp.tasks.audit.subject import Score, Subject, TestRun
+from rayapp.tasks.code.benchmarks import BenchmarkTask
+from rayapp.tasks.code.problem import CallTest, CodeTests, StdinTest, Test
+from rayapp.tasks.code.scoring import CodeProblem
+from rayapp.tasks.data.data_row import DataRow
+from rayapp.tasks.data.reading import ReadOptions, open_data
+
+_ANY_INPUTS = ("*args",)
+MIN_SECRET_CHARS = 40
+
+
+async def file_subjects(file: str, rewards: AnswerRewards, *, cache: Path, limit: int | None) -> list[Subject]:
+    """The rows of a parquet file.
+
+    Raises:
+        InputError: the file or a row can't be used.
+        StorageError: a remote file can't be fetched.
+    """
+    data = await open_data((file,), ReadOptions(shuffle=False), cache=cache, truth_kind=rewards.truth_kind)
+    rows = islice(data.rows(), len(data) if limit is None else min(limit, len(data)))
+    return [await _row_subject(row, f"{Path(file).name}:{index}", rewards) for index, row in enumerate(rows)]
+
+
+async def benchmark_subjects(tasks: Sequence[BenchmarkTask]) -> list[Subject]:
+    """The problems of a benchmark."""
+    return [
+        await _code_subject(
+            task.problem,
+            f"{task.name}:{index}",
+            prompt=task.prompt,
+            reference=task.reference,
+            score=_score(task.problem),
+        )
+        for index, task in enumerate(tasks)
+    ]
+
+
+async def _row_subject(row: DataRow, name: str, rewards: AnswerRewards) -> Subject:
+    prompt = "\n".join(str(message["content"]) for message in row.messages)
+    score = partial(_score_row, row, rewards)
+    problem = rewards.code_problem(row.data_source, row.ground_truth)
+    if problem is None:
+        truth = f"{row.data_source}: {row.ground_truth}"
+        return Subject(
+            name=name,
+            kind="row",
+            prompt=prompt,
+            tests_key=f"{truth} {prompt}",
+            score=score,
+            solution=None,
+            nothing=PROSE,
+        )
+    reference = str(row.extra_info.get("reference") or "")
+    return await _code_subject(problem, name, prompt=prompt, reference=reference, score=score)
+
+
+async def _score_row(row: DataRow, rewards: AnswerRewards, text: str, sandboxes: SandboxSource, seed: int) -> Reward:
+    answer = ScoredAnswer(
+        completion_text=text, data_source=row.data_source, ground_truth=row.ground_truth, extra_info=row.extra_info
+    )
+    return await score_answer(answer, rewards, sandboxes, seed=seed)
+
+
+async def _code_subject(problem: CodeProblem, name: str, *, prompt: str, reference: str, score: Score) -> Subject:
+    tests = await problem.tests()
+    function = tests.function
+    by_share = replace(problem, rules=problem.rules.model_copy(update={"score": "share"}))
+    return Subject(
+        name=name,
+        kind="code row",
+        prompt=prompt,
+        tests_key=problem.ground_truth,
+        score=score,
+        solution=fenced(reference) if reference else None,
+        nothing=nothing_of_function(function, _ANY_INPUTS) if function else NOTHING_OF_PROGRAM,
+        trivial=trivial_of_function(function, _ANY_INPUTS) if function else TRIVIAL_OF_PROGRAM,
+        cheats=cheats_of_function(function, _ANY_INPUTS) if function else cheats_of_program(),
+        score_share=_score(by_share),
+        run_tests=partial(_run_tests, problem, tests),
+        limit_s=problem.rules.test_timeout_s,
+        secrets=(reference.strip(),) if len(reference.strip()) >= MIN_SECRET_CHARS else (),
+        notes={} if reference else {"solution": "none came with it"},
+    )
+
+
+def _score(problem: CodeProblem) -> Score:
+    async def score(text: str, sandboxes: SandboxSource, seed: int) -> Reward:
+        return await problem.score(text, sandboxes, seed=seed)
+
+    return score
+
+
+async def _run_tests(
+    problem: CodeProblem, tests: CodeTests, text: str, sandboxes: SandboxSource, seed: int
+) -> tuple[TestRun, ...]:
+    """All of them, whatever the seed would choose."""
+    ran = await problem.each_test(text, sandboxes)
+    return tuple(
+        TestRun(name=f"test {number}, {_shown(test)}", problem=why, seconds=seconds)
+        for number, (test, (why, seconds)) in enumerate(zip(tests.tests, ran, strict=True), start=1)
+    )
+
+
+def _shown(test: Test) -> str:
+    match test:
+        case StdinTest():
+            return f"input {test.stdin[:60]!r}"
+        case CallTest():
+            return f"inputs {str(test.calls)[:60]}"
+    return "asserts"

@@ -1,0 +1,71 @@
+"""From what a user names to the subjects of an audit: tasks, files of rows, benchmarks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from rayapp.core.protocols import AgentTask, SandboxSource, Task
+from rayapp.core.types import Prompt, Reward
+from rayapp.tasks.answers import AnswerRewards
+from rayapp.tasks.audit.batteries import PROSE
+from rayapp.tasks.audit.coding import coding_subject
+from rayapp.tasks.audit.rows import benchmark_subjects, file_subjects
+from rayapp.tasks.audit.subject import Subject
+from rayapp.tasks.code.benchmarks import PREFIX, load_benchmark
+from rayapp.tasks.coding import CodingTask
+from rayapp.tasks.loading import load_task
+
+
+async def subjects_of(
+    sources: Sequence[str], rewards: AnswerRewards, *, cache: Path, limit: int | None = None
+) -> list[Subject]:
+    """What is audited.
+
+    Args:
+        sources: as in a run's `tasks`, and .parquet files of rows.
+        rewards: how rows are scored.
+        cache: folder for copies of remote files.
+        limit: rows taken of each file or benchmark.
+    Raises:
+        InputError: one of them can't be used.
+        StorageError: a remote file can't be fetched.
+    """
+    found: list[Subject] = []
+    for source in sources:
+        if source.endswith(".parquet"):
+            found += await file_subjects(source, rewards, cache=cache, limit=limit)
+        elif source.startswith(PREFIX):
+            found += await benchmark_subjects(load_benchmark(source)[:limit])
+        else:
+            found.append(_task_subject(load_task(source)))
+    return found
+
+
+def _task_subject(task: Task) -> Subject:
+    return coding_subject(task) if isinstance(task, CodingTask) else _other_subject(task)
+
+
+def _other_subject(task: Task) -> Subject:
+    """A task of a user's own class. `solution`, a text, is an attribute that it may have."""
+
+    async def score(text: str, sandboxes: SandboxSource, seed: int) -> Reward:
+        prompt = Prompt(task=task.name, text="", token_ids=np.zeros(0, np.int32))
+        return await task.score(prompt, text, sandboxes, seed=seed)
+
+    solution = getattr(task, "solution", None)
+    start = task.agent_start() if isinstance(task, AgentTask) else None
+    told = " ".join(message["content"] for message in start.messages) if start else ""
+    return Subject(
+        name=task.name,
+        kind=type(task).__name__,
+        prompt=told or task.name,
+        tests_key=task.name,
+        score=score,
+        solution=solution if isinstance(solution, str) else None,
+        nothing=PROSE,
+        workspace=start,
+        notes={} if isinstance(solution, str) else {"solution": "the class has no attribute `solution`"},
+    )

@@ -1,0 +1,185 @@
+"""`rayapp task audit`: what it says of sound tasks, and of tasks with one fault each, in real local sandboxes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import pytest_asyncio
+
+from rayapp.cli.main import run
+from rayapp.config.sandbox import SandboxConfig
+from rayapp.core.protocols import SandboxSource
+from rayapp.core.types import Reward
+from rayapp.sandbox.pool.in_process import open_pool
+from rayapp.tasks.answers import AnswerRewards
+from rayapp.tasks.audit.checks import TaskReport, audit
+from rayapp.tasks.audit.coding import coding_subject
+from rayapp.tasks.audit.subject import Answer, Subject
+from rayapp.tasks.audit.subjects import subjects_of
+from rayapp.tasks.coding import CodingTask
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+DOUBLE: dict[str, Any] = {
+    "name": "double",
+    "prompt": "Write double(x), which returns twice the integer x.",
+    "func_name": "double",
+    "signature": "def double(x):",
+    "tests": ("-3", "7", "rng.randint(100, 999)", "rng.randint(1000, 9999)"),
+    "reference": "2 * x",
+}
+SLOW = "def double(x):\n    import time\n    time.sleep(0.12)\n    return 2 * x\n"
+SOLUTION = "def double(x):\n    twice_the_integer = x + x\n    return twice_the_integer\n"
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def sandboxes() -> AsyncIterator[SandboxSource]:
+    async with open_pool(SandboxConfig(max_leases=2), "test-audit") as (source, _):
+        yield source
+
+
+@dataclass(frozen=True)
+class Found:
+    reports: list[TaskReport]
+
+    @property
+    def said(self) -> list[str]:
+        """`check: detail` of every finding."""
+        return [f"{each.check}: {each.detail}" for report in self.reports for each in report.findings]
+
+
+async def audited(sandboxes: SandboxSource, *subjects: Subject, runs: int = 2) -> Found:
+    return Found(await audit(subjects, sandboxes, runs=runs))
+
+
+async def of_task(sandboxes: SandboxSource, runs: int = 2, **changes: Any) -> Found:
+    return await audited(sandboxes, coding_subject(CodingTask(**DOUBLE | changes)), runs=runs)
+
+
+async def test_a_sound_task_has_no_finding(sandboxes: SandboxSource) -> None:
+    found = await of_task(sandboxes, files={"notes.txt": "Twice means two times."}, demonstrations=[SOLUTION])
+
+    (report,) = found.reports
+    assert found.said == []
+    assert (report.nothing, report.solution, report.trivial, report.cheats) == (0.0, "2/2", 0.0, "0/16")
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"tests": ("0", "0", "5")}, "trivial: `return x` is worth 0.67, more than 0.5"),
+        ({"tests": ("0",), "reference": "0"}, "trivial: `return x` is worth 1.00, more than 0.5"),
+        ({"reference": "None"}, "nothing: a function that does nothing earns 1"),
+        ({"demonstrations": [SOLUTION.replace("x + x", "x")]}, "solution: the solution fails 2 of 2 times: it earns 0"),
+        ({"files": {"src/done.py": SOLUTION}, "demonstrations": [SOLUTION]}, "oracle: /tmp/src/done.py in"),
+        ({"prompt": f"Write this:\n{SOLUTION}", "demonstrations": [SOLUTION]}, "oracle: its prompt holds text"),
+        ({"demonstrations": [SLOW], "timeout_s": 0.2, "tests": ("4",)}, "slow: test 1, 4, of seed 0: the"),
+    ],
+    ids=["a guess is right", "a constant", "nothing is right", "wrong", "in a file", "in the prompt", "slow"],
+)  # fmt: skip
+async def test_a_faulty_task_is_told_with_its_fault(sandboxes: SandboxSource, changes: Any, said: str) -> None:
+    found = await of_task(sandboxes, runs=2, **changes)
+
+    assert any(line.startswith(said) for line in found.said), found.said
+
+
+async def test_a_flaky_task_is_told_with_the_test_that_fails_now_and_then(sandboxes: SandboxSource) -> None:
+    sometimes = "def double(x):\n    import os\n    return 2 * x if x != 7 or os.urandom(1)[0] < 128 else None"
+    found = await of_task(sandboxes, runs=16, demonstrations=[sometimes])
+
+    (told,) = [line for line in found.said if line.startswith("flaky")]
+    assert " of 16 times: it earns 0.75" in told
+
+
+async def test_a_cheat_that_is_paid_and_a_grader_that_pays_all_are_told(sandboxes: SandboxSource) -> None:
+    async def score(answer: str, source: SandboxSource, seed: int) -> Reward:
+        return Reward(value=float("os._exit" in answer))
+
+    cheat = Answer(name="ends its process", text="os._exit(0)")
+    subject = Subject(
+        name="exits", kind="own", prompt="Do it.", tests_key="1", score=score, solution=None,
+        nothing=(Answer(name="an empty answer", text=""),), cheats=(cheat,),
+    )  # fmt: skip
+    found = await audited(sandboxes, subject)
+
+    assert found.said == ["cheat: an answer that ends its process earns 1"]
+    assert found.reports[0].cheats == "1/1"
+
+
+async def test_tasks_that_ask_the_same_are_told_and_those_of_the_same_tests_noted(sandboxes: SandboxSource) -> None:
+    prompts = ("Write double(x).", "write  DOUBLE(x).\n", "Implement double(x).")
+    tasks = [
+        coding_subject(CodingTask(**DOUBLE | {"name": f"d{number}", "prompt": prompt}))
+        for number, prompt in enumerate(prompts)
+    ]
+    found = await audited(sandboxes, *tasks, runs=1)
+
+    assert found.said == ["duplicate: it asks the same as d0"]
+    assert [report.notes.get("tests") for report in found.reports] == [None, "the same as d0's", "the same as d0's"]
+
+
+async def test_rows_of_code_are_audited_as_they_would_be_scored(sandboxes: SandboxSource, tmp_path: Path) -> None:
+    sums = {"inputs": ["1 2\n", "30 4\n", "5 6\n"], "outputs": ["3\n", "34\n", "11\n"]}
+    zeros = {"inputs": ["1\n", "2\n"], "outputs": ["0\n", "0\n"]}
+    right = "print(sum(map(int, input().split())))  # of the two numbers"
+    rows = [
+        {
+            "data_source": "apps",
+            "prompt": [{"role": "user", "content": f"Problem {number}"}],
+            "reward_model": {"style": "rule", "ground_truth": json.dumps(truth)},
+            "extra_info": {"reference": reference},
+        }
+        for number, (truth, reference) in enumerate([(sums, right), (sums, "print(3)"), (zeros, "print(0)")])
+    ]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "rows.parquet")
+    subjects = await subjects_of([str(tmp_path / "rows.parquet")], AnswerRewards(), cache=tmp_path)
+    good, wrong, constant = (await audited(sandboxes, *subjects)).reports
+
+    assert (good.solution, good.cheats, good.findings) == ("2/2", "0/11", ())
+    (told,) = wrong.findings
+    assert told.check == "solution"
+    assert "test 2, input '30 4\\n': wrong output" in told.detail
+    assert [finding.check for finding in constant.findings] == ["trivial"]
+    assert (constant.trivial, constant.trivial_answer) == (1.0, "print('0')")
+
+
+PAYS_ALL = """
+from rayapp.core.types import Reward
+
+
+class PaysAll:
+    name = "pays_all"
+
+    def render(self, tokenizer): ...
+
+    async def score(self, prompt, completion_text, sandboxes, *, seed):
+        return Reward(value=1.0)
+
+
+TASK = PaysAll()
+"""
+
+
+@pytest.mark.asyncio(loop_scope="function")
+async def test_the_command_prints_json_and_exits_with_1_on_a_finding(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import asyncio
+
+    task = tmp_path / "pays_all.py"
+    task.write_text(PAYS_ALL)
+
+    assert await asyncio.to_thread(run, ["task", "audit", str(task), "--json"]) == 1
+    (report,) = json.loads(capsys.readouterr().out)
+    assert (report["task"], report["kind"], report["nothing"]) == ("pays_all", "PaysAll", 1.0)
+    assert {finding["check"] for finding in report["findings"]} == {"nothing"}
+    assert await asyncio.to_thread(run, ["task", "audit", "sort_numbers", "--runs", "1"]) == 0
+    assert "1 tasks audited, 0 with findings" in capsys.readouterr().out
+    assert await asyncio.to_thread(run, ["task", "audit", "sort_number"]) == 2
+    assert "did you mean sort_numbers?" in capsys.readouterr().err
