@@ -8,9 +8,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from rayapp.config.base import FrozenModel
+from rayapp.core.names.plugins import check_name
+
+AGENTS = ("tool_agent", "single_turn_agent")
+"""Agents that ship."""
 
 
 class DataSection(FrozenModel):
@@ -37,9 +41,10 @@ class AgentSection(FrozenModel):
 
     tool_file: str = ""
     """Tool file (docs/tools.md), also in verl's format. Empty: no tools but those that a coding task brings."""
-    default_agent: Literal["tool_agent", "single_turn_agent"] = "tool_agent"
-    """Agent of rows without agent_name: tool_agent (turns and tools), or single_turn_agent (one answer, no tools)."""
-    task_agent: Literal["single_turn_agent", "tool_agent"] = "single_turn_agent"
+    default_agent: str = "tool_agent"
+    """Agent of rows without agent_name: tool_agent (turns and tools), single_turn_agent (one answer, no tools), or a
+    plug-in's name (docs/plugins.md)."""
+    task_agent: str = "single_turn_agent"
     """The same of tasks."""
     tool_parser: str = "hermes"
     """vLLM's name of the parser that fits the model: hermes for Qwen2.5 and Qwen3."""
@@ -53,6 +58,12 @@ class AgentSection(FrozenModel):
     """Length that a longer tool result is cut to."""
     tool_output_keeps: Literal["left", "right", "middle"] = "middle"
     """The part that stays of a result that is cut: its beginning (left), its end (right), or both (middle)."""
+
+    @field_validator("default_agent", "task_agent", mode="after")
+    @classmethod
+    def _known_agent(cls, value: str) -> str:
+        check_name("agents", value, AGENTS)
+        return value
 
 
 class CodeSection(FrozenModel):

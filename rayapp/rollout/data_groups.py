@@ -100,7 +100,9 @@ def assignment_of(
     return Assignment(
         # The row's source stands where a task's name would.
         prompt=Prompt(task=row.data_source, text=text, token_ids=np.array(row.prompt_ids, np.int32)),
-        play=partial(loop.run, AgentPrompt(token_ids=row.prompt_ids, tools_kwargs=row.tools_kwargs)),
+        play=partial(
+            loops.player(row.agent_name).run, AgentPrompt(token_ids=row.prompt_ids, tools_kwargs=row.tools_kwargs)
+        ),
         score=partial(_score, row, rewards, sandboxes, seed),
     )
 

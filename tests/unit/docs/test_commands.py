@@ -108,6 +108,7 @@ ELSEWHERE = (
     How(begins="rayapp eval", test="tests/e2e/test_object_storage.py"),
     How(begins="rayapp sft", test="tests/e2e/test_sft.py"),
     How(begins="rayapp data rows", test="tests/unit/tasks/test_data_prepare.py"),
+    How(begins="rayapp plugins", test="tests/unit/api/test_plugins.py"),
     How(begins="rayapp try reward", test="tests/unit/cli/test_try.py"),
     How(begins="rayapp try tool", test="tests/unit/cli/test_try.py"),
     How(begins="rayapp data from-run", test="tests/unit/runs/test_selecting.py"),
