@@ -24,7 +24,7 @@ from rayapp.config.config import Config
 from rayapp.config.loading import load_config, to_yaml
 from rayapp.core.errors import WRONG_TOKEN, ConfigError, DeadlineError, InputError, RayappError
 
-RUNTIME_ENV = Path(__file__).parents[3] / "runtime_env" / "job.yaml"
+RUNTIME_ENV = Path(__file__).with_name("job.yaml")
 RUN_NAME, CONFIG = "run_name", "config"
 """Keys of the job's metadata."""
 ENDED = frozenset({"SUCCEEDED", "FAILED", "STOPPED"})
