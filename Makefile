@@ -62,4 +62,4 @@ format: venv
 # In an environment of its own: what writes pages is in no lock of the runs.
 docs:
 	@test -x build/docs-venv/bin/mkdocs || { "$(PYTHON)" -m venv build/docs-venv && build/docs-venv/bin/pip install --quiet -r runtime_env/requirements-docs.txt; }
-	@build/docs-venv/bin/mkdocs build --quiet && echo "build/site/index.html"
+	@NO_MKDOCS_2_WARNING=1 build/docs-venv/bin/mkdocs build --quiet && echo "build/site/index.html"

@@ -61,7 +61,8 @@ class Learner:
     """The policy and its optimizer, for the length of a `with` block.
 
     Args:
-        config, overrides: their sections `model`, `algorithm`, `learner`, `train` and `rollout` count, as in a run.
+        config: its sections `model`, `algorithm`, `learner`, `train` and `rollout` count, as in a run.
+        overrides: settings that win over it.
     """
 
     def __init__(self, config: ConfigLike = None, overrides: Overrides = ()) -> None:

@@ -34,7 +34,8 @@ class SandboxPool:
     what tasks get (`rayapp.core.protocols.SandboxSource`): `async with source.lease(SandboxSpec(), timeout_s=60)`.
 
     Args:
-        config, overrides: their section `sandbox` counts.
+        config: its section `sandbox` counts.
+        overrides: settings that win over it.
     """
 
     def __init__(self, config: ConfigLike = None, overrides: Overrides = ()) -> None:
@@ -161,7 +162,8 @@ class Sandbox:
     """One sandbox and the pool behind it, for the length of a `with` or `async with` block.
 
     Args:
-        config, overrides: their section `sandbox` says where it is.
+        config: its section `sandbox` says where it is.
+        overrides: settings that win over it.
         packages: preloaded in it, e.g. ("numpy",).
         memory_mib: memory of what runs in it.
     """
