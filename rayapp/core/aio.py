@@ -47,7 +47,8 @@ def run_until_done(coroutine: Coroutine[Any, Any, T]) -> T:
             nonlocal terminated
             task = asyncio.current_task()
             assert task is not None
-            _on_stop.set(told := [])
+            told: list[OnStop] = []
+            _on_stop.set(told)
 
             def on_stop() -> None:
                 nonlocal terminated
