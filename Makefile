@@ -2,6 +2,7 @@
 # make bench   measure, and compare with the last records           make lint    ruff and mypy
 # make venv    only the environment                                 make format  let ruff rewrite the code
 # make test-fast   tests/unit without those marked slow: a minute, to run after every change
+# make docs        the site of docs/, in build/site
 # make test JOBS=1 ARGS="-x tests/unit"   one after the other, and only these
 # make test ARGS="-m long"                those that take half an hour more
 # make bench BENCH=grpo_step ARGS="--rounds 2"   one of docs/results.md, with arguments of its own
@@ -27,7 +28,7 @@ BYTECODE ?= later
 SUITABLE := import sys, venv, ensurepip; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 13))
 PYTHON ?= $(shell for p in python3 python3.12 python3.11; do "$$p" -c '$(SUITABLE)' 2>/dev/null && echo "$$p" && break; done)
 
-.PHONY: train test test-fast bench lint format venv
+.PHONY: train test test-fast bench lint format venv docs
 
 venv:
 	@test -n "$(PYTHON)" || { echo "Python 3.11 or 3.12 with venv is needed (Debian: apt-get install python3 python3-venv), or set PYTHON=/path/to/python"; exit 2; }
@@ -55,3 +56,8 @@ lint: venv
 format: venv
 	@$(BIN)/ruff check --fix .
 	@$(BIN)/ruff format .
+
+# In an environment of its own: what writes pages is in no lock of the runs.
+docs:
+	@test -x build/docs-venv/bin/mkdocs || { "$(PYTHON)" -m venv build/docs-venv && build/docs-venv/bin/pip install --quiet -r runtime_env/requirements-docs.txt; }
+	@NO_MKDOCS_2_WARNING=1 build/docs-venv/bin/mkdocs build --quiet && echo "build/site/index.html"

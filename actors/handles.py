@@ -289,13 +289,13 @@ class RolloutWorkerHandle(Handle):
         numbers: tuple[int, ...] = await self.call("num_train_prompts", ref, timeout_s)
         return numbers
 
-    async def evaluate(self, request: GroupRequest, step: int) -> GroupSummary:
-        """Samples of one prompt after `step`, for their numbers only."""
+    async def evaluate(self, request: GroupRequest, step: int) -> tuple[GroupSummary, ObjectRef]:
+        """Samples of one prompt after `step`: their numbers, and a *reference* to the Group."""
         name = f"{self.name}.evaluate step={step} prompt={request.group_id}"
         method = self.actor.evaluate.options(num_returns=2, name=name)
-        _, summary_ref = method.remote(request)
+        group_ref, summary_ref = method.remote(request)
         summary: GroupSummary = await self.call("evaluate", summary_ref, self.group_deadline_s + GROUP_MARGIN_S)
-        return summary
+        return summary, group_ref
 
     async def close(self, timeout_s: float = 10.0) -> None:
         await self.call("close", self.actor.close.remote(), timeout_s)

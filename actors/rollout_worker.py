@@ -8,6 +8,7 @@ not take finished groups with it.
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from dataclasses import replace
 
 from actors.calls import INCARNATION
@@ -18,7 +19,8 @@ from rayapp.config.algorithm_names import NEEDS_GREEDY_BASELINE
 from rayapp.config.config import Config
 from rayapp.core.errors import RayappError
 from rayapp.core.logs import about, label_logs
-from rayapp.core.stall_detection import InHand
+from rayapp.core.names.given import add_given
+from rayapp.core.timing.stall_detection import InHand
 from rayapp.core.types import Group, GroupSummary, SamplingParams
 from rayapp.rollout.group import run_group
 from rayapp.rollout.order import (
@@ -44,12 +46,19 @@ class RolloutWorker:
         index: N of the name.
         servers: every vLLM server.
         pool: where sandboxes come from.
+        given: tasks and reward functions of the program that started the run; see `rayapp.core.names.given`.
     """
 
     def __init__(
-        self, config: Config, index: int, servers: tuple[VllmServerHandle, ...], pool: SandboxPoolHandle
+        self,
+        config: Config,
+        index: int,
+        servers: tuple[VllmServerHandle, ...],
+        pool: SandboxPoolHandle,
+        given: Mapping[str, object] | None = None,
     ) -> None:
         label_logs(config.run.name)
+        add_given(given or {})
         self._config = config
         self._index = index
         self._servers = servers

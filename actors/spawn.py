@@ -9,7 +9,7 @@ sandbox reaper   SandboxReaper   sandbox-reaper-RUN       3: detached, and nobod
 (scripted server, instant learner: `actors.stand_ins`, under the names of the real ones)
 
 Classes stay plain, so that tests construct them without Ray. What a role's process needs in its environment is in
-`runtime_env/<role>.yaml`, each line with its reason.
+`environments/<role>.yaml`, each line with its reason.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import yaml
 
 from rayapp.core.errors import ConfigError
 
-RUNTIME_ENV_FOLDER = Path(__file__).parent.parent / "runtime_env"
+ENVIRONMENTS = Path(__file__).parent / "environments"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,9 +129,9 @@ def spawn(role: str, name: str, *args: object, seat: Seat = ANYWHERE) -> Any:
 
 
 def role_env(role: str, seat: Seat = ANYWHERE) -> dict[str, str]:
-    """Environment variables of a role's process, from `runtime_env/<role>.yaml`."""
+    """Environment variables of a role's process, from `environments/<role>.yaml`."""
     owner = ROLES[role].env_of or role
-    text = (RUNTIME_ENV_FOLDER / f"{owner.replace('-', '_')}.yaml").read_text()
+    text = (ENVIRONMENTS / f"{owner.replace('-', '_')}.yaml").read_text()
     env = {key: str(value) for key, value in (yaml.safe_load(text) or {}).items()}
     if seat.num_gpus == 0:
         # Since Ray 2.58 an actor with num_gpus=0 sees every GPU; CUDA must not start there by accident.

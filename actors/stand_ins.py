@@ -19,7 +19,7 @@ import numpy as np
 from actors.vllm_server import StartEngine, VllmServer
 from rayapp.config.config import Config
 from rayapp.core.errors import WeightSyncError
-from rayapp.core.stall_detection import InHand
+from rayapp.core.timing.stall_detection import InHand
 from rayapp.core.types import Completion, FloatArray, Group, GroupSummary, SamplingParams, VersionSpan
 from rayapp.engine.weights.buckets import TensorEntry, WeightBucket
 from rayapp.learner.shares import Share

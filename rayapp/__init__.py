@@ -1,6 +1,10 @@
-"""GRPO post-training on Ray, in rooms: docs/develop.md says what is where.
+"""GRPO post-training on Ray, in rooms: docs/develop.md says what is where; `rayapp.api` what this module offers.
 
-Tasks and tools of users import a few modules by the names that these had before there were rooms; they still can.
+    import rayapp
+    run = rayapp.train("configs/coding_cpu.yaml", {"train.num_steps": 20})
+
+Everything is loaded when it is first used: importing this module loads nothing else, neither torch nor Ray. Tasks and
+tools of users import a few modules by the names that these had before there were rooms; they still can.
 """
 
 import sys
@@ -8,8 +12,62 @@ from collections.abc import Sequence
 from importlib import import_module
 from importlib.machinery import ModuleSpec
 from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
-__version__ = "0.1.0"
+from rayapp.core.version import __version__
+
+if TYPE_CHECKING:
+    from rayapp.api.run import Run, open_run
+    from rayapp.api.running import (
+        Evaluation,
+        evaluate,
+        evaluate_async,
+        sft,
+        sft_async,
+        train,
+        train_async,
+    )
+    from rayapp.api.sandboxes import Sandbox, SandboxPool
+    from rayapp.api.scoring import score, score_async
+    from rayapp.config.config import Config
+    from rayapp.config.loading import load_config
+    from rayapp.core.errors import RayappError, StopTraining, UserError
+    from rayapp.core.types import Reward, SandboxSpec
+    from rayapp.tasks.coding import CodingTask
+    from rayapp.tools.base import ToolBase, ToolOutput, ToolSchema
+
+__all__ = [
+    "CodingTask", "Config", "Evaluation", "RayappError", "Reward", "Run", "Sandbox", "SandboxPool", "SandboxSpec",
+    "StopTraining", "ToolBase", "ToolOutput", "ToolSchema", "UserError", "__version__", "evaluate", "evaluate_async",
+    "load_config", "open_run", "score", "score_async", "sft", "sft_async", "train", "train_async",
+]  # fmt: skip
+
+_PLACES = {
+    "rayapp.api.run": ("Run", "open_run"),
+    "rayapp.api.running": ("Evaluation", "evaluate", "evaluate_async", "sft", "sft_async", "train", "train_async"),
+    "rayapp.api.sandboxes": ("Sandbox", "SandboxPool"),
+    "rayapp.api.scoring": ("score", "score_async"),
+    "rayapp.config.config": ("Config",),
+    "rayapp.config.loading": ("load_config",),
+    "rayapp.core.errors": ("RayappError", "StopTraining", "UserError"),
+    "rayapp.core.types": ("Reward", "SandboxSpec"),
+    "rayapp.tasks.coding": ("CodingTask",),
+    "rayapp.tools.base": ("ToolBase", "ToolOutput", "ToolSchema"),
+}
+_PLACE_OF = {name: module for module, names in _PLACES.items() for name in names}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _PLACE_OF:
+        raise AttributeError(f"module 'rayapp' has no attribute {name!r}")
+    found = getattr(import_module(_PLACE_OF[name]), name)
+    globals()[name] = found
+    return found
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
 
 MOVED = {
     "rayapp.types": "rayapp.core.types",

@@ -19,6 +19,7 @@ from actors.spawn import kill_named, name_is_free, spawn
 from rayapp.config.config import Config
 from rayapp.config.sandbox import DaytonaConfig, E2BConfig
 from rayapp.core.errors import DeadlineError, first_error
+from rayapp.core.names.given import all_given
 
 Report = Callable[[str], None]
 REAPER_NAME_ATTEMPTS = 100
@@ -117,7 +118,9 @@ def spawn_rollout_workers(
     return tuple(
         started.add(
             RolloutWorkerHandle(
-                spawn("rollout-worker", name, config, index, servers, pool), name, config.rollout.group_deadline_s
+                spawn("rollout-worker", name, config, index, servers, pool, all_given()),
+                name,
+                config.rollout.group_deadline_s,
             )
         )
         for index, name in enumerate(names)

@@ -1,24 +1,13 @@
-"""A checkpoint where a model is wanted: `rayapp eval --model outputs/mine/checkpoints/step=000020`. Called by the CLI.
-
-A checkpoint saved with `hf_model` holds such a folder; of any other one is made, beside nothing and for as long as it
-is needed, from the base model that the run's own config.yaml names.
-"""
+"""`rayapp eval`: what a model or a checkpoint can do, as numbers, and as texts in a folder."""
 
 from __future__ import annotations
 
-import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from rayapp.cli.arguments import ConfigFile, Overrides
-from rayapp.config.config import Config
-from rayapp.core.errors import InputError
-from rayapp.runs.checkpoints import Checkpoint, CheckpointFolder, damage
-from rayapp.storage.folders import MANIFEST
 
 app = typer.Typer()
 _NO_DATA = (
@@ -31,62 +20,12 @@ _NO_DATA = (
 )
 
 
-@contextmanager
-def with_checkpoint_as_model(config: Config) -> Iterator[Config]:
-    """The configuration with `model.path` a model folder. Does nothing where it names no checkpoint.
-
-    Raises:
-        InputError: the checkpoint is torn or damaged, holds no weights, or its run's config.yaml is not there.
-        CheckpointError: its weights can't be read.
-    """
-    path = Path(config.model.path)
-    if not path.name.startswith("step=") or not path.is_dir():
-        yield config
-        return
-    checkpoint = _whole(path, config)
-    if (path / "hf_model").is_dir():
-        yield _with_model(config, path / "hf_model")
-        return
-    if "model" not in checkpoint.contents:
-        raise InputError(f"checkpoint {path} holds {', '.join(checkpoint.contents)} and no weights to evaluate")
-    with tempfile.TemporaryDirectory(prefix="rayapp-eval-") as folder:
-        _convert(path, Path(folder))
-        yield _with_model(config, Path(folder))
-
-
-def _whole(path: Path, config: Config) -> Checkpoint:
-    found = {one.path.name: one for one in CheckpointFolder(path.parent, config.checkpoint).whole()}
-    if path.name not in found:
-        raise InputError(
-            f"checkpoint {path} is not whole: its {MANIFEST} is missing or names files that are not there as written. "
-            f"Whole ones there: {', '.join(found) or 'none'}."
-        )
-    if wrong := damage(path):
-        raise InputError(f"checkpoint {path} can't be evaluated: {wrong}. Take another one.")
-    return found[path.name]
-
-
-def _convert(path: Path, out: Path) -> None:
-    from rayapp.config.loading import load_config
-    from rayapp.driver.offline.sft import after_warmup
-    from rayapp.learner.state.convert import checkpoint_to_hf  # loads torch: seconds
-
-    file = path.parent.parent / "config.yaml"
-    if not file.is_file():
-        raise InputError(f"checkpoint {path} was saved without hf_model, and its run's {file}, which names the base "
-                         "model, is not there: evaluate it in its run folder")  # fmt: skip
-    checkpoint_to_hf(after_warmup(load_config(file)), path / "learner", out)
-
-
-def _with_model(config: Config, folder: Path) -> Config:
-    return config.model_copy(update={"model": config.model.model_copy(update={"path": str(folder)})})
-
-
 @app.command(
     name="eval",
     epilog="Examples:\n\n"
     "  rayapp eval configs/coding_cpu.yaml\n\n"
     "  rayapp eval configs/coding_cpu.yaml --model outputs/coding_cpu/final --samples 64\n\n"
+    "  rayapp eval configs/coding_cpu.yaml --out eval && rayapp view eval\n\n"
     "  rayapp eval configs/coding_cpu.yaml --benchmark humaneval --samples 10\n\n"
     "  rayapp eval configs/coding_cpu.yaml --benchmark mbpp=mbpp.jsonl",
 )
@@ -100,6 +39,9 @@ def evaluate(
         str | None,
         typer.Option(help="Evaluate humaneval or mbpp=FILE instead of the config's tasks; NAME:completion for no chat"),
     ] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Folder for what was sampled, with its verdicts: rayapp view FOLDER")
+    ] = None,
     samples: Annotated[
         int | None, typer.Option(min=1, help="Completions per task or data row; default eval.samples_per_task")
     ] = None,
@@ -107,15 +49,11 @@ def evaluate(
     """Sample completions of every task or evaluation row, score them, and print the metrics with pass@k as JSON."""
     import json
 
-    from rayapp.config.loading import load_config
+    from rayapp.api.running import evaluate as run_evaluation
 
     options = [f"model.path={json.dumps(model)}"] if model else []
     options += [f"eval.samples_per_task={samples}"] if samples else []
     # The benchmark's prompts are asked once, without tools, whatever the run would do.
     options += [f"tasks=[{json.dumps(f'benchmark:{benchmark}')}]", *_NO_DATA] if benchmark else []
-    loaded = load_config(config, [*(overrides or ()), *options])
-    from rayapp.driver.evaluation import run_evaluation
-
-    with with_checkpoint_as_model(loaded) as ready:
-        metrics = run_evaluation(ready)
-    typer.echo(json.dumps(metrics, indent=2))
+    found = run_evaluation(config, [*(overrides or ()), *options], out=out)
+    typer.echo(json.dumps(dict(found.metrics), indent=2))

@@ -15,7 +15,7 @@ from typing import Annotated
 
 import typer
 
-from rayapp.cli import config, data, doctor, mcp, model, plan, score, sft, sync, train, view
+from rayapp.cli import config, data, doctor, mcp, model, plan, plugins, score, sft, sync, train, view
 from rayapp.cli import eval as evaluate
 from rayapp.cli.arguments import EXIT_FAILED, EXIT_USER_ERROR
 from rayapp.cli.jobs import command as jobs
@@ -39,7 +39,7 @@ app = typer.Typer(
 
 def _print_version(is_asked: bool) -> None:
     if is_asked:
-        from rayapp import __version__
+        from rayapp.core.version import __version__
 
         typer.echo(f"rayapp {__version__}")
         raise typer.Exit
@@ -57,7 +57,7 @@ def _program(
 GROUPS = {
     "config": config, "data": data, "task": task, "try": trying, "model": model, "sandbox": sandbox, "mcp": mcp,
 }  # fmt: skip
-for command in (train, sft, evaluate, score, view, doctor, plan, jobs, sync, kuberay):
+for command in (train, sft, evaluate, score, view, doctor, plan, jobs, sync, plugins, kuberay):
     app.add_typer(command.app)
 for name, group in GROUPS.items():
     app.add_typer(group.app, name=name)

@@ -5,28 +5,23 @@ Prints one JSON line per completion, in order. It needs no model and no Ray: the
 
 from __future__ import annotations
 
-import asyncio
 import json
-import os
 import sys
-from collections.abc import AsyncIterator, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
-import numpy as np
 import typer
 
-from rayapp.core.errors import InputError, UserError
-from rayapp.core.protocols import SandboxSource, Task
-from rayapp.core.types import Prompt, Reward
-from rayapp.tasks.coding import CodingTask
-from rayapp.tasks.loading import load_task
+from rayapp.cli.arguments import EXIT_FAILED
+from rayapp.core.errors import InputError
+
+if TYPE_CHECKING:
+    from rayapp.core.protocols import Task
+    from rayapp.core.types import Reward
 
 app = typer.Typer()
-
-_AT_ONCE = 4
-"""Completions scored side by side; a sandbox costs little, the order of the lines is kept."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,57 +34,27 @@ class Answer:
     text: str
 
 
-def score_command(task_source: str, files: Sequence[str], *, seed: int, config_path: Path | None) -> int:
+def score_command(task_source: str, files: Sequence[str], *, seed: int, config_path: Path | None) -> bool:
     """Score and print.
 
     Returns:
-        0; 1 when the sandbox failed on at least one of them.
+        False when the sandbox failed on at least one of them.
     Raises:
         UserError: the task, a file or the sandbox can't be used.
     """
-    from rayapp.config.loading import load_config
-    from rayapp.sandbox.pool.in_process import open_pool
+    from rayapp.api.arguments import load
+    from rayapp.api.scoring import as_task, score_all
 
-    task = load_task(task_source)
+    task = as_task(task_source)
     answers = [answer for file in files for answer in read_answers(file)]
-    # Without a stock of warm sandboxes, which would cost money and serve nobody.
-    sandbox = load_config(config_path).sandbox.model_copy(update={"min_ready": 0})
+    valid: list[bool] = []
 
-    async def run() -> bool:
-        all_valid = True
-        async with open_pool(sandbox, f"score-{os.getpid()}") as (sandboxes, _):
-            async for answer, reward in score_answers(task, answers, sandboxes, seed=seed):
-                print(json.dumps(as_record(task, answer, reward)), flush=True)
-                all_valid &= reward.valid
-        return all_valid
+    def tell(place: int, reward: Reward) -> None:
+        print(json.dumps(as_record(task, answers[place], reward)), flush=True)
+        valid.append(reward.valid)
 
-    return 0 if asyncio.run(run()) else 1
-
-
-async def score_answers(
-    task: Task, answers: Sequence[Answer], sandboxes: SandboxSource, *, seed: int
-) -> AsyncIterator[tuple[Answer, Reward]]:
-    """Verdicts in the order of the answers."""
-    for start in range(0, len(answers), _AT_ONCE):
-        batch = answers[start : start + _AT_ONCE]
-        try:
-            async with asyncio.TaskGroup() as running:
-                verdicts = [
-                    running.create_task(task.score(prompt_for(task, answer.text), answer.text, sandboxes, seed=seed))
-                    for answer in batch
-                ]
-        except* UserError as group:
-            raise group.exceptions[0] from None
-        for answer, verdict in zip(batch, verdicts, strict=True):
-            yield answer, verdict.result()
-
-
-def prompt_for(task: Task, text: str) -> Prompt:
-    """The prompt that a text answers. A text with the function's `def` line is whole: it follows no prefill."""
-    prompt = Prompt(task=task.name, text="", token_ids=np.zeros(0, np.int32))
-    if isinstance(task, CodingTask) and f"def {task.func_name}" not in text:
-        return replace(prompt, prefill=task.answer_prefix)
-    return prompt
+    score_all(task, [answer.text for answer in answers], load(config_path).sandbox, seed=seed, tell=tell)
+    return all(valid)
 
 
 def as_record(task: Task, answer: Answer, reward: Reward) -> dict[str, object]:
@@ -108,6 +73,9 @@ def as_record(task: Task, answer: Answer, reward: Reward) -> dict[str, object]:
 
 
 def _how_it_was_read(task: Task, answer: Answer, reward: Reward) -> str:
+    from rayapp.api.scoring import prompt_for
+    from rayapp.tasks.coding import CodingTask
+
     if reward.status != "syntax_error" or not prompt_for(task, answer.text).prefill:
         return ""
     assert isinstance(task, CodingTask)
@@ -166,4 +134,4 @@ def score(
     A text with the function's `def` line is taken as the whole answer, any other as what follows the task's prefill.
     """
 
-    raise typer.Exit(score_command(task, files, seed=seed, config_path=config))
+    raise typer.Exit(0 if score_command(task, files, seed=seed, config_path=config) else EXIT_FAILED)

@@ -21,7 +21,6 @@ def sft(config: ConfigFile, overrides: Overrides = None) -> None:
 
     Called again it goes on from the last checkpoint. `rayapp train` with the same CONFIG starts from that model.
     """
-    from rayapp.config.loading import load_config
-    from rayapp.driver.offline.sft import run_sft
+    from rayapp.api.running import sft as run
 
-    run_sft(load_config(config, overrides or []))
+    run(config, overrides or [])

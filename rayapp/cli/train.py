@@ -42,9 +42,9 @@ def train(
 
         run_replay(loaded, replay)
         return
-    from rayapp.driver.loop import run_training
+    from rayapp.api.running import train as run
 
-    run_training(loaded)
+    run(loaded)
 
 
 def _load(config: Path, overrides: list[str]) -> Config:

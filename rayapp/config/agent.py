@@ -8,9 +8,15 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from rayapp.config.base import FrozenModel
+from rayapp.core.names.plugins import check_name
+
+AGENTS = ("tool_agent", "single_turn_agent")
+"""Agents that ship."""
+EXTERNAL_AGENT = "external_agent"
+"""No loop of ours: a program or function of the user's plays, for all rows and tasks of a source (docs/agents.md)."""
 
 
 class DataSection(FrozenModel):
@@ -58,10 +64,10 @@ class AgentSection(FrozenModel):
 
     tool_file: str = ""
     """Tool file (docs/tools.md), also in verl's format. Empty: no tools but those that a coding task brings."""
-    default_agent: Literal["tool_agent", "single_turn_agent", "external_agent"] = "tool_agent"
-    """Agent of rows without agent_name: tool_agent (turns and tools), or single_turn_agent (one answer, no tools).
-    external_agent plays all rows, whatever they name."""
-    task_agent: Literal["single_turn_agent", "tool_agent", "external_agent"] = "single_turn_agent"
+    default_agent: str = "tool_agent"
+    """Agent of rows without agent_name: tool_agent (turns and tools), single_turn_agent (one answer, no tools), or a
+    plug-in's name (docs/plugins.md). external_agent plays all rows, whatever they name."""
+    task_agent: str = "single_turn_agent"
     """The same of tasks."""
     external: ExternalSection = ExternalSection()
     tool_parser: str = "hermes"
@@ -76,6 +82,12 @@ class AgentSection(FrozenModel):
     """Length that a longer tool result is cut to."""
     tool_output_keeps: Literal["left", "right", "middle"] = "middle"
     """The part that stays of a result that is cut: its beginning (left), its end (right), or both (middle)."""
+
+    @field_validator("default_agent", "task_agent", mode="after")
+    @classmethod
+    def _known_agent(cls, value: str) -> str:
+        check_name("agents", value, (*AGENTS, EXTERNAL_AGENT))
+        return value
 
 
 class CodeSection(FrozenModel):

@@ -335,7 +335,7 @@ def _tools_have_players(config: Config, where: str = "") -> None:
             f"{where}agent.tool_file is {config.agent.tool_file!r}, but an external agent brings tools of its own: "
             "leave it empty."
         )
-    if config.agent.tool_file and not config.uses_data and config.default_agent != "tool_agent":
+    if config.agent.tool_file and not config.uses_data and config.default_agent == "single_turn_agent":
         raise ValueError(
             f"{where}agent.tool_file is {config.agent.tool_file!r}, but tasks are played in one turn, without tools: "
             "set agent.task_agent: tool_agent, or leave agent.tool_file empty. Several sources can have one each."

@@ -20,6 +20,7 @@ from pydantic import ValidationError
 
 from rayapp.config.config import Config
 from rayapp.core.errors import ConfigError
+from rayapp.core.names.plugins import Kind, is_plugin
 from rayapp.core.validation import explain
 
 _IN_LIST = re.compile(r"[A-Za-z_][\w.]*\[\d+\][^=]*=")
@@ -116,11 +117,12 @@ def _check_names(config: Config) -> None:
     """Check names that live in registries, which the schema doesn't import."""
     from rayapp.config.algorithm_names import ADV_ESTIMATORS, POLICY_LOSSES
 
-    for key, name, known in (
-        ("algorithm.adv_estimator", config.algorithm.adv_estimator, ADV_ESTIMATORS),
-        ("algorithm.policy_loss", config.algorithm.policy_loss, POLICY_LOSSES),
-    ):
-        if name not in known:
+    checked: tuple[tuple[str, Kind, str, tuple[str, ...]], ...] = (
+        ("algorithm.adv_estimator", "estimators", config.algorithm.adv_estimator, ADV_ESTIMATORS),
+        ("algorithm.policy_loss", "losses", config.algorithm.policy_loss, POLICY_LOSSES),
+    )
+    for key, kind, name, known in checked:
+        if name not in known and not is_plugin(kind, name):
             near = difflib.get_close_matches(name, known, n=1)
             hint = f"did you mean {near[0]}? " if near else ""
             raise ConfigError(f"{key} = {name!r}: {hint}It must be one of {', '.join(known)}")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -132,8 +132,18 @@ class FakeConfig(_Created):
     """Which calls fail."""
 
 
+class PluginConfig(_Created):
+    """Sandboxes of a provider that another package brings (docs/plugins.md)."""
+
+    type: Literal["plugin"] = "plugin"
+    name: str = Field(min_length=1)
+    """Its name in the group rayapp.sandbox_providers."""
+    options: dict[str, Any] = Field(default_factory=dict)
+    """What it is made with. Keys belong into the environment, not here."""
+
+
 ProviderConfig = Annotated[
-    LocalConfig | E2BConfig | DaytonaConfig | McpConfig | FakeConfig, Field(discriminator="type")
+    LocalConfig | E2BConfig | DaytonaConfig | McpConfig | FakeConfig | PluginConfig, Field(discriminator="type")
 ]
 
 

@@ -11,7 +11,9 @@ from rayapp.config.base import Dtype, FrozenModel
 from rayapp.config.learner import OptimizerSection
 from rayapp.core.errors import StorageConfigError
 from rayapp.core.location import Location
+from rayapp.core.names.plugins import check_name
 
+TRACKERS = ("console", "jsonl", "tensorboard", "mlflow", "wandb")
 CheckpointContent = Literal["model", "optimizer", "hf_model"]
 
 
@@ -224,8 +226,9 @@ class RecoverySection(FrozenModel):
 
 
 class TrackingSection(FrozenModel):
-    trackers: tuple[Literal["console", "jsonl", "tensorboard", "mlflow", "wandb"], ...] = ("console", "jsonl")
-    """Where each step's metrics go. One that fails is told once and counted in `tracking/failed`; training goes on."""
+    trackers: tuple[str, ...] = ("console", "jsonl")
+    """Where each step's metrics go: console, jsonl, tensorboard, mlflow, wandb, or plug-ins (docs/plugins.md). One that
+    fails is told once and counted in `tracking/failed`; training goes on."""
     project: str = Field("rayapp", min_length=1)
     """MLflow experiment and W&B project."""
     mlflow_uri: str = ""
@@ -239,6 +242,13 @@ class TrackingSection(FrozenModel):
     """Write trajectories/step=NNNNNN.parquet."""
     log_format: Literal["text", "json"] = "text"
     """json: every process logs an object per line, with the ids of run, step, group, actor and task."""
+
+    @field_validator("trackers", mode="after")
+    @classmethod
+    def _known_trackers(cls, values: tuple[str, ...]) -> tuple[str, ...]:
+        for name in values:
+            check_name("trackers", name, TRACKERS)
+        return values
 
     @model_validator(mode="before")
     @classmethod

@@ -15,13 +15,15 @@ import asyncio
 import faulthandler
 import logging
 import signal
+import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from types import FrameType
 from typing import Any, TypeVar
 
 from rayapp.core.errors import RayappError, first_error, one_error
+from rayapp.core.own_thread import Stopper, stopper_of_this_work
 
 T = TypeVar("T")
 OnStop = Callable[[], None]
@@ -31,39 +33,56 @@ STDERR = 2
 
 
 def run_until_done(coroutine: Coroutine[Any, Any, T]) -> T:
-    """`asyncio.run`, with SIGTERM handled as Ctrl-C is.
+    """`asyncio.run`, with SIGTERM handled as Ctrl-C is. Signals come to the main thread; work in another one is stopped
+    by its `Stopper`.
 
     Raises:
-        KeyboardInterrupt: on either signal, after the coroutine's cleanup has run.
+        KeyboardInterrupt: on either, after the coroutine's cleanup has run.
     """
     with asyncio.Runner() as runner:
         loop = runner.get_loop()
         terminated = False
 
-        async def cancelled_by_sigterm() -> T:
+        async def cancelled_when_stopped() -> T:
             nonlocal terminated
             task = asyncio.current_task()
             assert task is not None
-            _on_stop.set(told := [])
+            told: list[OnStop] = []
+            _on_stop.set(told)
 
-            def on_sigterm() -> None:
+            def on_stop() -> None:
                 nonlocal terminated
                 terminated = True
                 _tell(told)
                 task.cancel()
 
-            loop.add_signal_handler(signal.SIGTERM, on_sigterm)
-            with _telling_of_sigint(loop, told):
+            if threading.current_thread() is threading.main_thread():
+                loop.add_signal_handler(signal.SIGTERM, on_stop)
+                with _telling_of_sigint(loop, told):
+                    return await coroutine
+            with _stopped_by(stopper_of_this_work(), loop, on_stop):
                 return await coroutine
 
         try:
-            return runner.run(cancelled_by_sigterm())
+            return runner.run(cancelled_when_stopped())
         except asyncio.CancelledError:
             if terminated:
                 raise KeyboardInterrupt from None
             raise
         except BaseExceptionGroup as group:
             raise first_error(group) from group
+
+
+def _stopped_by(
+    stopper: Stopper | None, loop: asyncio.AbstractEventLoop, stop: Callable[[], None]
+) -> AbstractContextManager[None]:
+    if stopper is None:
+        return nullcontext()
+
+    def stop_there() -> None:
+        loop.call_soon_threadsafe(stop)
+
+    return stopper.stopping(stop_there)
 
 
 def when_stopped(tell: OnStop) -> None:

@@ -225,6 +225,10 @@ class StorageCredentialsError(StorageConfigError):
     """No credentials were found, or they are wrong or expired."""
 
 
+class StopTraining(Exception):  # noqa: N818 - no error: as StopIteration
+    """Raised by a program's `on_step`: the step is saved, the model exported, and the run has ended."""
+
+
 class TrainingAbortedError(RayappError):
     """The run stops because going on would train on noise; the message says what failed and how often."""
 

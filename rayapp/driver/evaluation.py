@@ -6,50 +6,83 @@ Called by the CLI and by the driver's step.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator, Sequence
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
+from typing import Any
 
 from rayapp.config.config import Config, sources_of
+from rayapp.config.loading import to_yaml
 from rayapp.core.aio import run_until_done
-from rayapp.core.errors import one_error
+from rayapp.core.errors import InputError, LearnersLostError, one_error
+from rayapp.core.files import write_text
 from rayapp.core.logs import start_logs
-from rayapp.core.types import GroupSummary
+from rayapp.core.types import Group, GroupSummary
 from rayapp.driver.cluster import Cluster, open_cluster
 from rayapp.driver.lost_groups import generate
 from rayapp.driver.phases import Phases
 from rayapp.driver.run import Run
 from rayapp.driver.saving import is_due
+from rayapp.driver.store import StoredGroup
 from rayapp.driver.watchdog import Watchdog
 from rayapp.rollout.check import check_inputs
 from rayapp.rollout.order import ANY_VERSION, Cohort, GroupRequest, evaluation_waves
+from rayapp.runs.folder import RunFolder
+from rayapp.runs.mirror.layout import CHECKPOINTS, EVALUATIONS, METRICS, TRAJECTORIES
+from rayapp.runs.tracking.jsonl import JsonlTracker
 from rayapp.runs.tracking.metrics import summarize_step
 from rayapp.runs.tracking.pass_at_k import summarize_passes
+from rayapp.runs.trajectories import writing_trajectories
+
+log = logging.getLogger(__name__)
 
 
-def run_evaluation(config: Config) -> dict[str, float]:
+Record = Callable[[Sequence[Group]], None]
+"""Keeps what was sampled, part after part. Blocks."""
+
+
+def run_evaluation(
+    config: Config, out: Path | None = None, *, report: Callable[[str], None] = lambda text: None
+) -> dict[str, float]:
     """Everything behind `rayapp eval`: sample `config.eval.samples_per_task` completions per task and score them.
 
+    Args:
+        out: folder for what was sampled, which `rayapp view` shows; None keeps nothing.
     Returns:
-        The metrics of a training step, over all samples; nothing is written.
+        The metrics of a training step, over all samples.
+    Raises:
+        InputError: `out` holds a run that was trained.
     """
     start_logs(config.run.name, config.tracking.log_format)
     check_inputs(config, training=False)
-    return run_until_done(evaluate_model(config))
+    if out is None:
+        return run_until_done(evaluate_model(config, report=report))
+    with evaluation_folder(config, out) as (record, keep):
+        metrics = run_until_done(evaluate_model(config, report=report, record=record))
+        keep(metrics)
+    return metrics
 
 
-async def evaluate_model(config: Config, *, report: Callable[[str], None] = lambda text: None) -> dict[str, float]:
+async def evaluate_model(
+    config: Config, *, report: Callable[[str], None] = lambda text: None, record: Record | None = None
+) -> dict[str, float]:
     """Metrics of the config's own model, by servers and rollout workers that are started for it alone."""
     async with open_cluster(config, with_learners=False, report=report) as cluster:
-        return await evaluate(cluster)
+        return await evaluate(cluster, record=record)
 
 
-async def evaluate(cluster: Cluster, version: int = 0, *, watchdog: Watchdog | None = None) -> dict[str, float]:
+async def evaluate(
+    cluster: Cluster, version: int = 0, *, watchdog: Watchdog | None = None, record: Record | None = None
+) -> dict[str, float]:
     """Every task, and every row of the evaluation files, on the weights that the servers hold now, which are `version`.
 
     Nothing of it is trained on.
 
     Args:
         watchdog: told of every prompt's end; None outside of a run.
+        record: keeps the completions.
     """
     num_prompts = await cluster.rollout_worker(0).num_eval_prompts()
     summaries: list[GroupSummary] = []
@@ -62,7 +95,10 @@ async def evaluate(cluster: Cluster, version: int = 0, *, watchdog: Watchdog | N
             async with asyncio.TaskGroup() as tasks:
                 evaluate_prompt = partial(_evaluate_prompt, cluster, version, watchdog)
                 running = [tasks.create_task(work) for work in map(evaluate_prompt, wave, cohorts)]
-        summaries += [task.result() for task in running]
+        found = [task.result() for task in running]
+        summaries += [group.summary for group in found]
+        if record is not None:
+            await _record(cluster, found, record)
     return summarize_step(summaries, version=version) | summarize_passes(summaries)
 
 
@@ -75,10 +111,19 @@ def _waves(config: Config, num_prompts: Sequence[int]) -> Iterator[tuple[int, ..
         first += number
 
 
+async def _record(cluster: Cluster, found: Sequence[StoredGroup[Any]], record: Record) -> None:
+    try:
+        groups = await cluster.fetch_groups(found)
+    except LearnersLostError as error:  # their node is gone; the numbers are here, and nothing is trained on the texts
+        log.warning("the texts of %d evaluated prompts are not kept: %s", len(found), error)
+        return
+    await asyncio.to_thread(record, groups)
+
+
 async def _evaluate_prompt(
     cluster: Cluster, step: int, watchdog: Watchdog | None, index: int, cohort: Cohort | None
-) -> GroupSummary:
-    return await generate(
+) -> StoredGroup[Any]:
+    summary, ref = await generate(
         cluster,
         GroupRequest(group_id=index, policy_version=ANY_VERSION, cohort=cohort, purpose="eval"),
         lambda worker, placed: worker.evaluate(placed, step),
@@ -86,6 +131,7 @@ async def _evaluate_prompt(
         watchdog=watchdog,
         reissue=lambda error: ANY_VERSION,
     )
+    return StoredGroup(summary=summary, ref=ref)
 
 
 async def validate(run: Run, step: int, phases: Phases) -> dict[str, float]:
@@ -99,5 +145,41 @@ async def validate(run: Run, step: int, phases: Phases) -> dict[str, float]:
     if every_steps == 0 or not is_due(step, every_steps, last=config.train.num_steps):
         return {}
     with phases("eval"):
-        metrics = await evaluate(run.cluster, step, watchdog=run.watchdog)
+        return await evaluate_in_run(run, step)
+
+
+async def evaluate_in_run(run: Run, step: int) -> dict[str, float]:
+    """`eval/*` of the weights that the servers hold, after `step`; what they said is in the run folder."""
+    with recorded(run.folder, step) as record:
+        metrics = await evaluate(run.cluster, step, watchdog=run.watchdog, record=record)
     return {f"eval/{name}": value for name, value in metrics.items()}
+
+
+@contextmanager
+def recorded(folder: RunFolder, step: int) -> Iterator[Record | None]:
+    """What keeps the completions of an evaluation in a run's folder, where the run keeps any."""
+    if not folder.keeps_trajectories:
+        yield None
+        return
+    with folder.recording_evaluation(step) as record:
+        yield record
+
+
+@contextmanager
+def evaluation_folder(config: Config, out: Path) -> Iterator[tuple[Record, Callable[[Mapping[str, float]], None]]]:
+    """A folder like a run's, with one evaluation as its step 0: what keeps completions, and what keeps metrics.
+
+    Raises:
+        InputError: it holds a run that was trained.
+    """
+    if (out / TRAJECTORIES).exists() or (out / CHECKPOINTS).exists():
+        raise InputError(f"{out} holds a run that was trained: choose another folder for its evaluation")
+    (out / EVALUATIONS).mkdir(parents=True, exist_ok=True)
+    write_text(out / "config.yaml", to_yaml(config))
+
+    def keep(metrics: Mapping[str, float]) -> None:
+        (out / METRICS).unlink(missing_ok=True)
+        JsonlTracker(out / METRICS).log(0, {f"eval/{name}": value for name, value in metrics.items()})
+
+    with writing_trajectories(out / EVALUATIONS / "step=000000.parquet", 0) as record:
+        yield record, keep

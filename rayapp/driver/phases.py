@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rayapp.core.stopwatch import Stopwatch
+from rayapp.core.timing.stopwatch import Stopwatch
 from rayapp.core.types import GroupSummary
 
 

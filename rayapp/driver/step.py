@@ -33,17 +33,19 @@ def _enter_phase(run: Run, name: str) -> None:
     run.watchdog.progress(f"driver entered {name}")
 
 
-async def train_step(run: Run, step: int, groups: Sequence[StoredGroup[object]], phases: Phases) -> None:
+async def train_step(run: Run, step: int, groups: Sequence[StoredGroup[object]], phases: Phases) -> dict[str, float]:
     """Train on the groups, give the servers the new weights, write the step down.
 
+    Returns:
+        All metrics of the step.
     Raises:
         StalledError: a part of it hangs.
     """
     async with unstalled(run.watchdog, f"the end of step {step}"):
-        await _train_step(run, step, groups, phases)
+        return await _train_step(run, step, groups, phases)
 
 
-async def _train_step(run: Run, step: int, groups: Sequence[StoredGroup[object]], phases: Phases) -> None:
+async def _train_step(run: Run, step: int, groups: Sequence[StoredGroup[object]], phases: Phases) -> dict[str, float]:
     summaries = tuple(group.summary for group in groups)
     run.failures.record((*summaries, *run.sampling.take_dropped()))
     learned = await _learn(run, step, groups, phases)
@@ -63,7 +65,9 @@ async def _train_step(run: Run, step: int, groups: Sequence[StoredGroup[object]]
     score = run.best.score(metrics | evaluated)
     with phases("checkpoint"):
         saved = await save_if_due(run, step, score)
-    run.tracker.log(step, metrics | saved | evaluated | phases.metrics(summaries) | _state_metrics(run))
+    metrics |= saved | evaluated | phases.metrics(summaries) | _state_metrics(run)
+    run.tracker.log(step, metrics)
+    return metrics
 
 
 async def _learn(run: Run, step: int, groups: Sequence[StoredGroup[object]], phases: Phases) -> dict[str, float]:

@@ -27,7 +27,7 @@ import numpy as np
 from rayapp.config.config import Config
 from rayapp.core.errors import EngineDeadError, EngineError, WeightSyncError
 from rayapp.core.imports import large_imports
-from rayapp.core.stall_detection import InHand
+from rayapp.core.timing.stall_detection import InHand
 from rayapp.core.types import Completion, SamplingParams
 from rayapp.engine.cohorts import Cohorts, Request
 from rayapp.engine.concurrency import ConcurrencyLimit, Gate

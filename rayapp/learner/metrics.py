@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from rayapp.config.algorithm import AlgorithmSection
-from rayapp.core.stopwatch import Stopwatch
+from rayapp.core.timing.stopwatch import Stopwatch
 from rayapp.core.types import FloatArray
 from rayapp.learner.algo.advantages import response_mask
 from rayapp.learner.algo.mismatch import mismatch_metrics

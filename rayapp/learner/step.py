@@ -21,7 +21,7 @@ from torch import Tensor
 
 from rayapp.config.algorithm_names import BATCH_COUPLED_LOSSES, NEEDS_LOG_PROBS
 from rayapp.config.config import Config
-from rayapp.core.stopwatch import Stopwatch
+from rayapp.core.timing.stopwatch import Stopwatch
 from rayapp.core.types import FloatArray, Group, GroupSummary
 from rayapp.learner.algo.advantages import AdvantageInputs
 from rayapp.learner.algo.losses import LossRows, LossScale, entropy_loss, kl_loss, make_actor_config, policy_loss

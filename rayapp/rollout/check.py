@@ -13,13 +13,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from rayapp.config.agent import EXTERNAL_AGENT
 from rayapp.config.config import Config, Source, sources_of
 from rayapp.config.sandbox import LocalConfig, SandboxConfig
 from rayapp.core.errors import ConfigError, InputError
 from rayapp.core.location import Location
 from rayapp.rollout.agent.build import check_template
 from rayapp.rollout.agent.chat import load_template
-from rayapp.rollout.agent.loops import EXTERNAL_AGENT, SINGLE_TURN_AGENT, check_agent_name
+from rayapp.rollout.agent.loops import SINGLE_TURN_AGENT, check_agent_name
 from rayapp.rollout.data_groups import answer_rewards
 from rayapp.rollout.external.agent import check_agent
 from rayapp.rollout.order import evaluation_waves

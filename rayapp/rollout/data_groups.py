@@ -7,12 +7,13 @@ from functools import partial
 
 import numpy as np
 
+from rayapp.config.agent import EXTERNAL_AGENT
 from rayapp.config.config import Config
 from rayapp.core.protocols import SandboxSource
 from rayapp.core.types import Prompt, Reward
 from rayapp.rollout.agent.build import open_loop
 from rayapp.rollout.agent.episode import AgentPrompt, Episode
-from rayapp.rollout.agent.loops import EXTERNAL_AGENT, AgentLoops, agent_loops, check_agent_name
+from rayapp.rollout.agent.loops import AgentLoops, agent_loops, check_agent_name
 from rayapp.rollout.agent.outcome import tool_reward, tool_verdict, with_terms
 from rayapp.rollout.external.agent import ExternalAgent
 from rayapp.rollout.group import Assignment
@@ -111,7 +112,9 @@ def assignment_of(
     return Assignment(
         # The row's source stands where a task's name would.
         prompt=Prompt(task=row.data_source, text=text, token_ids=np.array(row.prompt_ids, np.int32)),
-        play=partial(loop.run, AgentPrompt(token_ids=row.prompt_ids, tools_kwargs=row.tools_kwargs)),
+        play=partial(
+            players.player(row.agent_name).run, AgentPrompt(token_ids=row.prompt_ids, tools_kwargs=row.tools_kwargs)
+        ),
         score=score,
     )
 

@@ -17,10 +17,11 @@ from dataclasses import replace
 from itertools import accumulate
 from typing import Protocol
 
+from rayapp.config.agent import EXTERNAL_AGENT
 from rayapp.config.config import Config, Source, sources_of
 from rayapp.core.errors import UserError
 from rayapp.core.protocols import SandboxSource
-from rayapp.rollout.agent.loops import EXTERNAL_AGENT, SINGLE_TURN_AGENT
+from rayapp.rollout.agent.loops import SINGLE_TURN_AGENT
 from rayapp.rollout.data_groups import DataGroups
 from rayapp.rollout.external.agent import ExternalAgent
 from rayapp.rollout.group import Assignment

@@ -20,6 +20,7 @@ from rayapp.core.types import AgentStart, Prompt, Reward
 from rayapp.rollout.agent.build import open_loop
 from rayapp.rollout.agent.episode import AgentPrompt, Episode
 from rayapp.rollout.agent.loop import AgentLoop
+from rayapp.rollout.agent.loops import TOOL_AGENT, player_of
 from rayapp.rollout.agent.outcome import tool_reward, tool_verdict, with_terms
 from rayapp.rollout.group import Play
 from rayapp.rollout.prompts import check_length
@@ -36,15 +37,23 @@ class TaskAgents:
         max_prompt_tokens: longer prompts are refused.
         tool_weight: of the sum of what tools gave for single calls.
         tool_verdict_weight: of the sum of their verdicts on whole trajectories.
+        agent: who plays with a loop: itself, or a plug-in.
     """
 
     def __init__(
-        self, make_loop: OpenLoop, *, max_prompt_tokens: int, tool_weight: float, tool_verdict_weight: float = 0.0
+        self,
+        make_loop: OpenLoop,
+        *,
+        max_prompt_tokens: int,
+        tool_weight: float,
+        tool_verdict_weight: float = 0.0,
+        agent: str = TOOL_AGENT,
     ) -> None:
         self._make_loop = make_loop
         self._max_prompt_tokens = max_prompt_tokens
         self._tool_weight = tool_weight
         self._tool_verdict_weight = tool_verdict_weight
+        self._agent = agent
         self._loops: dict[tuple[str, ...], AgentLoop] = {}
 
     @classmethod
@@ -60,6 +69,7 @@ class TaskAgents:
             max_prompt_tokens=limit,
             tool_weight=reward.tool_weight,
             tool_verdict_weight=reward.tool_verdict_weight,
+            agent=config.default_agent,
         )
 
     async def prompted(self, tasks: Sequence[Task]) -> list[tuple[Task, Prompt]]:
@@ -89,7 +99,7 @@ class TaskAgents:
             files=start.files,
             packages=start.packages,
         )
-        return partial(self._loops[start.tools].run, begin)
+        return partial(player_of(self._agent, self._loops[start.tools]).run, begin)
 
     async def score(self, episode: Episode, verdict: Callable[[], Awaitable[Reward]]) -> Reward:
         """The verdict on the answer, with what the calls gave; none on an episode that failed."""

@@ -1,7 +1,8 @@
 """The folder of one run: who may write it, what a resumed run keeps, and nothing in it that looks whole and isn't.
 
     outputs/<run>/  run.lock  format.json  config.yaml  metrics.jsonl  rewards.png
-                    trajectories/step=000001.parquet   checkpoints/step=000010/{learner/, manifest.json}   final/
+                    trajectories/step=000001.parquet   evaluations/step=000010.parquet
+                    checkpoints/step=000010/{learner/, manifest.json}   final/
 
 Everything is written aside and renamed; checkpoints are in `checkpoints.py`. The driver owns the folder through a lock
 on `run.lock`, which dies with its process.
@@ -11,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 
@@ -32,11 +33,13 @@ from rayapp.core.types import FloatArray, Group
 from rayapp.runs.checkpoints import Checkpoint, CheckpointFolder
 from rayapp.runs.compatibility import check_same_training
 from rayapp.runs.format import check_format, write_format
-from rayapp.runs.mirror.layout import EXPORTED, FINAL
+from rayapp.runs.mirror.layout import EVALUATIONS, EXPORTED, FINAL, TRAJECTORIES
 from rayapp.runs.mirror.mirror import RunMirror, mirroring
 from rayapp.runs.tracking.jsonl import read_records
-from rayapp.runs.trajectories import write_trajectories
+from rayapp.runs.trajectories import write_trajectories, writing_trajectories
 
+RECORDED = (TRAJECTORIES, EVALUATIONS)
+"""Folders with a file for each step."""
 RAY_COPIES = "working_dir_files"
 """Folder of a Ray node that holds what jobs uploaded."""
 
@@ -137,6 +140,11 @@ class RunFolder:
         """The step of the model in `final/`; None where there is none."""
         return _exported_step(self.path / FINAL / EXPORTED)
 
+    @property
+    def keeps_trajectories(self) -> bool:
+        """`tracking.trajectories`."""
+        return self._config.tracking.trajectories
+
     def begin_checkpoint(self, version: int) -> Path:
         """An empty folder to write checkpoint `version` into."""
         return self.checkpoints.begin(version)
@@ -165,9 +173,10 @@ class RunFolder:
             kept = [line + b"\n" for line in lines for record in read_records([line]) if record["step"] <= version]
             with aside(metrics) as temporary:
                 temporary.write_bytes(b"".join(kept))
-        for file in (self.path / "trajectories").glob("step=*.parquet"):
-            if int(file.stem.removeprefix("step=")) > version:
-                file.unlink(missing_ok=True)
+        for folder in RECORDED:
+            for file in (self.path / folder).glob("step=*.parquet"):
+                if int(file.stem.removeprefix("step=")) > version:
+                    file.unlink(missing_ok=True)
         # After they are gone here: what the mirror forgets while they are there, it would send again.
         if self._mirror is not None:
             self._mirror.truncate_after(version)
@@ -186,15 +195,24 @@ class RunFolder:
         await asyncio.to_thread(write)
 
     @contextmanager
-    def pending_final(self) -> Iterator[Path]:
-        """An empty folder that becomes `final/` when the block succeeds: the model after the last step."""
+    def recording_evaluation(self, step: int) -> Iterator[Callable[[Sequence[Group]], None]]:
+        """Call what it gives with each part of the evaluation after `step`: `evaluations/step=NNNNNN.parquet`."""
+        path = self.path / EVALUATIONS / f"step={step:06d}.parquet"
+        with self.explain_full_disk(path):
+            path.parent.mkdir(exist_ok=True)
+            with writing_trajectories(path, step) as write:
+                yield write
+
+    @contextmanager
+    def pending_final(self, step: int | None = None) -> Iterator[Path]:
+        """An empty folder that becomes `final/` when the block succeeds: the model after this step, or the last."""
         pending, final = self.path / ".pending-final", self.path / FINAL
         with self.explain_full_disk(pending):
             remove_tree(pending)
             pending.mkdir()
             try:
                 yield pending
-                marker = {"run": self.path.name, "step": self._config.train.num_steps}
+                marker = {"run": self.path.name, "step": self._config.train.num_steps if step is None else step}
                 write_text(pending / EXPORTED, json.dumps(marker))
                 put_in_place(pending, final)
             finally:
@@ -207,7 +225,7 @@ class RunFolder:
 
 def _clear_pending(path: Path) -> None:
     """Remove what a process that was killed was writing; the lock is held, so nobody writes now."""
-    for folder in (path, path / "checkpoints", path / "trajectories"):
+    for folder in (path, path / "checkpoints", *(path / name for name in RECORDED)):
         remove_pending(folder)
 
 

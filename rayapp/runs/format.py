@@ -8,9 +8,9 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from rayapp import __version__
 from rayapp.core.errors import RunFolderError
 from rayapp.core.files import write_text
+from rayapp.core.version import __version__
 
 FORMAT_FILE = "format.json"
 FORMAT = 1

@@ -1,4 +1,5 @@
-"""`trajectories/step=NNNNNN.parquet`: everything a step trained on, one row per trajectory.
+"""`trajectories/step=NNNNNN.parquet`: everything a step trained on, one row per trajectory; `evaluations/step=…`: what
+an evaluation sampled, in the same form.
 
 Written by the driver, read by people with any parquet tool, and back into `Group`s exactly by `read_groups`.
 The schema is in docs/run-folder.md; its version is in the file's metadata under `rayapp.schema_version`.
@@ -6,7 +7,8 @@ The schema is in docs/run-folder.md; its version is in the file's metadata under
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from itertools import groupby
 from pathlib import Path
@@ -124,13 +126,28 @@ def write_trajectories(
     Args:
         learner_log_probs: by position of the trajectory in the step, of its response tokens; those left out are null.
     """
+    with writing_trajectories(path, step) as write:
+        write(groups, learner_log_probs)
+
+
+@contextmanager
+def writing_trajectories(path: Path, step: int) -> Iterator[Callable[..., None]]:
+    """The same, part after part: call what it gives with groups. The file appears when the block has succeeded."""
+    options = {"compression": "zstd", "write_page_checksum": True}
+    with aside(path) as pending, pq.ParquetWriter(pending, SCHEMA, **options) as writer:
+
+        def write(groups: Sequence[Group], learner_log_probs: Mapping[int, FloatArray] = _NOTHING) -> None:
+            writer.write_table(_table(step, groups, learner_log_probs), row_group_size=ROWS_PER_ROW_GROUP)
+
+        yield write
+
+
+def _table(step: int, groups: Sequence[Group], learner_log_probs: Mapping[int, FloatArray]) -> Any:
     members = ((group, index) for group in groups for index in range(len(group.trajectories)))
     rows = [
         _row(step, group, index, learner_log_probs.get(position)) for position, (group, index) in enumerate(members)
     ]
-    table = pa.Table.from_pylist([_storable(row, _ROW) for row in rows], schema=SCHEMA)
-    with aside(path) as pending:
-        pq.write_table(table, pending, compression="zstd", row_group_size=ROWS_PER_ROW_GROUP, write_page_checksum=True)
+    return pa.Table.from_pylist([_storable(row, _ROW) for row in rows], schema=SCHEMA)
 
 
 def _storable(value: Any, kind: pa.DataType) -> Any:

@@ -22,6 +22,8 @@ from pathlib import Path
 from typing import Any
 
 from rayapp.core.errors import ConfigError, RayappError
+from rayapp.core.names.given import given, is_given
+from rayapp.core.names.plugins import is_plugin, load_plugin
 
 _MOST = 3.4028234e38
 """The largest 32-bit float."""
@@ -133,9 +135,15 @@ def load_function(path: str, *, what: str = "reward function") -> Callable[..., 
     Raises:
         ConfigError: it can't be imported, isn't there, or is no function.
     """
+    if is_given(path):
+        return given(path)  # type: ignore[return-value]
     place, _, name = path.rpartition(":")
+    if not place and is_plugin("rewards", path):
+        return load_plugin("rewards", path)  # type: ignore[no-any-return]
     if not place or not name:
-        raise ConfigError(f"{what} {path!r}: write package.module:function or file.py:function")
+        raise ConfigError(
+            f"{what} {path!r}: write package.module:function or file.py:function, or the name of a plug-in"
+        )
     try:
         module = _load_file(Path(place)) if place.endswith(".py") else importlib.import_module(place)
     except (Exception, SystemExit) as error:  # boundary: the module is the user's and raises what it likes

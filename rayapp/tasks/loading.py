@@ -19,6 +19,8 @@ import yaml
 from pydantic import ValidationError
 
 from rayapp.core.errors import InputError
+from rayapp.core.names.given import given, is_given
+from rayapp.core.names.plugins import is_plugin, load_plugin, plugin_names
 from rayapp.core.protocols import Task
 from rayapp.core.validation import explain
 from rayapp.tasks.code.benchmarks import PREFIX, load_benchmark
@@ -66,13 +68,17 @@ def load_task(source: str) -> Task:
         InputError: it says what to change, and where.
     """
     path = Path(source)
-    if path.suffix == ".py":
+    if is_given(source):
+        task = _checked_task(given(source), f"{source} has to be")
+    elif path.suffix == ".py":
         task = _from_python(path)
     elif path.suffix in _YAML:
         task = _from_yaml(_read(path), source)
     elif source in shipped_tasks():
         text = _shipped_text(source)
         task = _from_yaml(text, source)
+    elif is_plugin("tasks", source):
+        task = _of_plugin(source)
     else:
         raise InputError(_unknown(source))
     if isinstance(task, CodingTask):
@@ -80,8 +86,15 @@ def load_task(source: str) -> Task:
     return task
 
 
+def _of_plugin(name: str) -> Task:
+    """A plug-in is a task, or what makes one when it is called."""
+    found = load_plugin("tasks", name)
+    made = found() if isinstance(found, type) or not hasattr(found, "score") else found
+    return _checked_task(made, f"plug-in {name} has to be, or to give,")
+
+
 def _unknown(source: str) -> str:
-    names = shipped_tasks()
+    names = [*shipped_tasks(), *plugin_names("tasks")]
     near = difflib.get_close_matches(source, names, n=1)
     hint = f"did you mean {near[0]}? " if near else ""
     return f"no task {source!r}: {hint}It is one of {', '.join(names)}, or the path of a .yaml or .py file."
@@ -142,10 +155,10 @@ def _from_python(path: Path) -> Task:
         raise InputError(f"task file {path} can't run: {type(error).__name__}: {error}") from error
     finally:
         del sys.modules[module.__name__]
-    task = getattr(module, "TASK", None)
+    return _checked_task(getattr(module, "TASK", None), f"task file {path} has to bind TASK to")
+
+
+def _checked_task(task: object, where: str) -> Task:
     if not all(hasattr(task, name) for name in ("name", "render", "score")):
-        raise InputError(
-            f"task file {path} has to bind TASK to a CodingTask, or to an object with name, render and score"
-        )
-    assert task is not None
-    return task  # type: ignore[no-any-return]
+        raise InputError(f"{where} a CodingTask, or an object with name, render and score")
+    return task  # type: ignore[return-value]

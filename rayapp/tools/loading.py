@@ -18,6 +18,7 @@ from types import ModuleType
 from typing import Any
 
 from rayapp.core.errors import ConfigError, UserError
+from rayapp.core.names.plugins import is_plugin, load_plugin, plugin_names
 from rayapp.sandbox.pool.bucket import TokenBucket
 from rayapp.tools.base import Tool, ToolContext, ToolSchema
 from rayapp.tools.config import McpServer, McpToolConfig, ToolEntry, parse, read_mcp_servers, read_tool_file
@@ -146,6 +147,8 @@ def load_class(name: str, folder: Path, where: str) -> Callable[..., Any]:
         ConfigError: there is none.
     """
     name = KNOWN.get(name, name)
+    if name.isidentifier() and is_plugin("tools", name):
+        return load_plugin("tools", name)  # type: ignore[no-any-return]
     file, colon, attribute = name.rpartition(":")
     if colon:
         own = Path(file)
@@ -163,7 +166,7 @@ def load_class(name: str, folder: Path, where: str) -> Callable[..., Any]:
 
 
 def _hint(name: str) -> str:
-    near = difflib.get_close_matches(name, SHIPPED, n=1)
+    near = difflib.get_close_matches(name, [*SHIPPED, *plugin_names("tools")], n=1)
     mean = f"Did you mean {near[0]}? " if near else ""
     verls = [known for known in KNOWN if known not in SHIPPED]
     return f"{mean}Shipped are {', '.join(SHIPPED)}; known class names of verl: {', '.join(verls)}"

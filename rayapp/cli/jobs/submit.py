@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import yaml
 
@@ -24,7 +25,7 @@ from rayapp.config.config import Config
 from rayapp.config.loading import load_config, to_yaml
 from rayapp.core.errors import WRONG_TOKEN, ConfigError, DeadlineError, InputError, RayappError
 
-RUNTIME_ENV = Path(__file__).parents[3] / "runtime_env" / "job.yaml"
+RUNTIME_ENV = Path(__file__).with_name("job.yaml")
 RUN_NAME, CONFIG = "run_name", "config"
 """Keys of the job's metadata."""
 ENDED = frozenset({"SUCCEEDED", "FAILED", "STOPPED"})
@@ -191,7 +192,27 @@ def _client(address: str) -> Any:
             f"address {address!r} must be that of the dashboard, e.g. http://127.0.0.1:8265. With KubeRay: kubectl "
             "port-forward service/NAME-head-svc 8265"
         )
-    return JobSubmissionClient(address)
+    token = token_for(address)
+    return JobSubmissionClient(address, headers={"Authorization": f"Bearer {token}"} if token else None)
+
+
+def token_for(address: str) -> str:
+    """The token of a Ray that asks for one; empty where none is known. Ray's own client looks for it only where
+    RAY_AUTH_MODE is token, but a plain `ray start` asks as soon as a run has made ~/.ray/auth_token.
+
+    That file is this machine's: it is read for an address of this machine alone.
+    """
+    if os.environ.get("RAY_AUTH_MODE", "token").lower() != "token":
+        return ""
+    if token := os.environ.get("RAY_AUTH_TOKEN", ""):
+        return token
+    given = os.environ.get("RAY_AUTH_TOKEN_PATH", "")
+    if not given and urlsplit(address).hostname not in ("127.0.0.1", "localhost", "::1"):
+        return ""
+    try:
+        return Path(given or Path.home() / ".ray" / "auth_token").read_text().strip()
+    except (OSError, RuntimeError, UnicodeDecodeError):
+        return ""
 
 
 @contextmanager

@@ -169,13 +169,9 @@ def custom_reward(key: str, value: Any, values: Values) -> Landing:
 
 def trackers(key: str, value: Any, values: Values) -> Landing:
     """The trackers that we have of verl's loggers; metrics.jsonl is always written."""
-    from typing import get_args
+    from rayapp.config.sections import TRACKERS
 
-    from rayapp.config.sections import TrackingSection
-
-    field = TrackingSection.model_fields["trackers"]
-    known = get_args(get_args(field.annotation)[0])
-    asked = as_list(value)
+    known, asked = TRACKERS, as_list(value)
     kept = [name for name in asked if name in known]
     if values.get("actor_rollout_ref.rollout.trace.backend") == "mlflow":
         kept.append("mlflow")  # traces have no other place to go

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from rayapp.config.algorithm import AlgorithmSection
 from rayapp.config.algorithm_names import ADV_ESTIMATORS, NEEDS_CRITIC, NEEDS_GREEDY_BASELINE, NEEDS_LOG_PROBS
 from rayapp.core.errors import ConfigError, LearnerError
+from rayapp.core.names.plugins import is_plugin, load_plugin
 from rayapp.core.types import FloatArray
 
 if TYPE_CHECKING:
@@ -63,7 +64,9 @@ def compute_advantages(inputs: AdvantageInputs, algorithm: AlgorithmSection) -> 
     check_estimator(algorithm.adv_estimator)
     if not np.isfinite(inputs.rewards).all():
         raise LearnerError(f"rewards must be finite, got {inputs.rewards.tolist()}: the task's scorer has a bug")
-    advantages, _ = get_adv_estimator_fn(algorithm.adv_estimator)(**_arguments(inputs, algorithm))
+    name = algorithm.adv_estimator
+    estimate = get_adv_estimator_fn(name) if name in ADV_ESTIMATORS else load_plugin("estimators", name)
+    advantages, _ = estimate(**_arguments(inputs, algorithm))
     return _as_float32(advantages)
 
 
@@ -71,7 +74,7 @@ def check_estimator(name: str) -> None:
     """Raises ConfigError unless `name` can be used here."""
     if name in NEEDS_CRITIC:
         raise ConfigError(f"algorithm.adv_estimator {name!r} needs a critic, and there is none. Use one of {_names()}.")
-    if name not in ADV_ESTIMATORS:
+    if name not in ADV_ESTIMATORS and not is_plugin("estimators", name):
         raise ConfigError(f"algorithm.adv_estimator {name!r} is none of verl 0.9.1's: use one of {_names()}.")
 
 

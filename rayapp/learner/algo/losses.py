@@ -14,6 +14,7 @@ from rayapp.config.algorithm import AlgorithmSection
 from rayapp.config.algorithm_names import POLICY_LOSSES
 from rayapp.config.config import Config
 from rayapp.core.errors import ConfigError
+from rayapp.core.names.plugins import is_plugin, load_plugin
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -74,7 +75,8 @@ def policy_loss(rows: LossRows, algorithm: AlgorithmSection, actor_config: Any, 
     # In bypass mode the engine's distribution is the old policy: the ratio itself corrects the difference.
     old = rows.rollout_log_probs if name == "bypass_mode" else rows.old_log_probs
     weights = None if name == "bypass_mode" else correction_weights(rows, algorithm)
-    loss, metrics = get_policy_loss_fn(name)(
+    function = get_policy_loss_fn(name) if name in POLICY_LOSSES else load_plugin("losses", name)
+    loss, metrics = function(
         old_log_prob=old,
         log_prob=rows.log_probs,
         advantages=rows.advantages,
@@ -170,7 +172,7 @@ def make_actor_config(config: Config, scale: LossScale) -> Any:
 
 def check_policy_loss(name: str) -> None:
     """Raises ConfigError unless `name` is a policy loss of verl 0.9.1."""
-    if name not in POLICY_LOSSES:
+    if name not in POLICY_LOSSES and not is_plugin("losses", name):
         raise ConfigError(
             f"algorithm.policy_loss {name!r} is none of verl 0.9.1's: use one of {', '.join(POLICY_LOSSES)}."
         )

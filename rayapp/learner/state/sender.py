@@ -233,8 +233,8 @@ def _same_stream() -> AbstractContextManager[object]:
 def _plain_segments() -> Iterator[None]:
     """Within, memory is allocated in segments that another process can open.
 
-    Expandable ones (`runtime_env/learner.yaml`) are opened through `pidfd_getfd`, which an ordinary user in a container
-    may not call: pytorch issue 165685.
+    Expandable ones (`actors/environments/learner.yaml`) are opened through `pidfd_getfd`, which an ordinary user in a
+    container may not call: pytorch issue 165685.
     """
     set_allocator: Any = torch._C._accelerator_setAllocatorSettings  # noqa: SLF001 - torch has no public name for it
     set_allocator("expandable_segments:False")

@@ -1,7 +1,7 @@
 """What lies in a run folder, by how it travels: files that are sent when they change, folders that count as a whole.
 
     config.yaml, metrics.jsonl, rewards.png, tensorboard/…   sent whenever they change
-    trajectories/step=000001.parquet                         sent once; all before the metrics that speak of them
+    trajectories/, evaluations/step=000001.parquet           sent once; all before the metrics that speak of them
     checkpoints/step=000010/                                 files first, manifest last
     final/, final's manifest                                 files first, manifest last
 
@@ -19,10 +19,11 @@ from rayapp.runs.mirror.ledger import Stamp, stamp_of
 from rayapp.runs.tracking.jsonl import read_records
 
 METRICS, CHECKPOINTS, TRAJECTORIES, FINAL, LOCKS = "metrics.jsonl", "checkpoints", "trajectories", "final", "locks"
+EVALUATIONS = "evaluations"
 EXPORTED = "rayapp.json"
 """In `final/`: of which run and step it is."""
 LOCAL_ONLY = frozenset({"run.lock"})
-_STEP = re.compile(r"trajectories/step=(\d+)\.parquet")
+_STEP = re.compile(rf"(?:{TRAJECTORIES}|{EVALUATIONS})/step=(\d+)\.parquet")
 
 
 def loose_files(folder: Path, sent: Container[str] = ()) -> dict[str, Stamp]:

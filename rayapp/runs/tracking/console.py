@@ -6,6 +6,8 @@ Neither ever writes to a file of the run.
 
 from __future__ import annotations
 
+import html
+import io
 import logging
 import math
 import sys
@@ -168,10 +170,17 @@ class LiveConsole:
         name: of the run.
         console: where it is drawn; the terminal behind standard error unless given.
         clock: seconds; the tests' own.
+        is_live: it is redrawn by itself as well, for its clocks.
     """
 
     def __init__(
-        self, num_steps: int, name: str, console: Console | None = None, clock: Callable[[], float] = time.monotonic
+        self,
+        num_steps: int,
+        name: str,
+        console: Console | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        *,
+        is_live: bool = True,
     ) -> None:
         self._num_steps = num_steps
         self._name = name
@@ -185,23 +194,28 @@ class LiveConsole:
         self._started = clock()
         self._phase, self._phase_started = "starting", self._started
         self._live = Live(get_renderable=self._render, console=console or Console(stderr=True), refresh_per_second=4)
-        self._live.start()
+        if is_live:
+            self._live.start()
+
+    def _draw(self) -> None:
+        self._live.refresh()
 
     def note(self, text: str) -> None:
         """Shown below the numbers, with the last few before it."""
         self._notes.append(text)
-        self._live.refresh()
+        self._draw()
 
     def phase(self, name: str) -> None:
         """What the driver waits for, shown with its seconds."""
         self._phase, self._phase_started = name, self._clock()
+        self._draw()
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         self._step, self._metrics = step, metrics
         self._seconds_left = self._pace.seconds_left(step, metrics)
         if "reward/mean" in metrics:
             self._rewards.append(metrics["reward/mean"])
-        self._live.refresh()
+        self._draw()
 
     def close(self) -> None:
         """Leave the last picture on the terminal, with the seconds of the whole run. Idempotent."""
@@ -228,6 +242,43 @@ class LiveConsole:
     def _details(self) -> str:
         labels = (label for label in formats_of(self._metrics) if label != "reward")
         return "   ".join(f"{label} {number(label, self._metrics)}" for label in labels)
+
+
+class NotebookConsole(LiveConsole):
+    """The same picture below a notebook's cell, drawn anew with each step, phase and note.
+
+    Args:
+        num_steps: of the whole run.
+        name: of the run.
+        show: draws text below the cell, in place of what it drew before; IPython's display unless given.
+    """
+
+    def __init__(self, num_steps: int, name: str, show: Callable[[str], None] | None = None) -> None:
+        self._text = Console(file=io.StringIO(), width=100, color_system=None, force_terminal=False)
+        self._show = show or _display()
+        super().__init__(num_steps, name, self._text, is_live=False)
+
+    def _draw(self) -> None:
+        with self._text.capture() as captured:
+            self._text.print(self._render())
+        self._show(captured.get())
+
+    def close(self) -> None:
+        super().close()
+        self._draw()
+
+
+def in_notebook() -> bool:
+    """True in a process that runs cells and not a terminal."""
+    shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
+    return getattr(shell, "kernel", None) is not None
+
+
+def _display() -> Callable[[str], None]:
+    from IPython.display import HTML, display
+
+    shown = display(HTML(""), display_id=True)
+    return lambda text: shown.update(HTML(f"<pre>{html.escape(text)}</pre>"))
 
 
 def sparkline(values: list[float], width: int = SPARK_STEPS) -> str:

@@ -14,13 +14,15 @@ from pathlib import Path
 from rich.console import Console
 
 from rayapp.config.config import Config
+from rayapp.config.sections import TRACKERS
 from rayapp.core.errors import ConfigError
+from rayapp.core.names.plugins import load_plugin
 from rayapp.core.protocols import Tracker
 from rayapp.core.terminal import visible
 from rayapp.core.types import Group
 from rayapp.runs.folder import RunFolder
 from rayapp.runs.tracking.background import BackgroundTracer, BackgroundTracker, RolloutTracer
-from rayapp.runs.tracking.console import LineConsole, LiveConsole, LogConsole
+from rayapp.runs.tracking.console import LineConsole, LiveConsole, LogConsole, NotebookConsole, in_notebook
 from rayapp.runs.tracking.jsonl import JsonlTracker
 from rayapp.runs.tracking.traces import Decode
 from rayapp.storage.models.tokenizer import load_tokenizer
@@ -108,7 +110,8 @@ def _make(config: Config, path: Path) -> RunTracker:
         trackers["jsonl"] = JsonlTracker(path / "metrics.jsonl")
     if "console" in chosen:
         console = trackers["console"] = _console(config)
-    for name, make in _SERVICES.items():
+    of_plugins = {name: load_plugin("trackers", name) for name in chosen if name not in TRACKERS}
+    for name, make in (_SERVICES | of_plugins).items():
         if name in chosen:
             trackers[name] = BackgroundTracker(name, partial(make, config, path))
     if "mlflow" in chosen:
@@ -119,6 +122,9 @@ def _make(config: Config, path: Path) -> RunTracker:
 
 def check_packages(chosen: Sequence[str]) -> None:
     """Raises ConfigError: a tracker was asked for by name, so its absence is told before anything starts."""
+    for name in chosen:
+        if name not in TRACKERS:
+            load_plugin("trackers", name)
     missing = [name for name in chosen if name in (*_SERVICES, "mlflow") and find_spec(name) is None]
     if missing:
         raise ConfigError(
@@ -182,6 +188,8 @@ def _console(config: Config) -> LineConsole | LiveConsole | LogConsole:
     """Live only where somebody watches both streams: `rayapp train | tee log` must leave its lines in the log."""
     if config.tracking.log_format == "json":
         return LogConsole(config.train.num_steps)
+    if in_notebook():
+        return NotebookConsole(config.train.num_steps, config.run.name)
     terminal = Console(stderr=True)
     if terminal.is_interactive and sys.stdout.isatty():
         return LiveConsole(config.train.num_steps, config.run.name, terminal)

@@ -14,7 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from rayapp.core.errors import InputError
-from rayapp.runs.view.source import RunSource
+from rayapp.runs.view.source import FOLDERS, RunSource, recorded_group
 from rayapp.runs.view.tokens import Tokenizer, token_texts
 
 MAX_TEXT_CHARS = 60_000
@@ -55,7 +55,7 @@ def read_group(source: RunSource, step: int, group_id: int) -> list[dict[str, An
     Raises:
         InputError: there is no such group, or its file can't be read.
     """
-    rows = _read(source, step, [("group_id", "=", group_id)], (*_GROUP_COLUMNS, "num_response_tokens"))
+    rows = _read(source, step, group_id, [], (*_GROUP_COLUMNS, "num_response_tokens"))
     if not rows:
         raise InputError(f"step {step} has no group {group_id}")
     return [_cut_row(row) for row in sorted(rows, key=lambda row: row["index"])[:MAX_TRAJECTORIES]]
@@ -69,9 +69,8 @@ def read_trajectory(
     Raises:
         InputError: there is no such trajectory, or its file can't be read.
     """
-    filters = [("group_id", "=", group_id), ("index", "=", index)]
     more = (*_TOKEN_COLUMNS, FORKS, LEARNER_LOG_PROBS, RECORDED_TURNS, "num_response_tokens")
-    rows = _read(source, step, filters, (*_GROUP_COLUMNS, *more))
+    rows = _read(source, step, group_id, [("index", "=", index)], (*_GROUP_COLUMNS, *more))
     if not rows:
         raise InputError(f"step {step} has no trajectory {index} in group {group_id}")
     row = rows[0]
@@ -154,9 +153,13 @@ def _cut_row(row: dict[str, Any]) -> dict[str, Any]:
     return row | texts | {"reward_terms": terms}
 
 
-def _read(source: RunSource, step: int, filters: list[Any], columns: tuple[str, ...]) -> list[dict[str, Any]]:
-    """Rows of a step; only the row groups that can hold them are read."""
-    path = f"{source.root}/trajectories/step={step:06d}.parquet"
+def _read(
+    source: RunSource, step: int, group_id: int, filters: list[Any], columns: tuple[str, ...]
+) -> list[dict[str, Any]]:
+    """Rows of a group; only the parts of its file that can hold them are read."""
+    purpose, recorded_id = recorded_group(group_id)
+    filters = [("group_id", "=", recorded_id), *filters]
+    path = f"{source.root}/{FOLDERS[purpose]}/step={step:06d}.parquet"
     try:
         names = set(pq.read_schema(path, filesystem=source.files).names)
         wanted = [column for column in columns if column in names]

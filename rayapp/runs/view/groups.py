@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from itertools import pairwise
 from typing import Any
@@ -58,6 +58,10 @@ class GroupFilter:
     """`some`: rewards differ, so the group teaches; `none`: they are all equal or not valid."""
     tool_failed: str | None = None
     """`some`: at least one tool call of the group failed; `none`: none did."""
+    purpose: str | None = None
+    """`train`, or `eval` for what evaluations sampled."""
+    text: str | None = None
+    """In the prompt, a completion, a turn, a tool result or a detail, whatever its case; see `search.py`."""
 
     @classmethod
     def parse(cls, given: Mapping[str, str]) -> GroupFilter:
@@ -98,9 +102,15 @@ class Page:
         )
 
 
-def find_groups(index: GroupIndex, chosen: GroupFilter, page: Page) -> dict[str, Any]:
-    """{"total": groups that match, "rows": the page's}."""
-    where, parameters = _where(chosen)
+def find_groups(
+    index: GroupIndex, chosen: GroupFilter, page: Page, *, among: Sequence[str] | None = None
+) -> dict[str, Any]:
+    """{"total": groups that match, "rows": the page's}.
+
+    Args:
+        among: `step:group` of those that hold the text that is looked for; None: no text is.
+    """
+    where, parameters = _where(chosen, among)
     total = index.query(f"select count(*) as total from groups {where}", parameters)[0]["total"]
     direction = "desc" if page.descending else "asc"
     # The tail of the order makes pages stable: equal values would else move between two of them.
@@ -125,15 +135,19 @@ def facets(index: GroupIndex) -> dict[str, Any]:
         "statuses": _values(index, unnested.format("statuses")),
         "reward_statuses": _values(index, unnested.format("reward_statuses")),
         "failures": _values(index, unnested.format("failures")),
+        "evaluated": index.query("select count(*) filter (group_id < 0) as n from groups", {})[0]["n"] > 0,
         "tools": index.query("select coalesce(sum(tool_calls), 0) as n from groups", {})[0]["n"] > 0,
     }
 
 
-def same_prompt(index: GroupIndex, prompt_id: str, limit: int = 500) -> list[dict[str, Any]]:
-    """Groups of one prompt over the run, oldest first."""
+def same_prompt(index: GroupIndex, prompt_id: str, limit: int = 500, *, is_eval: bool = False) -> list[dict[str, Any]]:
+    """Groups of one prompt over the run, oldest first; of training or of evaluations."""
     columns = "step, group_id, task, reward_mean, reward_std, pass_rate, solved, num_trajectories"
-    sql = f"select {columns} from groups where prompt_id = $prompt_id order by step, group_id limit $limit"
-    return index.query(sql, {"prompt_id": prompt_id, "limit": limit})
+    sql = (
+        f"select {columns} from groups where prompt_id = $prompt_id and (group_id < 0) = $is_eval "
+        "order by step, group_id limit $limit"
+    )
+    return index.query(sql, {"prompt_id": prompt_id, "is_eval": is_eval, "limit": limit})
 
 
 def neighbours(index: GroupIndex, step: int, group_id: int) -> dict[str, dict[str, Any] | None]:
@@ -143,7 +157,7 @@ def neighbours(index: GroupIndex, step: int, group_id: int) -> dict[str, dict[st
     for name, (sign, order) in {"previous": ("<", "desc"), "next": (">", "asc")}.items():
         sql = (
             f"select step, group_id from groups where (step, group_id) {sign} ($step, $group) "
-            f"order by step {order}, group_id {order} limit 1"
+            f"and (group_id < 0) = ($group < 0) order by step {order}, group_id {order} limit 1"
         )
         found[name] = next(iter(index.query(sql, {"step": step, "group": group_id})), None)
     return found
@@ -179,14 +193,18 @@ _CONDITIONS = {
 _CHOICES = {
     "signal": {"some": "reward_std > 1e-9", "none": "coalesce(reward_std, 0) <= 1e-9"},
     "tool_failed": {"some": "tool_failed > 0", "none": "tool_failed = 0"},
+    "purpose": {"train": "group_id >= 0", "eval": "group_id < 0"},
 }
 
 
-def _where(chosen: GroupFilter) -> tuple[str, dict[str, Any]]:
+def _where(chosen: GroupFilter, among: Sequence[str] | None) -> tuple[str, dict[str, Any]]:
     given = {field.name: getattr(chosen, field.name) for field in fields(chosen)}
     parameters = {name: value for name, value in given.items() if value is not None and name in _CONDITIONS}
     conditions = [_CONDITIONS[name] for name in parameters]
     conditions += [choices[given[name]] for name, choices in _CHOICES.items() if given[name] is not None]
+    if among is not None:
+        conditions.append("concat(step, ':', group_id) in (select unnest($among))")
+        parameters["among"] = list(among)
     return (f"where {' and '.join(conditions)}" if conditions else ""), parameters
 
 

@@ -213,6 +213,9 @@ def read_narrow(source: RunSource, file: StepFile) -> Any:
         table = table.append_column(column, pc.map_lookup(terms, term, "first").cast(pa.float64()))
     table = table.drop_columns("reward_terms").append_column("file", pa.array([file.path] * table.num_rows))
     table = table.set_column(table.column_names.index("prompt"), "prompt", table["prompt"].cast(pa.string()))
+    if file.purpose == "eval":
+        shown = pc.subtract(-1, table["group_id"]).cast(pa.int64())
+        table = table.set_column(table.column_names.index("group_id"), "group_id", shown)
     # Tables are put together, and versions have the columns in other orders.
     return table.select(sorted(table.column_names))
 

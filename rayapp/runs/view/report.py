@@ -100,7 +100,10 @@ def examples(run: ViewedRun) -> list[dict[str, Any]]:
     for task in run.facets()["tasks"]:
         for when, descending in (("first", False), ("last", True)):
             page = Page(sort="step", descending=descending, limit=1)
-            row = run.find(GroupFilter(task=task), page)["rows"][0]
+            rows = run.find(GroupFilter(task=task, purpose="train"), page)["rows"]
+            if not rows:  # a task of evaluations alone
+                continue
+            row = rows[0]
             group = run.group(row["step"], row["group_id"])
             best = max(group["trajectories"], key=lambda one: (one["valid"], one["reward"]))
             text = group["prefill"] + best["completion"]

@@ -18,6 +18,7 @@ from rayapp.runs.view.diff import diff_lines
 from rayapp.runs.view.groups import GroupFilter, Page, facets, find_groups, neighbours, same_prompt
 from rayapp.runs.view.index import GroupIndex
 from rayapp.runs.view.panels import PANELS, Panel, keys_of_panel
+from rayapp.runs.view.search import TextSearch
 from rayapp.runs.view.source import RunSource
 from rayapp.runs.view.tokens import load_tokenizer
 
@@ -40,6 +41,7 @@ class ViewedRun:
         self.source = source
         self.name = source.name
         self.index = GroupIndex(source)
+        self.search = TextSearch(source)
         self._metrics = Metrics(source)
         self._tokenizer_path = tokenizer_path
         self._tokenizer: Any | None = None
@@ -115,7 +117,12 @@ class ViewedRun:
 
     def groups(self, query: Mapping[str, str]) -> dict[str, Any]:
         """Raises InputError: a filter that can't be."""
-        return find_groups(self.index, GroupFilter.parse(query), Page.parse(query))
+        chosen, page = GroupFilter.parse(query), Page.parse(query)
+        if chosen.text is None:
+            return self.find(chosen, page)
+        found = self.search.find(chosen.text)
+        looked = {"searched": found.num_searched, "files": found.num_files}
+        return find_groups(self.index, chosen, page, among=found.groups) | looked
 
     def find(self, chosen: GroupFilter, page: Page) -> dict[str, Any]:
         """As `groups`, for callers that have no address."""
@@ -145,7 +152,7 @@ class ViewedRun:
             "neighbours": neighbours(self.index, step, group_id),
             "advantage_label": advantages.label,
             "trajectories": rows,
-            "same_prompt": same_prompt(self.index, known[0]["prompt_id"]) if known else [],
+            "same_prompt": same_prompt(self.index, known[0]["prompt_id"], is_eval=group_id < 0) if known else [],
         }
 
     def trajectory(self, step: int, group_id: int, index: int) -> dict[str, Any]:

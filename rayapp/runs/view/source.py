@@ -7,9 +7,10 @@ renamed) and disappear only when a resumed run takes steps again, so name, size 
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pyarrow.fs as pafs
 
@@ -19,6 +20,8 @@ from rayapp.runs.format import FORMAT_FILE, check_format_text
 from rayapp.storage.settings import settings_from_environment
 
 _STEP_FILE = re.compile(r"step=(\d+)\.parquet")
+Purpose = Literal["train", "eval"]
+FOLDERS: Mapping[Purpose, str] = {"train": "trajectories", "eval": "evaluations"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,6 +33,22 @@ class StepFile:
     """In the file system of the source."""
     stamp: tuple[int, int]
     """Bytes and time of change in ns: another stamp is another content."""
+    purpose: Purpose = "train"
+    """eval: an evaluation after that step."""
+
+
+def shown_id(group_id: int, purpose: Purpose) -> int:
+    """How a group is named here: prompts of evaluations count from -1 down, as their numbers begin at 0 in each step.
+
+    It is its own inverse: `shown_id(shown_id(3, "eval"), "eval")` is 3.
+    """
+    return -1 - group_id if purpose == "eval" else group_id
+
+
+def recorded_group(shown: int) -> tuple[Purpose, int]:
+    """What a group's name here means: its purpose, and its id in the file."""
+    purpose: Purpose = "eval" if shown < 0 else "train"
+    return purpose, shown_id(shown, purpose)
 
 
 class RunSource:
@@ -47,13 +66,12 @@ class RunSource:
         self.name = name
 
     def step_files(self) -> list[StepFile]:
-        """Trajectory files, newest step first. Empty where the run records none."""
-        found = self._list(f"{self.root}/trajectories")
-        matches = ((info, _STEP_FILE.fullmatch(info.base_name)) for info in found)
+        """Trajectory files, those of evaluations too, newest step first. Empty where the run records none."""
         files = [
-            StepFile(step=int(match.group(1)), path=info.path, stamp=(info.size, info.mtime_ns or 0))
-            for info, match in matches
-            if match is not None
+            StepFile(step=int(match.group(1)), path=info.path, stamp=(info.size, info.mtime_ns or 0), purpose=purpose)
+            for purpose, folder in FOLDERS.items()
+            for info in self._list(f"{self.root}/{folder}")
+            if (match := _STEP_FILE.fullmatch(info.base_name)) is not None
         ]
         return sorted(files, key=lambda file: -file.step)
 
@@ -105,7 +123,7 @@ def run_uris(uri: str) -> list[str]:
 
 
 def _is_run(folder: Path) -> bool:
-    return any((folder / name).exists() for name in ("config.yaml", "metrics.jsonl", "trajectories"))
+    return any((folder / name).exists() for name in ("config.yaml", "metrics.jsonl", *FOLDERS.values()))
 
 
 def open_source(uri: str) -> RunSource:

@@ -11,10 +11,12 @@ from rayapp.config.sandbox import (
     FakeConfig,
     LocalConfig,
     McpConfig,
+    PluginConfig,
     ProviderConfig,
     SandboxConfig,
 )
-from rayapp.core.errors import SandboxConfigError
+from rayapp.core.errors import SandboxConfigError, UserError
+from rayapp.core.names.plugins import load_plugin
 from rayapp.sandbox.leases import RemoteProvider
 from rayapp.sandbox.local.provider import LocalProvider
 
@@ -85,8 +87,20 @@ def remote_provider(section: ProviderConfig) -> RemoteProvider:
             from rayapp.sandbox.providers.fake import FakeProvider
 
             return FakeProvider(latency_s=section.latency_s, fail_share=section.fail_share, seed=section.seed)
+        case PluginConfig():
+            return _of_plugin(section)
         case _:
             raise SandboxConfigError("the local provider makes its sandboxes in the rollout worker's process")
+
+
+def _of_plugin(section: PluginConfig) -> RemoteProvider:
+    try:
+        provider: RemoteProvider = load_plugin("sandbox_providers", section.name)(section.options)
+    except UserError as error:
+        raise SandboxConfigError(str(error)) from error
+    except Exception as error:  # boundary: a plug-in is foreign code
+        raise SandboxConfigError(f"plug-in {section.name} can't be made: {type(error).__name__}: {error}") from error
+    return provider
 
 
 def read_key(variable: str, provider: str) -> str:

@@ -1,6 +1,6 @@
 """On PYTHONPATH of processes that have no use for PyTorch: nothing finds it, as on a machine where it is missing.
 
-Except in a learner, which is told by its environment: runtime_env/learner.yaml.
+Except in a learner, which is told by its environment: actors/environments/learner.yaml.
 """
 
 import importlib.util

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from rayapp.cli.eval import with_checkpoint_as_model
+from rayapp.api.checkpoint_model import with_checkpoint_as_model
 from rayapp.config.config import Config
 from rayapp.config.loading import to_yaml
 from rayapp.config.sections import CheckpointSection

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from rayapp.cli.jobs.submit import _state, plan
+from rayapp.cli.jobs.submit import _state, plan, token_for
 from rayapp.cli.main import run
 from rayapp.config.config import Config
 from rayapp.core.aio import finish_then_cancel
@@ -206,3 +206,22 @@ async def test_stopped_run_without_a_step_saves_nothing(tmp_path: Path) -> None:
         await stopped(folder, version=0)
 
         assert folder.latest_checkpoint() is None
+
+
+def test_the_token_of_this_machines_ray_is_read_for_an_address_of_this_machine_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert token_for("http://127.0.0.1:8265") == ""
+    (tmp_path / ".ray").mkdir()
+    (tmp_path / ".ray" / "auth_token").write_text("secret\n")
+
+    assert token_for("http://127.0.0.1:8265") == token_for("http://localhost:8265") == "secret"
+    assert token_for("http://[::1]:8265") == "secret"
+    assert token_for("https://ray.example.com") == "", "it is no business of another machine"
+    monkeypatch.setenv("RAY_AUTH_TOKEN", "given")
+    assert token_for("https://ray.example.com") == "given"
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
+    assert token_for("http://127.0.0.1:8265") == ""

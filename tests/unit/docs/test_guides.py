@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib.util
 import re
 from functools import cache
 from pathlib import Path
@@ -116,3 +117,23 @@ def test_the_first_task_of_the_readme_bans_what_its_prompt_forbids() -> None:
     _, allowed, _ = screen(" return x + x", "double", task.answer_prefix, task.banned_patterns)
 
     assert (status, allowed) == ("banned", "")
+
+
+def test_every_guide_is_on_the_site() -> None:
+    site = (ROOT / "mkdocs.yml").read_text()
+
+    assert {path.name for path in DOCS.glob("*.md")} == set(re.findall(r"[\w-]+\.md", site.split("nav:", 1)[1]))
+
+
+def test_the_reference_names_what_is_there() -> None:
+    for name in re.findall(r"^::: ([\w.]+)$", (DOCS / "reference.md").read_text(), re.MULTILINE):
+        place, _, attribute = name.rpartition(".")
+        module = importlib.import_module(name if attribute.islower() and "." in place and _is_module(name) else place)
+        assert module.__name__ == name or getattr(module, attribute).__doc__
+
+
+def _is_module(name: str) -> bool:
+    return (
+        importlib.util.find_spec(name.rpartition(".")[0]) is not None
+        and (ROOT / f"{name.replace('.', '/')}.py").is_file()
+    )

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,16 +12,22 @@ import numpy as np
 import pytest
 
 from rayapp.config.config import Config
-from rayapp.core.errors import EngineDeadError, RestartsUsedUpError
+from rayapp.core.errors import EngineDeadError, InputError, RestartsUsedUpError
 from rayapp.core.summaries import summarize_group
 from rayapp.core.types import Group, GroupSummary, Prompt
-from rayapp.driver.evaluation import validate
+from rayapp.driver.evaluation import evaluation_folder, validate
 from rayapp.driver.lost_groups import MAX_ISSUES
 from rayapp.driver.phases import Phases
 from rayapp.driver.routing import Router
 from rayapp.driver.run import Run
+from rayapp.driver.store import StoredGroup
 from rayapp.driver.watchdog import Watchdog, unstalled
 from rayapp.rollout.order import ANY_VERSION, Cohort, GroupRequest
+from rayapp.runs.folder import RunFolder
+from rayapp.runs.tracking.jsonl import read_metrics
+from rayapp.runs.trajectories import read_groups
+from rayapp.runs.view.run import ViewedRun
+from rayapp.runs.view.source import open_source
 from rayapp.testing.learners import sampled
 
 NUM_PROMPTS = 3
@@ -45,7 +53,7 @@ class Worker:
     async def num_eval_prompts(self) -> tuple[int, ...]:
         return self._num_prompts
 
-    async def evaluate(self, request: GroupRequest, step: int) -> GroupSummary:
+    async def evaluate(self, request: GroupRequest, step: int) -> tuple[GroupSummary, Group]:
         self.requests.append(request)
         if len(self.requests) <= self._num_lost:
             raise EngineDeadError("vllm-server-0: its process is gone")
@@ -57,7 +65,7 @@ class Worker:
             prompt=Prompt(task="t", text="", token_ids=tokens[:2]),
             trajectories=(sampled(tokens, 2, reward=1.0, policy_version=step),),
         )
-        return summarize_group(group, time_total_s=0.0)
+        return summarize_group(group, time_total_s=0.0), group
 
     async def settled(self) -> None:
         """As the supervisor: whoever was lost is back."""
@@ -69,7 +77,11 @@ async def no_stacks() -> str:
     return ""
 
 
-def run_with(worker: Worker, *, prompts_at_once: int, **sections: Any) -> Run:
+async def fetched(groups: Sequence[StoredGroup[Group]]) -> list[Group]:
+    return [group.ref for group in groups]
+
+
+def run_with(worker: Worker, *, prompts_at_once: int, folder: RunFolder | None = None, **sections: Any) -> Run:
     config = Config.model_validate(
         {
             "eval": {"every_steps": 1, "samples_per_task": 2},
@@ -85,11 +97,13 @@ def run_with(worker: Worker, *, prompts_at_once: int, **sections: Any) -> Run:
         router=Router(2, is_up=lambda server: server == 1 or worker.num_settled == 0),
         supervisor=worker,
         check_weights=lambda: None,
+        fetch_groups=fetched,
     )
     watchdog = Watchdog(
         report_after_s=60, stop_after_s=STOP_AFTER_S, report=print, dump_stacks=no_stacks, clock=lambda: worker.now_s
     )
-    run: Any = SimpleNamespace(cluster=cluster, watchdog=watchdog)
+    keeps_nothing = SimpleNamespace(keeps_trajectories=False)
+    run: Any = SimpleNamespace(cluster=cluster, watchdog=watchdog, folder=folder or keeps_nothing)
     return run  # type: ignore[no-any-return]
 
 
@@ -134,3 +148,35 @@ async def test_a_prompt_that_is_lost_again_and_again_ends_the_run() -> None:
 
     with pytest.raises(RestartsUsedUpError, match=rf"the evaluation of prompt 0 was lost {MAX_ISSUES} times"):
         await validate(run_with(worker, prompts_at_once=1), 1, Phases())
+
+
+async def test_what_an_evaluation_sampled_is_kept_to_be_read(tmp_path: Path) -> None:
+    config = Config.model_validate({"run": {"output_dir": str(tmp_path), "name": "r"}})
+    with RunFolder.open(config) as folder:
+        await validate(run_with(Worker(), prompts_at_once=1, folder=folder), 4, Phases())
+        kept = read_groups(folder.path / "evaluations" / "step=000004.parquet")
+        assert [group.group_id for group in kept] == [0, 1, 2]
+
+        folder.truncate_after(3)
+        assert not list((folder.path / "evaluations").iterdir()), "a resumed run evaluates step 4 again"
+
+
+async def test_an_evaluation_alone_is_a_folder_that_the_page_shows(tmp_path: Path) -> None:
+    [group] = await fetched([StoredGroup(summary=None, ref=(await Worker().evaluate(GroupRequest(
+        group_id=0, policy_version=0), 0))[1])])  # type: ignore[arg-type]  # fmt: skip
+    with evaluation_folder(Config(), tmp_path / "eval") as (record, keep):
+        record([group])
+        keep({"reward/mean": 0.5})
+    run = ViewedRun(open_source(str(tmp_path / "eval")))
+    run.refresh()
+
+    assert read_metrics(tmp_path / "eval" / "metrics.jsonl")[0]["eval/reward/mean"] == 0.5
+    assert run.groups({})["rows"][0]["group_id"] == -1
+    assert len(run.group(0, -1)["trajectories"]) == 1
+
+
+def test_an_evaluation_never_goes_into_the_folder_of_a_training(tmp_path: Path) -> None:
+    (tmp_path / "checkpoints").mkdir()
+
+    with pytest.raises(InputError, match="holds a run that was trained"):
+        evaluation_folder(Config(), tmp_path).__enter__()

@@ -11,7 +11,7 @@ import pytest
 
 from actors.vllm_server import VllmServer
 from rayapp.config.config import Config
-from rayapp.core.stall_detection import InHand
+from rayapp.core.timing.stall_detection import InHand
 from rayapp.core.types import SamplingParams
 from rayapp.engine.concurrency import ConcurrencyLimit, Gate
 from rayapp.engine.vllm import VllmEngine

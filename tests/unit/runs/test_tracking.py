@@ -21,7 +21,7 @@ from rich.console import Console
 
 from rayapp.core.types import FloatArray, GroupSummary
 from rayapp.runs.plots import write_reward_plot
-from rayapp.runs.tracking.console import LineConsole, LiveConsole, duration, sparkline, step_line
+from rayapp.runs.tracking.console import LineConsole, LiveConsole, NotebookConsole, duration, sparkline, step_line
 from rayapp.runs.tracking.jsonl import JsonlTracker, read_metrics
 from rayapp.runs.tracking.metrics import summarize_step
 from rayapp.runs.tracking.trackers import RunTracker
@@ -240,6 +240,22 @@ def test_the_live_display_shows_step_phase_reward_and_time_left() -> None:
         assert text in picture, picture
     assert "Ray dashboard: http://127.0.0.1:8265" in picture
     assert "stopped" in stream.getvalue()  # closed after 1 of 3 steps
+
+
+def test_a_notebook_shows_the_same_picture_in_place_of_the_last_one() -> None:
+    drawn: list[str] = []
+    notebook = NotebookConsole(3, "my-run", show=drawn.append)
+    notebook.phase("rollout")
+    notebook.log(1, METRICS)
+    notebook.note("final model: <b>outputs</b>")
+    notebook.close()
+
+    assert "step 0/3   rollout" in drawn[0]
+    assert "step 1/3" in drawn[1]
+    assert "pass rate 0.50" in drawn[1]
+    assert "final model: <b>outputs</b>" in drawn[-1]
+    assert "stopped" in drawn[-1]
+    assert "\x1b" not in "".join(drawn)
 
 
 PROGRAM = """

@@ -23,6 +23,7 @@ from rayapp.runs.view.groups import GroupFilter, Page, facets, find_groups, neig
 from rayapp.runs.view.index import GroupIndex
 from rayapp.runs.view.panels import PANELS, Panel, keys_of_panel
 from rayapp.runs.view.run import ViewedRun, run_state
+from rayapp.runs.view.search import TextSearch
 from rayapp.runs.view.source import open_source, run_uris
 from rayapp.runs.view.tokens import token_texts
 
@@ -412,3 +413,62 @@ def test_a_folder_that_holds_runs_stands_for_all_of_them(run: Path, tmp_path: Pa
     assert run_uris(str(run)) == [str(run)]
     assert run_uris(str(tmp_path / "no run")) == [str(tmp_path / "no run")]
     assert run_uris("s3://bucket/runs") == ["s3://bucket/runs"]
+
+
+@pytest.fixture
+def evaluated(run: Path) -> ViewedRun:
+    """The run with an evaluation after its second step, whose prompt 0 said something of its own."""
+    (run / "evaluations").mkdir()
+    groups = [group(0, trajectory(1.0, text="Pineapple = 1")), group(1, trajectory(0.0))]
+    write_trajectories(run / "evaluations" / "step=000002.parquet", 2, groups)
+    viewed = ViewedRun(open_source(str(run)))
+    viewed.refresh()
+    return viewed
+
+
+def test_evaluations_stand_among_the_groups_and_can_be_told_apart(evaluated: ViewedRun) -> None:
+    everything = evaluated.groups({})
+    of_evaluations = evaluated.groups({"purpose": "eval"})
+
+    assert (everything["total"], of_evaluations["total"], evaluated.groups({"purpose": "train"})["total"]) == (6, 2, 4)
+    assert {row["group_id"] for row in of_evaluations["rows"]} == {-1, -2}
+    assert evaluated.facets()["evaluated"]
+    opened = evaluated.group(2, -1)
+    assert opened["trajectories"][0]["completion"] == "Pineapple = 1"
+    assert opened["neighbours"] == {"previous": {"step": 2, "group_id": -2}, "next": None}
+    assert [one["step"] for one in opened["same_prompt"]] == [2, 2], "and none of training"
+
+
+def test_a_text_is_found_in_prompts_and_completions_whatever_its_case(evaluated: ViewedRun) -> None:
+    of_completion, of_prompt = evaluated.groups({"text": "PINEapple"}), evaluated.groups({"text": "sum it"})
+
+    assert [(row["step"], row["group_id"]) for row in of_completion["rows"]] == [(2, -1)]
+    assert [(row["step"], row["group_id"]) for row in of_prompt["rows"]] == [(1, 1)]
+    assert (of_completion["searched"], of_completion["files"]) == (3, 3)
+    assert evaluated.groups({"text": "sum it", "reward_min": "0.9"})["total"] == 0
+    assert evaluated.groups({"text": "100% (nothing"})["total"] == 0
+
+
+def test_a_text_is_found_in_turns_and_in_what_tools_said(tmp_path: Path) -> None:
+    call = CallRecord(name="python", arguments='{"code": "sleep(9)"}', output="Traceback")
+    turn = TurnRecord(start=2, end=4, text="I will wait", finish_reason="stop", policy_version=0, started_at_s=0.0,
+                      queued_s=0.0, generate_s=0.0, calls=(call,))  # fmt: skip
+    (tmp_path / "trajectories").mkdir()
+    rows = [group(0, replace(trajectory(1.0), turns=(turn,))), group(1, trajectory(1.0))]
+    write_trajectories(tmp_path / "trajectories" / "step=000001.parquet", 1, rows)
+    search = TextSearch(open_source(str(tmp_path)))
+
+    assert [search.find(text).groups for text in ("will wait", "sleep(9", "traceback", "nobody")] == [
+        ("1:0",), ("1:0",), ("1:0",), (),
+    ]  # fmt: skip
+
+
+def test_a_long_search_answers_in_time_and_goes_on_when_it_is_asked_again(run: Path) -> None:
+    # Each look at the clock is 3 s after the last: one file an answer.
+    now = iter(float(3 * n) for n in range(100))
+    search = TextSearch(open_source(str(run)), clock=lambda: next(now))
+
+    first, second = search.find("sort it"), search.find("sort it")
+
+    assert (first.num_searched, first.num_files, first.groups) == (1, 2, ("2:2",))
+    assert (second.num_searched, second.groups) == (2, ("2:2", "1:0"))

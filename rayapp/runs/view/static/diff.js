@@ -1,20 +1,20 @@
 // Two completions against each other: usually the same prompt at two steps.
 
 import {askRun} from "./api.js";
-import {h, rewardBadge, statusChip, visible} from "./dom.js";
+import {groupName, h, rewardBadge, statusChip, visible} from "./dom.js";
 import {go, link} from "./route.js";
 
 export async function diffPage({run, query}) {
   const [diff, left, right] = await Promise.all([askRun(run, "diff", query), askRun(run, "group", {step: query.step, group: query.group}), askRun(run, "group", {step: query.other_step, group: query.other_group})]);
   return h("div", {}, h("div", {class: "title"}, h("h1", {}, `${visible(diff.left.task)}: step ${query.step} against step ${query.other_step}`),
-    h("div", {class: "right"}, h("a", {"data-up": true, href: link("group", {run: query.run, step: query.other_step, group: query.other_group})}, `Group ${query.other_group}`))),
+    h("div", {class: "right"}, h("a", {"data-up": true, href: link("group", {run: query.run, step: query.other_step, group: query.other_group})}, groupName(Number(query.other_group))))),
     diff.same_prompt ? null : h("p", {class: "note"}, "These two answer different prompts."),
     h("div", {class: "diff card"}, h("table", {}, h("thead", {}, h("tr", {}, side(left, diff.left, query, ""), side(right, diff.right, query, "other_"))), h("tbody", {}, diff.rows.map(row)))));
 }
 
 function side(group, verdict, query, prefix) {
   const name = prefix ? "right" : "left";
-  const groups = group.same_prompt.map((one) => [`${one.step}:${one.group_id}`, `step ${one.step}, group ${one.group_id}`]);
+  const groups = group.same_prompt.map((one) => [`${one.step}:${one.group_id}`, `step ${one.step}, ${groupName(one.group_id)}`]);
   const current = `${query[`${prefix}step`]}:${query[`${prefix}group`]}`;
   const toGroup = (event) => { const [step, id] = event.target.value.split(":"); go("diff", {...query, [`${prefix}step`]: step, [`${prefix}group`]: id, [`${prefix}index`]: 0}, {replace: true}); };
   const toIndex = (event) => go("diff", {...query, [`${prefix}index`]: event.target.value}, {replace: true});

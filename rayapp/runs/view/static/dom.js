@@ -73,6 +73,9 @@ export function rewardBadge(reward, valid = true) {
   return h("span", {class: `reward ${kind}`}, (reward > 0 ? "+" : "") + number(reward, 3));
 }
 
+// Prompts of evaluations have numbers below 0 in addresses.
+export const groupName = (id) => id < 0 ? `evaluated prompt ${-1 - id}` : `group ${id}`;
+
 export function announce(text) {
   document.getElementById("announcer").textContent = text;
 }

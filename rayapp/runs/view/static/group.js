@@ -2,7 +2,7 @@
 
 import {askRun} from "./api.js";
 import {chart} from "./chart.js";
-import {chip, h, number, rewardBadge, seconds, statusChip, visible} from "./dom.js";
+import {chip, groupName, h, number, rewardBadge, seconds, statusChip, visible} from "./dom.js";
 import {lastGroups} from "./groups.js";
 import {go, link} from "./route.js";
 
@@ -21,7 +21,7 @@ function heading(group, query, sort) {
   const near = (one, rel, text) => one ? h("a", {rel, href: link("group", {run: query.run, step: one.step, group: one.group_id, sort: query.sort})}, text) : null;
   const onChange = (event) => go("group", {...query, sort: event.target.value}, {replace: true});
   return h("div", {class: "title"}, h("h1", {}, visible(group.task)),
-    h("span", {class: "quiet"}, h("a", {href: link("groups", {run: query.run, step_min: group.step, step_max: group.step})}, `step ${group.step}`), ` · group ${group.group_id}`),
+    h("span", {class: "quiet"}, h("a", {href: link("groups", {run: query.run, step_min: group.step, step_max: group.step})}, `step ${group.step}`), ` · ${groupName(group.group_id)}`),
     h("div", {class: "right"}, h("a", {href: back, "data-up": true}, "All groups"), near(group.neighbours.previous, "prev", "← Previous"), near(group.neighbours.next, "next", "Next →"),
       h("select", {"aria-label": "Order of completions", "data-key": "sort", on: {change: onChange}}, Object.entries(SORTS).map(([value, text]) => h("option", {value, selected: value === sort}, text)))));
 }

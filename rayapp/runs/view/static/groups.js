@@ -1,11 +1,11 @@
 // The table of groups: filters and order are in the address, the server does the work.
 
 import {askRun} from "./api.js";
-import {announce, chip, h, number, rewardBadge, statusChip, visible} from "./dom.js";
+import {announce, chip, groupName, h, number, rewardBadge, statusChip, visible} from "./dom.js";
 import {go, link} from "./route.js";
 
 const PAGE_ROWS = 50;
-const FILTERS = ["step_min", "step_max", "source", "task", "reward_min", "reward_max", "reward_status", "status", "failure", "signal", "tool_failed", "prompt_id"];
+const FILTERS = ["text", "purpose", "step_min", "step_max", "source", "task", "reward_min", "reward_max", "reward_status", "status", "failure", "signal", "tool_failed", "prompt_id"];
 
 // What the table showed last, so that the way up from a group leads back to it.
 export let lastGroups = {};
@@ -16,6 +16,7 @@ export async function groupsPage({run, runs, query}) {
   const title = h("div", {class: "title"}, h("h1", {}, "Groups"),
     h("span", {class: "quiet", "data-count": found.total}, `${number(found.total)} of ${number(facets.groups)} groups, ${number(facets.trajectories)} trajectories in all`));
   announce(`${found.total} groups`);
+  if (found.searched < found.files) title.append(h("span", {class: "quiet"}, `text looked for in ${number(found.searched)} of ${number(found.files)} steps, newest first; `, h("a", {href: location.hash, on: {click: () => dispatchEvent(new HashChangeEvent("hashchange"))}}, "look on")));
   return h("div", {}, title, filters(facets, query), found.rows.length ? [table(found.rows, facets, query), pager(found.total, query)] : empty(query, runs[run].index.num_pending));
 }
 
@@ -28,6 +29,8 @@ function filters(facets, query) {
   const [first, last] = facets.steps;
   const active = FILTERS.some((name) => query[name]);
   return h("div", {class: "filters card", role: "search"},
+    h("label", {}, "Text", h("input", {name: "text", type: "search", class: "text", placeholder: "in prompts and completions", value: query.text ?? "", "data-key": "text", on: {change: set("text")}})),
+    facets.evaluated ? select("purpose", "Sampled for", [["train", "training"], ["eval", "evaluations"]], "both") : null,
     input("step_min", "From step", {min: first, max: last, placeholder: first ?? ""}), input("step_max", "to step", {min: first, max: last, placeholder: last ?? ""}),
     select("source", "Source", facets.sources.map((source) => [source, source]), "all sources"),
     select("task", "Task", facets.tasks.map((task) => [task, task]), "all tasks"),
@@ -67,7 +70,7 @@ function groupRow(row, facets, query) {
   const share = (value) => value === null ? "–" : `${Math.round(value * 100)}%`;
   const odd = (row.reward_statuses ?? []).filter((status) => status !== "scored");
   return h("tr", {on: {click: open}},
-    h("td", {class: "number"}, h("a", {href, "data-stop": true, "data-key": `${row.step}-${row.group_id}`, "aria-label": `step ${row.step}, group ${row.group_id}`}, number(row.step))),
+    h("td", {class: "number"}, h("a", {href, "data-stop": true, "data-key": `${row.step}-${row.group_id}`, "aria-label": `step ${row.step}, ${groupName(row.group_id)}`}, number(row.step)), row.group_id < 0 ? [" ", chip("eval")] : null),
     facets.sources.length ? h("td", {class: "source"}, visible(row.source)) : null,
     h("td", {class: "task"}, visible(row.task)),
     h("td", {class: "preview"}, h("div", {title: visible(row.preview)}, visible(row.preview))),

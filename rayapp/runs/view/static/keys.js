@@ -14,7 +14,7 @@ export function keys(event) {
   prefix = event.key === "g" && !prefix ? "g" : "";
   const {query} = route();
   const actions = {
-    j: () => walk(1), k: () => walk(-1), "/": () => document.querySelector(".filters select, .filters input")?.focus(),
+    j: () => walk(1), k: () => walk(-1), "/": () => document.querySelector(".filters input, .filters select")?.focus(),
     "[": () => document.querySelector("[rel=prev]")?.click(), "]": () => document.querySelector("[rel=next]")?.click(),
     u: () => document.querySelector("[data-up]")?.click(), "?": help, gc: () => go("curves", {run: query.run}), gg: () => go("groups", {run: query.run}),
   };

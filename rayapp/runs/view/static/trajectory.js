@@ -1,7 +1,7 @@
 // One trajectory, turn by turn, its sampled tokens coloured.
 
 import {askRun} from "./api.js";
-import {chip, h, number, rewardBadge, seconds, statusChip, visible} from "./dom.js";
+import {chip, groupName, h, number, rewardBadge, seconds, statusChip, visible} from "./dom.js";
 import {go, link} from "./route.js";
 import {legend, SCALES, tokenSpans} from "./tokens.js";
 
@@ -20,7 +20,7 @@ export async function trajectoryPage({run, query}) {
 function heading(one, query) {
   const near = (index) => link("trajectory", {...query, index});
   return h("div", {class: "title"}, h("h1", {}, `${visible(one.task)} #${one.index}`),
-    h("span", {class: "quiet"}, `step ${one.step} · `, h("a", {href: link("group", {run: query.run, step: one.step, group: one.group_id}), "data-up": true}, `group ${one.group_id}`)),
+    h("span", {class: "quiet"}, `step ${one.step} · `, h("a", {href: link("group", {run: query.run, step: one.step, group: one.group_id}), "data-up": true}, groupName(one.group_id))),
     h("div", {class: "right"}, one.index > 0 ? h("a", {href: near(one.index - 1), rel: "prev"}, "← Previous") : null, one.index + 1 < one.group_size ? h("a", {href: near(one.index + 1), rel: "next"}, "Next →") : null));
 }
 

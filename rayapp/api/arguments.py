@@ -1,0 +1,114 @@
+"""What the functions of the library take, as the configuration that the program knows. Starts nothing."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rayapp.config.config import Config
+from rayapp.config.loading import load_config
+from rayapp.core.errors import ConfigError, InputError
+from rayapp.core.names.given import PREFIX
+from rayapp.core.protocols import Task
+
+ConfigLike = Config | str | os.PathLike[str] | Mapping[str, Any] | None
+"""A YAML file, its settings as a mapping, a `Config`, or None: all defaults."""
+Overrides = Sequence[str] | Mapping[str, Any]
+"""`["train.num_steps=5"]`, `{"train.num_steps": 5}`, or `{"train": {"num_steps": 5}}`. They win over the config."""
+TaskLike = str | os.PathLike[str] | Task
+"""Name of a task, a .yaml or .py file, or the task itself."""
+RewardLike = str | Callable[..., Any]
+"""A reward function with verl's signature (docs/data.md), or its name."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """A run as the program knows it."""
+
+    config: Config
+    objects: Mapping[str, object] = field(default_factory=dict)
+    """Tasks and reward functions that are no files, by the names that the configuration has for them."""
+
+
+def make_job(
+    config: ConfigLike,
+    overrides: Overrides = (),
+    *,
+    tasks: Sequence[TaskLike] | TaskLike | None = None,
+    reward: RewardLike | None = None,
+    agent: str | None = None,
+) -> Job:
+    """The configuration with what was given beside it.
+
+    Raises:
+        ConfigError: the configuration is wrong, or two objects have one name.
+        InputError: something is neither a task nor the name of one.
+    """
+    objects: dict[str, object] = {}
+    settings = list(as_settings(overrides))
+    if tasks is not None:
+        each = [tasks] if isinstance(tasks, str | os.PathLike) or not isinstance(tasks, Sequence) else tasks
+        settings.append(f"tasks={json.dumps([_task_name(task, objects) for task in each])}")
+    if reward is not None:
+        name = reward if isinstance(reward, str) else _noted(objects, _name_of(reward), reward)
+        settings.append(f"reward.custom={json.dumps(name)}")
+    if agent is not None:
+        settings += [f"agent.task_agent={agent}", f"agent.default_agent={agent}"]
+    return Job(config=load(config, settings), objects=objects)
+
+
+def load(config: ConfigLike, overrides: Overrides = ()) -> Config:
+    """The checked configuration.
+
+    Raises:
+        ConfigError: it can't be read, or keys or values are wrong.
+    """
+    settings = list(as_settings(overrides))
+    if isinstance(config, Config):
+        if not settings:
+            return config
+        config = config.model_dump(mode="json", exclude_unset=True)
+    if isinstance(config, Mapping):
+        return load_config(None, [*as_settings(config), *settings])
+    return load_config(Path(config) if config is not None else None, settings)
+
+
+def as_settings(given: Overrides, prefix: str = "") -> Iterator[str]:
+    """Overrides as the command line writes them.
+
+    Example: `{"train": {"num_steps": 5}}` -> `train.num_steps=5`.
+    """
+    if isinstance(given, str):
+        raise ConfigError(f"overrides are a list or a mapping, not the text {given!r}: write [{given!r}]")
+    if not isinstance(given, Mapping):
+        yield from given
+        return
+    for key, value in given.items():
+        if isinstance(value, Mapping) and value:
+            yield from as_settings(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}={json.dumps(value, default=str)}"
+
+
+def _task_name(task: TaskLike, objects: dict[str, object]) -> str:
+    if isinstance(task, str | os.PathLike):
+        return str(task)
+    if not all(hasattr(task, name) for name in ("name", "render", "score")):
+        raise InputError(f"a task has name, render and score (rayapp.CodingTask does); {type(task).__name__} has not")
+    return _noted(objects, task.name, task)
+
+
+def _noted(objects: dict[str, object], name: str, given: object) -> str:
+    key = f"{PREFIX}{name}"
+    if objects.setdefault(key, given) is not given:
+        raise ConfigError(f"two different objects are called {name}: give one of them another name")
+    return key
+
+
+def _name_of(function: Callable[..., Any]) -> str:
+    name = getattr(function, "__name__", type(function).__name__)
+    return "reward" if name == "<lambda>" else name

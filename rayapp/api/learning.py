@@ -1,0 +1,132 @@
+"""The learner as a library: GRPO steps on trajectories that somebody else sampled, in this process, without Ray.
+
+Packing, shared prefixes, verl's estimators and losses, checkpoints and exports are those of a run. One rank; several
+need a run.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING, Self
+
+import numpy as np
+
+from rayapp.api.arguments import ConfigLike, Overrides, load
+from rayapp.core.errors import InputError
+from rayapp.core.summaries import summarize_group
+from rayapp.core.types import Group, Prompt, Reward, RolloutStatus, Trajectory
+
+if TYPE_CHECKING:
+    from rayapp.learner.step import PolicyLearner
+
+
+def trajectory(
+    prompt_ids: Sequence[int],
+    completion_ids: Sequence[int],
+    *,
+    reward: float,
+    log_probs: Sequence[float] | None = None,
+) -> Trajectory:
+    """A trajectory of one turn.
+
+    Args:
+        completion_ids: tokens exactly as they were sampled.
+        log_probs: those of the engine that sampled them, one each; None: unknown, which only the metrics of engine
+            against learner and `algorithm.rollout_correction` need.
+    Raises:
+        InputError: there is no token, or not one log-prob for each.
+    """
+    if not len(prompt_ids) or not len(completion_ids):
+        raise InputError("a trajectory has a prompt and a completion of one token at least")
+    if log_probs is not None and len(log_probs) != len(completion_ids):
+        raise InputError(f"{len(completion_ids)} tokens were sampled, but there are {len(log_probs)} log-probs")
+    token_ids = np.asarray([*prompt_ids, *completion_ids], np.int32)
+    of_engine = np.zeros(token_ids.size, np.float32)
+    of_engine[len(prompt_ids) :] = log_probs if log_probs is not None else 0.0
+    return Trajectory(
+        token_ids=token_ids,
+        response_mask=np.arange(token_ids.size) >= len(prompt_ids),
+        rollout_log_probs=of_engine,
+        completion_text="",
+        reward=Reward(value=reward),
+        status=RolloutStatus.COMPLETED,
+        min_policy_version=0,
+        max_policy_version=0,
+    )
+
+
+class Learner:
+    """The policy and its optimizer, for the length of a `with` block.
+
+    Args:
+        config: its sections `model`, `algorithm`, `learner`, `train` and `rollout` count, as in a run.
+        overrides: settings that win over it.
+    """
+
+    def __init__(self, config: ConfigLike = None, overrides: Overrides = ()) -> None:
+        self._config = load(config, overrides)
+        self._learner: PolicyLearner | None = None
+        self._num_steps = 0
+
+    def __enter__(self) -> Self:
+        from rayapp.learner.build import build_learner
+        from rayapp.learner.distributed import end_ranks, start_ranks
+
+        ranks = start_ranks(self._config, 0, 1, "", 0)
+        try:
+            self._learner = build_learner(self._config, ranks)
+        except BaseException:
+            end_ranks()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        from rayapp.learner.distributed import end_ranks
+
+        self._learner = None
+        end_ranks()
+
+    def step(self, groups: Sequence[Sequence[Trajectory]]) -> dict[str, float]:
+        """One training step on trajectories grouped by prompt: their rewards are compared within a group.
+
+        Returns:
+            `learner/*` and the other metrics of a run's step.
+        Raises:
+            LearnerError: a trajectory is longer than a micro-batch, or a reward is not finite.
+        """
+        from rayapp.learner.shares import Share
+
+        self._num_steps += 1
+        made = [_group(number, members) for number, members in enumerate(groups)]
+        summaries = [summarize_group(group, time_total_s=0.0) for group in made]
+        return self._open().train_step(self._num_steps, summaries, list(map(Share, range(len(made)))), made)
+
+    def supervised_step(self, rows: Sequence[Trajectory]) -> dict[str, float]:
+        """One step of cross-entropy on the sampled tokens; rewards don't count."""
+        from rayapp.learner.supervised import supervised_step
+
+        self._num_steps += 1
+        return supervised_step(self._open(), self._num_steps, rows)
+
+    def save(self, folder: str | os.PathLike[str]) -> None:
+        """Write the weights as a Hugging Face folder, with the model's tokenizer."""
+        from rayapp.learner.state.export import export_hf
+
+        export_hf(self._config, self._open().model, str(folder), rank=0)
+
+    def _open(self) -> PolicyLearner:
+        if self._learner is None:
+            raise RuntimeError("the learner is not open: use it within `with Learner(...) as learner:`")
+        return self._learner
+
+
+def _group(number: int, members: Sequence[Trajectory]) -> Group:
+    if not members:
+        raise InputError(f"group {number} has no trajectory")
+    first = members[0]
+    prompt_ids = first.token_ids[: int(np.argmax(first.response_mask))]
+    return Group(group_id=number, prompt=Prompt(task="own", text="", token_ids=prompt_ids), trajectories=tuple(members))

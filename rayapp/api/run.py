@@ -1,0 +1,162 @@
+"""A run folder as data: metrics and trajectories for pandas and Arrow, checkpoints, a picture. Reads only.
+
+It works while the run goes on and after it, here and on s3://; nothing is held between two questions.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+from collections.abc import Sequence
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Literal
+
+from rayapp.core.errors import InputError
+
+if TYPE_CHECKING:
+    import pandas as pd
+    from matplotlib.figure import Figure
+
+    from rayapp.runs.checkpoints import Checkpoint
+    from rayapp.runs.view.source import RunSource
+
+SHOWN = ("reward/mean", "reward/solved/mean", "eval/reward/mean", "learner/entropy", "sft/loss")
+
+
+class Run:
+    """A run; see `open_run`.
+
+    Args:
+        uri: a run folder, or s3://bucket/prefix of one. It is not looked at before something is asked.
+    """
+
+    def __init__(self, uri: str | os.PathLike[str]) -> None:
+        self.uri = str(uri)
+
+    def __repr__(self) -> str:
+        return f"Run({self.uri!r})"
+
+    @cached_property
+    def _source(self) -> RunSource:
+        from rayapp.runs.view.source import open_source
+
+        return open_source(self.uri)
+
+    @property
+    def name(self) -> str:
+        return self._source.name
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """The resolved configuration that it was started with."""
+        import yaml
+
+        loaded: dict[str, Any] = yaml.safe_load(self._source.read_bytes("config.yaml") or b"{}")
+        return loaded
+
+    @property
+    def records(self) -> list[dict[str, float]]:
+        """Every logged step, as it is in metrics.jsonl."""
+        from rayapp.runs.tracking.jsonl import read_records
+
+        return list(read_records((self._source.read_bytes("metrics.jsonl") or b"").splitlines()))
+
+    @property
+    def metrics(self) -> pd.DataFrame:
+        """A row for each step, a column for each metric; NaN where a step has none."""
+        import pandas
+
+        frame = pandas.DataFrame(self.records)
+        return frame.set_index("step") if len(frame) else frame
+
+    def table(self, steps: int | Sequence[int] | None = None, *, purpose: Literal["train", "eval"] = "train") -> Any:
+        """Trajectories as an Arrow table; the columns are those of docs/run-folder.md.
+
+        Args:
+            steps: one, several, or all.
+            purpose: eval: what evaluations sampled.
+        Raises:
+            InputError: none of these steps is recorded.
+        """
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+
+        wanted = None if steps is None else {steps} if isinstance(steps, int) else set(steps)
+        files = [file for file in self._source.step_files() if file.purpose == purpose]
+        chosen = sorted((f for f in files if wanted is None or f.step in wanted), key=lambda f: f.step)
+        if not chosen:
+            what = "evaluations" if purpose == "eval" else "trajectories"
+            there = ", ".join(str(file.step) for file in sorted(files, key=lambda f: f.step)[:20]) or "none"
+            raise InputError(f"{self.uri} has no {what} of steps {steps or 'at all'}; recorded are: {there}")
+        tables = [pq.read_table(f.path, filesystem=self._source.files, partitioning=None) for f in chosen]
+        return pa.concat_tables(tables, promote_options="default")
+
+    def trajectories(
+        self, steps: int | Sequence[int] | None = None, *, purpose: Literal["train", "eval"] = "train"
+    ) -> pd.DataFrame:
+        """`table` for pandas."""
+        frame: pd.DataFrame = self.table(steps, purpose=purpose).to_pandas(maps_as_pydicts="strict")
+        return frame
+
+    @property
+    def checkpoints(self) -> list[Checkpoint]:
+        """Whole checkpoints on this machine, oldest first: `path` and `version` of each."""
+        from pathlib import Path
+
+        from rayapp.config.sections import CheckpointSection
+        from rayapp.runs.checkpoints import CheckpointFolder
+
+        return CheckpointFolder(Path(self.uri) / "checkpoints", CheckpointSection()).whole()
+
+    @property
+    def model(self) -> str | None:
+        """`final/`, a Hugging Face folder; None while the run has none."""
+        return f"{self.uri.rstrip('/')}/final" if self._source.stamp("final/config.json") else None
+
+    def plot(self, *metrics: str) -> Figure:
+        """These metrics over the steps, one below the other; those that people ask for first if none is named.
+
+        Raises:
+            InputError: the run has none of them.
+        """
+        return _picture(self.records, metrics or SHOWN, title=self.name)
+
+
+def open_run(path: str | os.PathLike[str]) -> Run:
+    """A run to be read.
+
+    Args:
+        path: a run folder, or s3://bucket/prefix of one.
+    Raises:
+        InputError: nothing there looks like a run.
+    """
+    run = Run(path)
+    _ = run.name
+    return run
+
+
+def _picture(records: Sequence[dict[str, float]], keys: Sequence[str], *, title: str) -> Figure:
+    from matplotlib.figure import Figure
+
+    class Picture(Figure):
+        """A figure that a notebook shows without `%matplotlib`."""
+
+        def _repr_png_(self) -> bytes:
+            held = io.BytesIO()
+            self.savefig(held, format="png", dpi=100)
+            return held.getvalue()
+
+    found = {key: [(r["step"], r[key]) for r in records if key in r] for key in keys}
+    shown = {key: points for key, points in found.items() if points}
+    if not shown:
+        raise InputError(f"{title} has none of the metrics {', '.join(keys)}")
+    figure = Picture(figsize=(8, 2.2 * len(shown)), layout="constrained")
+    for axes, (key, points) in zip(
+        figure.subplots(len(shown), sharex=True, squeeze=False)[:, 0], shown.items(), strict=True
+    ):
+        axes.plot(*zip(*points, strict=True), marker="." if len(points) < 40 else None)
+        axes.set_ylabel(key)
+        axes.grid(alpha=0.3)
+    axes.set_xlabel("step")
+    figure.suptitle(title)
+    return figure

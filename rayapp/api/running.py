@@ -1,0 +1,186 @@
+"""`train`, `sft` and `evaluate`, each also to be awaited. Ctrl-C, a cancellation and any error end every process they
+started before they come out.
+
+In a script they run in its thread, where signals come. Where an event loop runs already (a notebook) they have a thread
+of their own, which the caller waits for.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rayapp.api.arguments import ConfigLike, Job, Overrides, RewardLike, TaskLike, make_job
+from rayapp.api.run import Run
+from rayapp.core.names.given import giving
+from rayapp.core.own_thread import work_apart, work_awaited
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+OnStep = Callable[[int, Mapping[str, float]], Awaitable[None] | None]
+"""Told of each training step with its metrics. May raise `StopTraining`; whatever it raises, the step is saved."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evaluation:
+    """What `evaluate` found."""
+
+    metrics: Mapping[str, float]
+    """As of a training step, with `pass_at_K/<task>`."""
+    table: Any
+    """Arrow table of every completion with its verdict; the columns are those of docs/run-folder.md."""
+
+    def trajectories(self) -> pd.DataFrame:
+        """The same for pandas."""
+        frame: pd.DataFrame = self.table.to_pandas(maps_as_pydicts="strict")
+        return frame
+
+
+def train(
+    config: ConfigLike = None,
+    overrides: Overrides = (),
+    *,
+    tasks: Sequence[TaskLike] | TaskLike | None = None,
+    reward: RewardLike | None = None,
+    agent: str | None = None,
+    on_step: OnStep | None = None,
+) -> Run:
+    """Train as `rayapp train` does, with the warm-up; called again it goes on from the last checkpoint.
+
+    Args:
+        config: a YAML file, settings as a mapping, a `Config`, or None for the defaults.
+        overrides: settings that win over it: `["train.num_steps=5"]` or `{"train": {"num_steps": 5}}`.
+        tasks: in place of the config's: names, files, or task objects (`rayapp.CodingTask`).
+        reward: scores the answers to rows of data: a function, or the name of one.
+        agent: who plays: single_turn_agent, tool_agent, or the name of a plug-in.
+        on_step: called with each step's number and metrics, in between; may be a coroutine function.
+    Returns:
+        The run, to be read.
+    Raises:
+        UserError: something can't be used; nothing was started, or all of it has ended.
+        KeyboardInterrupt: Ctrl-C; the steps done are saved, and every process has ended.
+    """
+    job = make_job(config, overrides, tasks=tasks, reward=reward, agent=agent)
+    return work_apart(lambda: train_job(job, on_step))
+
+
+async def train_async(
+    config: ConfigLike = None,
+    overrides: Overrides = (),
+    *,
+    tasks: Sequence[TaskLike] | TaskLike | None = None,
+    reward: RewardLike | None = None,
+    agent: str | None = None,
+    on_step: OnStep | None = None,
+) -> Run:
+    """`train`, awaited; a cancellation ends it as Ctrl-C would. `on_step` is called in another thread."""
+    job = make_job(config, overrides, tasks=tasks, reward=reward, agent=agent)
+    return await work_awaited(lambda: train_job(job, on_step))
+
+
+def sft(config: ConfigLike = None, overrides: Overrides = (), *, tasks: Sequence[TaskLike] | None = None) -> Run:
+    """Supervised steps on demonstrations as `rayapp sft` takes them: the section `warmup`, alone.
+
+    Returns:
+        The run of the supervised steps, `<run.name>-sft`; its model is `run.model`.
+    Raises:
+        UserError, KeyboardInterrupt: as `train`.
+    """
+    job = make_job(config, overrides, tasks=tasks)
+    return work_apart(lambda: sft_job(job))
+
+
+async def sft_async(
+    config: ConfigLike = None, overrides: Overrides = (), *, tasks: Sequence[TaskLike] | None = None
+) -> Run:
+    """`sft`, awaited."""
+    job = make_job(config, overrides, tasks=tasks)
+    return await work_awaited(lambda: sft_job(job))
+
+
+def evaluate(
+    config: ConfigLike = None,
+    overrides: Overrides = (),
+    *,
+    model: str | Path | None = None,
+    tasks: Sequence[TaskLike] | TaskLike | None = None,
+    reward: RewardLike | None = None,
+    agent: str | None = None,
+    samples: int | None = None,
+    out: str | Path | None = None,
+) -> Evaluation:
+    """Sample and score completions of every task or evaluation row; nothing is trained.
+
+    Args:
+        model: a model folder or a checkpoint (`checkpoints/step=…`) in place of the config's.
+        samples: completions of each; default `eval.samples_per_task`.
+        out: folder for what was sampled, which `rayapp view` shows.
+    Raises:
+        UserError, KeyboardInterrupt: as `train`.
+    """
+    job = _evaluation_job(config, overrides, model, samples, tasks=tasks, reward=reward, agent=agent)
+    return work_apart(lambda: evaluate_job(job, out))
+
+
+async def evaluate_async(
+    config: ConfigLike = None,
+    overrides: Overrides = (),
+    *,
+    model: str | Path | None = None,
+    tasks: Sequence[TaskLike] | TaskLike | None = None,
+    reward: RewardLike | None = None,
+    agent: str | None = None,
+    samples: int | None = None,
+    out: str | Path | None = None,
+) -> Evaluation:
+    """`evaluate`, awaited."""
+    job = _evaluation_job(config, overrides, model, samples, tasks=tasks, reward=reward, agent=agent)
+    return await work_awaited(lambda: evaluate_job(job, out))
+
+
+def train_job(job: Job, on_step: OnStep | None = None) -> Run:
+    """`train` in this thread."""
+    from rayapp.driver.loop import run_training
+
+    with giving(job.objects):
+        run_training(job.config, on_step)
+    return Run(job.config.run_uri)
+
+
+def sft_job(job: Job) -> Run:
+    """`sft` in this thread."""
+    from rayapp.driver.offline.sft import run_sft, sft_config
+
+    with giving(job.objects):
+        run_sft(job.config)
+    return Run(sft_config(job.config).run_uri)
+
+
+def evaluate_job(job: Job, out: str | Path | None) -> Evaluation:
+    """`evaluate` in this thread."""
+    import pyarrow.parquet as pq
+
+    from rayapp.api.checkpoint_model import with_checkpoint_as_model
+    from rayapp.driver.evaluation import run_evaluation
+
+    with tempfile.TemporaryDirectory(prefix="rayapp-eval-") as scratch:
+        folder = Path(out) if out is not None else Path(scratch) / "eval"
+        with giving(job.objects), with_checkpoint_as_model(job.config) as config:
+            metrics = run_evaluation(config, folder)
+        return Evaluation(metrics=metrics, table=pq.read_table(folder / "evaluations", partitioning=None))
+
+
+def _evaluation_job(
+    config: ConfigLike, overrides: Overrides, model: str | Path | None, samples: int | None, **given: Any
+) -> Job:
+    job = make_job(config, overrides, **given)
+    changed: dict[str, Any] = {}
+    if model is not None:
+        changed["model"] = job.config.model.model_copy(update={"path": str(model)})
+    if samples is not None:
+        changed["eval"] = job.config.eval.model_copy(update={"samples_per_task": samples})
+    return Job(config=job.config.model_copy(update=changed), objects=job.objects)

@@ -1,0 +1,238 @@
+"""The sandbox pool as a library: lease a sandbox, run code in it, give it back.
+
+    with Sandbox() as box:                  async with Sandbox() as box:
+        box.run_code("print(1)").stdout         (await box.run_code("print(1)", timeout_s=5)).stdout
+
+What runs there sees no network, no file of yours and no environment, as in training (docs/sandboxes.md).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+import threading
+from collections.abc import Coroutine, Iterator, Sequence
+from contextlib import AsyncExitStack, contextmanager
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+from rayapp.api.arguments import ConfigLike, Overrides, load
+from rayapp.core import protocols
+from rayapp.core.types import CallReport, ExecResult, SandboxSpec
+from rayapp.sandbox.pool.in_process import open_pool
+
+T = TypeVar("T")
+LEASE_TIMEOUT_S = 120.0
+TIMEOUT_S = 10.0
+
+
+class SandboxPool:
+    """Sandboxes of this process, of whatever provider the config names (local ones by default).
+
+    `with SandboxPool() as pool` for blocking code: `pool.run_code`, `pool.run_all`, `pool.lease`. `async with` gives
+    what tasks get (`rayapp.core.protocols.SandboxSource`): `async with source.lease(SandboxSpec(), timeout_s=60)`.
+
+    Args:
+        config: its section `sandbox` counts.
+        overrides: settings that win over it.
+    """
+
+    def __init__(self, config: ConfigLike = None, overrides: Overrides = ()) -> None:
+        section = load(config, overrides).sandbox
+        # Without a stock of warm sandboxes: what is not used costs nothing.
+        self._config = section.model_copy(update={"min_ready": 0})
+        self._opened = AsyncExitStack()
+        self._thread: _LoopThread | None = None
+        self._source: protocols.SandboxSource | None = None
+
+    async def __aenter__(self) -> protocols.SandboxSource:
+        name = f"library-{os.getpid()}-{secrets.token_hex(4)}"
+        client, _ = await self._opened.enter_async_context(open_pool(self._config, name))
+        return client
+
+    async def __aexit__(self, *raised: object) -> None:
+        await self._opened.aclose()
+
+    def __enter__(self) -> Self:
+        self._thread = _LoopThread()
+        try:
+            self._source = self._thread.run(self.__aenter__())
+        except BaseException:
+            self._thread.close()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        assert self._thread is not None
+        try:
+            self._thread.run(self._opened.aclose())
+        finally:
+            self._thread.close()
+            self._thread = self._source = None
+
+    @contextmanager
+    def lease(
+        self, spec: SandboxSpec | None = None, *, timeout_s: float = LEASE_TIMEOUT_S
+    ) -> Iterator[BlockingSandbox]:
+        """A sandbox for the length of the block.
+
+        Raises:
+            SandboxUnavailableError: none is free in time.
+        """
+        thread, source = self._open()
+        lease = source.lease(spec or SandboxSpec(), timeout_s=timeout_s)
+        box = thread.run(lease.__aenter__())
+        try:
+            yield BlockingSandbox(box, thread)
+        finally:
+            thread.run(lease.__aexit__(None, None, None))
+
+    def run_code(self, code: str, *, timeout_s: float = TIMEOUT_S, stdin: str = "") -> ExecResult:
+        """Run Python in a sandbox of its own."""
+        return self.run_all([code], timeout_s=timeout_s, stdin=stdin)[0]
+
+    def run_all(
+        self, codes: Sequence[str], *, timeout_s: float = TIMEOUT_S, stdin: str = "", spec: SandboxSpec | None = None
+    ) -> list[ExecResult]:
+        """Run several programs, each in a sandbox of its own, as many side by side as the pool allows.
+
+        Raises:
+            SandboxError: a sandbox failed, which says nothing about the code.
+        """
+        thread, source = self._open()
+
+        async def one(code: str) -> ExecResult:
+            async with source.lease(spec or SandboxSpec(), timeout_s=LEASE_TIMEOUT_S) as box:
+                return await box.run_code(code, timeout_s=timeout_s, stdin=stdin)
+
+        async def all_of_them() -> list[ExecResult]:
+            return await asyncio.gather(*map(one, codes))
+
+        return thread.run(all_of_them())
+
+    def _open(self) -> tuple[_LoopThread, protocols.SandboxSource]:
+        if self._thread is None or self._source is None:
+            raise RuntimeError("the pool is not open: use it within `with SandboxPool() as pool:`")
+        return self._thread, self._source
+
+
+class BlockingSandbox:
+    """A sandbox whose calls block until they are done; made by `SandboxPool.lease` and `Sandbox`.
+
+    What the code does (raise, exit, loop, flood) is in the result. Every call raises SandboxError when the sandbox
+    itself failed.
+    """
+
+    def __init__(self, box: protocols.Sandbox, thread: _LoopThread) -> None:
+        self._box = box
+        self._thread = thread
+
+    @property
+    def id(self) -> str:
+        return self._box.id
+
+    def run_code(
+        self, code: str, *, timeout_s: float = TIMEOUT_S, stdin: str = "", stateful: bool = False
+    ) -> ExecResult:
+        """Run Python. `stateful` keeps names from one call to the next."""
+        return self._thread.run(self._box.run_code(code, timeout_s=timeout_s, stdin=stdin, stateful=stateful))
+
+    def call_function(
+        self, code: str, function: str, inputs: Sequence[Sequence[object]], *, timeout_s: float = TIMEOUT_S
+    ) -> CallReport:
+        """Define `code`, then call `function(*args)` for each args of `inputs`: plain data in and out."""
+        return self._thread.run(self._box.call_function(code, function, inputs, timeout_s=timeout_s))
+
+    def run_command(self, argv: Sequence[str], *, timeout_s: float = TIMEOUT_S, stdin: str = "") -> ExecResult:
+        """Run a program."""
+        return self._thread.run(self._box.run_command(argv, timeout_s=timeout_s, stdin=stdin))
+
+    def write_file(self, path: str, data: bytes) -> None:
+        self._thread.run(self._box.write_file(path, data))
+
+    def read_file(self, path: str, *, max_bytes: int = 1 << 20) -> bytes:
+        """Raises FileNotFoundError: there is no such file in the sandbox."""
+        return self._thread.run(self._box.read_file(path, max_bytes=max_bytes))
+
+
+class Sandbox:
+    """One sandbox and the pool behind it, for the length of a `with` or `async with` block.
+
+    Args:
+        config: its section `sandbox` says where it is.
+        overrides: settings that win over it.
+        packages: preloaded in it, e.g. ("numpy",).
+        memory_mib: memory of what runs in it.
+    """
+
+    def __init__(
+        self,
+        config: ConfigLike = None,
+        overrides: Overrides = (),
+        *,
+        packages: Sequence[str] = (),
+        memory_mib: int = 512,
+    ) -> None:
+        self._pool = SandboxPool(config, overrides)
+        self._spec = SandboxSpec(packages=tuple(packages), memory_mib=memory_mib)
+        self._held: Any = None
+
+    def __enter__(self) -> BlockingSandbox:
+        self._pool.__enter__()
+        try:
+            self._held = self._pool.lease(self._spec)
+            box: BlockingSandbox = self._held.__enter__()
+        except BaseException:
+            self._pool.__exit__(None, None, None)
+            raise
+        return box
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            self._held.__exit__(None, None, None)
+        finally:
+            self._pool.__exit__(None, None, None)
+
+    async def __aenter__(self) -> protocols.Sandbox:
+        source = await self._pool.__aenter__()
+        try:
+            self._held = source.lease(self._spec, timeout_s=LEASE_TIMEOUT_S)
+            box: protocols.Sandbox = await self._held.__aenter__()
+        except BaseException:
+            await self._pool.__aexit__()
+            raise
+        return box
+
+    async def __aexit__(self, *raised: object) -> None:
+        try:
+            await self._held.__aexit__(None, None, None)
+        finally:
+            await self._pool.__aexit__()
+
+
+class _LoopThread:
+    """An event loop in a thread of its own, where the pool lives while blocking code uses it."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="rayapp sandboxes", daemon=True)
+        self._thread.start()
+
+    def run(self, work: Coroutine[Any, Any, T]) -> T:
+        """The result of a coroutine. Ctrl-C cancels it."""
+        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        try:
+            return future.result()
+        except KeyboardInterrupt:
+            future.cancel()
+            raise
+
+    def close(self) -> None:
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()

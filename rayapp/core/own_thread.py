@@ -1,0 +1,127 @@
+"""Blocking work in a thread of its own: called from a notebook, whose event loop runs, or awaited.
+
+    caller's thread: work_apart(work) ------ waits; Ctrl-C -> Stopper.stop() ------> result, or what the work raised
+    own thread:      work() -> run_until_done(...) -> its own event loop <- cancelled by the Stopper
+
+Whoever waits goes on only when the work has ended, also when it is stopped: nothing is left running behind it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+from contextvars import ContextVar, copy_context
+from typing import TypeVar
+
+T = TypeVar("T")
+
+
+class Stopper:
+    """Stops work in another thread as Ctrl-C would in the main one. Safe to call from any thread."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._stop: Callable[[], None] | None = None
+        self._is_asked = False
+
+    def stop(self) -> None:
+        """Stop what can be stopped now, or as soon as it begins."""
+        with self._lock:
+            self._is_asked = True
+            if self._stop is not None:
+                self._stop()
+
+    @contextmanager
+    def stopping(self, stop: Callable[[], None]) -> Iterator[None]:
+        """What `stop` does for the length of the block; at once if it was asked before."""
+        with self._lock:
+            self._stop = stop
+            if self._is_asked:
+                stop()
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._stop = None
+
+
+_stopper: ContextVar[Stopper | None] = ContextVar("stops what this thread does", default=None)
+
+
+def stopper_of_this_work() -> Stopper | None:
+    """None in work that nobody else can stop."""
+    return _stopper.get()
+
+
+class _WorkStoppedError(Exception):
+    """In place of KeyboardInterrupt, which an event loop would take for its own."""
+
+
+def works_in_loop() -> bool:
+    """True where an event loop runs in this thread, so that blocking work can't start another."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return False
+    return True
+
+
+def work_apart(work: Callable[[], T]) -> T:
+    """Do it in this thread if no event loop runs here, else in a thread of its own; returns when it has ended.
+
+    Raises:
+        KeyboardInterrupt: Ctrl-C; the work was stopped, and has ended.
+    """
+    if not works_in_loop():
+        return work()
+    stopper, result = _begun(work)
+    while True:
+        try:
+            return result.result()
+        except KeyboardInterrupt:
+            stopper.stop()
+        except _WorkStoppedError:
+            raise KeyboardInterrupt from None
+
+
+async def work_awaited(work: Callable[[], T]) -> T:
+    """The same, awaited. A cancellation stops the work and takes effect when that has ended."""
+    stopper, result = _begun(work)
+    waiting = asyncio.wrap_future(result)
+    while True:
+        try:
+            return await asyncio.shield(waiting)
+        except asyncio.CancelledError:
+            stopper.stop()
+            await _ended(waiting, stopper)
+            raise
+        except _WorkStoppedError:
+            raise asyncio.CancelledError from None
+
+
+async def _ended(waiting: asyncio.Future[T], stopper: Stopper) -> None:
+    while not waiting.done():
+        try:
+            await asyncio.wait([waiting])
+        except asyncio.CancelledError:
+            stopper.stop()  # who cancels twice will not wait for a step that has begun
+    waiting.exception()  # it was stopped: what it raised is nobody's news
+
+
+def _begun(work: Callable[[], T]) -> tuple[Stopper, Future[T]]:
+    stopper, result = Stopper(), Future[T]()
+
+    def run() -> None:
+        _stopper.set(stopper)
+        try:
+            result.set_result(work())
+        except KeyboardInterrupt:
+            result.set_exception(_WorkStoppedError())
+        except BaseException as error:  # boundary: whoever waits gets it
+            result.set_exception(error)
+
+    threading.Thread(target=copy_context().run, args=(run,), name="rayapp", daemon=True).start()
+    return stopper, result

@@ -1,0 +1,3 @@
+"""The version of this program: pyproject.toml and `rayapp --version` read it here."""
+
+__version__ = "0.1.0"

@@ -1,0 +1,200 @@
+"""What each kind of plug-in promises, as checks that a package's own tests can call, and `rayapp plugins --check` does.
+
+    from rayapp.testing.plugins import check_task
+    def test_it_is_a_task(): check_task(MY_TASK)
+
+A check raises AssertionError with what is missing. None needs a GPU, a model or a network; tasks and tools that run
+code get real sandboxes of this machine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import math
+import pickle
+import tempfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from rayapp.config.config import Config
+from rayapp.config.sandbox import SandboxConfig
+from rayapp.core.names.given import PREFIX, giving
+from rayapp.core.names.plugins import Kind, Plugin
+from rayapp.core.types import Prompt, Reward
+from rayapp.sandbox.pool.in_process import open_pool
+from rayapp.tasks.coding import CodingTask
+from rayapp.tasks.custom_rewards import CustomReward
+from rayapp.tools.base import ToolContext, ToolOutput
+from rayapp.tools.toolset import ToolSet
+
+
+def check_plugin(plugin: Plugin) -> None:
+    """Load it and run the checks of its kind.
+
+    Raises:
+        ConfigError: it can't be loaded.
+        AssertionError: it does not keep a promise; the message says which.
+    """
+    _CHECKS[plugin.kind](plugin.load())
+
+
+def check_task(task: Any) -> None:
+    """`Task`: a name, a prompt, and a verdict on every text, which repeats for a seed. Whole when it is pickled."""
+    task = task() if isinstance(task, type) or not hasattr(task, "score") else task
+    assert isinstance(task.name, str), "a task has a name"
+    assert task.name, "a task has a name"
+    assert callable(getattr(task, "render", None)), f"task {task.name} has no method render"
+    if isinstance(task, CodingTask):
+        task.check()
+    other = pickle.loads(pickle.dumps(task))
+    assert other.name == task.name, f"task {task.name} is another one after it was pickled"
+
+    async def verdicts() -> list[Reward]:
+        prompt = Prompt(task=task.name, text="", token_ids=np.zeros(0, np.int32))
+        async with open_pool(SandboxConfig(min_ready=0), f"check-{task.name}"[:40]) as (sandboxes, _):
+            texts = ("", "nonsense", "x" * 10_000, "\ud800")
+            return [await each.score(prompt, text, sandboxes, seed=1) for text in texts for each in (task, other)]
+
+    found = asyncio.run(verdicts())
+    for one, same in zip(found[::2], found[1::2], strict=True):
+        _check_verdict(one, f"task {task.name}")
+        assert one.value == same.value, f"task {task.name} gives {one.value} and {same.value} for one text and seed"
+
+
+def _check_verdict(reward: Any, where: str) -> None:
+    assert isinstance(reward, Reward), f"{where} gives a {type(reward).__name__} for a verdict, not a Reward"
+    assert math.isfinite(reward.value), f"{where} gives a reward of {reward.value}"
+    assert all(math.isfinite(value) for value in reward.terms.values()), f"{where} has terms that are no finite numbers"
+
+
+def check_reward(function: Any) -> None:
+    """verl's signature: (data_source, solution_str, ground_truth, extra_info), a number or a dict with `score`."""
+    assert callable(function), f"a reward is a function, not {type(function).__name__}"
+    path = f"{PREFIX}the plug-in"
+
+    async def terms() -> list[dict[str, float]]:
+        arguments: dict[str, Any] = {"data_source": "check", "ground_truth": "4", "extra_info": {}}
+        texts = ("4", "", "It is\n#### 4")
+        return [await CustomReward(path=path)(solution_str=text, **arguments) for text in texts]
+
+    with giving({path: function}):
+        scored = asyncio.run(terms())
+    for found in scored:
+        assert math.isfinite(found["score"]), f"a reward has a finite score, not {found['score']}"
+
+
+def check_tool(kind: Any) -> None:
+    """A class of `Tool`: made from (config, schema, context), with a schema; `create` and `release` belong together."""
+
+    async def play() -> None:
+        async with open_pool(SandboxConfig(min_ready=0), "check-tool") as (sandboxes, _):
+            tool = kind({}, None, ToolContext(sandboxes=sandboxes))
+            assert tool.schema.name, "a tool's schema has a name"
+            assert tool.timeout_s > 0, f"tool {tool.schema.name} has a deadline above 0"
+            ToolSet([tool])  # its parameters are a JSON schema
+            state = await tool.create({})
+            try:
+                verdict = await tool.reward(state)
+                assert verdict is None or math.isfinite(verdict), f"tool {tool.schema.name} has no finite verdict"
+            finally:
+                await tool.release(state)
+            if not tool.schema.parameters.get("required"):
+                await _call(tool)
+
+    asyncio.run(play())
+
+
+async def _call(tool: Any) -> None:
+    state = await tool.create({})
+    try:
+        output = await asyncio.wait_for(tool.execute(state, {}), tool.timeout_s)
+    finally:
+        await tool.release(state)
+    assert isinstance(output, ToolOutput), f"tool {tool.schema.name} gives a {type(output).__name__}, not a ToolOutput"
+    assert isinstance(output.text, str), f"tool {tool.schema.name}: ToolOutput.text is a text"
+
+
+def check_tracker(make: Any) -> None:
+    """(config, folder, first_step) -> a tracker, which takes steps in order and can be closed, twice too."""
+    with tempfile.TemporaryDirectory() as folder:
+        tracker = make(Config(), Path(folder), 1)
+        for step in (1, 2):
+            tracker.log(step, {"reward/mean": 0.5, "not/a number": math.nan})
+        tracker.close()
+        tracker.close()
+
+
+def check_loss(function: Any) -> None:
+    """verl's signature of a policy loss: it gives a loss that has a gradient, and metrics."""
+    import torch
+
+    _check_takes(function, ("old_log_prob", "log_prob", "advantages", "response_mask"))
+    log_prob = torch.full((2, 3), -1.0, requires_grad=True)
+    arguments = {
+        "old_log_prob": torch.full((2, 3), -1.1),
+        "log_prob": log_prob,
+        "advantages": torch.tensor([[1.0] * 3, [-1.0] * 3]),
+        "response_mask": torch.ones(2, 3),
+    }
+    from rayapp.learner.algo.losses import LossScale, make_actor_config
+
+    scale = LossScale(num_tokens=6, num_trajectories=2, dp_size=1, max_response_tokens=3)
+    extra = {"loss_agg_mode": "token-mean", "config": make_actor_config(Config(), scale), "rollout_is_weights": None}
+    loss, metrics = function(**arguments, **extra)
+    assert loss.ndim == 0, f"a loss is one number, not of shape {tuple(loss.shape)}"
+    assert torch.isfinite(loss), f"the loss is {loss}"
+    loss.backward()
+    assert log_prob.grad is not None, "the loss does not depend on log_prob"
+    assert isinstance(metrics, Mapping), "a loss gives (loss, metrics)"
+
+
+def check_estimator(function: Any) -> None:
+    """verl's signature of an estimator: advantages of every token, 0 where none was sampled."""
+    import torch
+
+    mask = torch.tensor([[1.0, 1.0], [1.0, 0.0]])
+    rewards = torch.tensor([[0.0, 1.0], [0.0, 0.0]])
+    found = function(token_level_rewards=rewards, response_mask=mask, index=np.array([0, 0]), config=None)
+    advantages, returns = found
+    assert advantages.shape == mask.shape, f"advantages are {tuple(mask.shape)}, not {tuple(advantages.shape)}"
+    assert returns.shape == mask.shape, f"returns are {tuple(mask.shape)}, not {tuple(returns.shape)}"
+    assert torch.isfinite(advantages).all(), "advantages are finite"
+    assert bool((advantages[mask == 0] == 0).all()), "tokens that were not sampled have no advantage"
+
+
+def check_agent(make: Any) -> None:
+    """Called with the process's tool agent, it gives an object with a coroutine method `run`."""
+    assert callable(make), f"an agent is a function of the tool agent, not a {type(make).__name__}"
+    assert len(inspect.signature(make).parameters) >= 1, "an agent is made from the process's AgentLoop"
+
+
+def check_provider(make: Any) -> None:
+    """Called with the section's options, it gives a provider. What its sandboxes promise: `sandbox_contract`."""
+    provider = make({})
+    for name in ("create", "attach", "list", "kill", "close"):
+        assert callable(getattr(provider, name, None)), f"a sandbox provider has a method {name}"
+    assert isinstance(provider.name, str), "a sandbox provider has a name"
+
+
+def _check_takes(function: Any, names: tuple[str, ...]) -> None:
+    assert callable(function), f"it is a function, not a {type(function).__name__}"
+    parameters = inspect.signature(function).parameters
+    takes_any = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values())
+    missing = [name for name in names if name not in parameters]
+    assert takes_any or not missing, f"it does not take {', '.join(missing)}"
+
+
+_CHECKS: Mapping[Kind, Callable[[Any], None]] = {
+    "tasks": check_task,
+    "agents": check_agent,
+    "rewards": check_reward,
+    "tools": check_tool,
+    "sandbox_providers": check_provider,
+    "trackers": check_tracker,
+    "losses": check_loss,
+    "estimators": check_estimator,
+}

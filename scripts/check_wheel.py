@@ -1,0 +1,76 @@
+"""`python -m scripts.check_wheel [EXTRA]`: the wheel in an empty environment, used as a reader of it would.
+
+Builds wheel and environment below a temporary folder, installs the wheel with the extra (default: view) from the index
+that pip knows, and runs commands there, away from this checkout.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tempfile
+import venv
+import zipfile
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+NEEDED = (
+    "rayapp/py.typed",
+    "rayapp/cli/jobs/job.yaml",
+    "rayapp/tasks/library/sort_numbers.yaml",
+    "rayapp/runs/view/static/index.html",
+    "rayapp/rollout/agent/templates/chatml_hermes.jinja",
+    "rayapp/sandbox/local/doctor/battery/bombs.yaml",
+    "actors/environments/learner.yaml",
+)
+"""Files that are no modules; a wheel without one fails late."""
+PROGRAM = """
+import sys, rayapp
+from pathlib import Path
+assert "site-packages" in rayapp.__file__, rayapp.__file__
+(good,) = rayapp.score("sort_numbers", "def sort_numbers(xs):\\n    return xs")
+assert good.valid, good
+from rayapp.testing.synthetic_run import write_run
+write_run(Path("run"), num_trajectories=32, per_step=16)
+run = rayapp.open_run("run")
+assert len(run.metrics) == 2 and run.table().num_rows == 32
+run.plot("reward/mean")
+from rayapp.cli.main import run as command
+assert command(["report", "run"]) == 0
+assert not {"torch", "ray"} & set(sys.modules)
+"""
+
+
+def build(folder: Path) -> Path:
+    """The wheel of this checkout.
+
+    Raises:
+        CalledProcessError: it can't be built.
+    """
+    pip = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", str(folder)]
+    subprocess.run([*pip, str(ROOT)], check=True, stdout=subprocess.DEVNULL)
+    return next(folder.glob("rayapp-*.whl"))
+
+
+def missing(wheel: Path) -> list[str]:
+    """Which of NEEDED are not in it."""
+    with zipfile.ZipFile(wheel) as packed:
+        return sorted(set(NEEDED) - set(packed.namelist()))
+
+
+def main(extra: str) -> None:
+    with tempfile.TemporaryDirectory(prefix="rayapp-wheel-") as name:
+        folder = Path(name)
+        wheel = build(folder)
+        if lacking := missing(wheel):
+            raise SystemExit(f"the wheel lacks {', '.join(lacking)}")
+        venv.EnvBuilder(with_pip=True).create(folder / "env")
+        python = str(folder / "env" / "bin" / "python")
+        subprocess.run([python, "-m", "pip", "install", "--quiet", f"rayapp[{extra}] @ {wheel.as_uri()}"], check=True)
+        for arguments in (["-m", "rayapp", "--version"], ["-m", "rayapp", "--help"], ["-c", PROGRAM]):
+            subprocess.run([python, *arguments], cwd=folder, check=True, stdout=subprocess.DEVNULL)
+        print(f"{wheel.name}[{extra}] works in an empty environment")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1] if len(sys.argv) > 1 else "view")

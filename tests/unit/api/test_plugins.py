@@ -1,0 +1,160 @@
+"""A wheel installed beside rayapp: found by name, listed, checked; a broken plug-in stops nobody else."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import rayapp
+from rayapp.cli.main import run
+from rayapp.config.algorithm import AlgorithmSection
+from rayapp.config.config import Config
+from rayapp.config.sandbox import SandboxConfig
+from rayapp.core.errors import ConfigError
+from rayapp.core.names import plugins as mechanism
+from rayapp.core.names.plugins import is_plugin, load_plugin, plugin_names
+from rayapp.learner.algo.advantages import AdvantageInputs, compute_advantages
+from rayapp.rollout.agent.loops import check_agent_name, player_of
+from rayapp.runs.folder import RunFolder
+from rayapp.runs.tracking.trackers import make_trackers
+from rayapp.sandbox.providers.table import remote_providers
+from rayapp.tasks.custom_rewards import load_function
+from rayapp.tasks.loading import load_task
+from rayapp.testing.plugins import check_reward, check_task, check_tool
+from rayapp.tools.loading import load_class
+
+SOURCE = Path(__file__).parents[2] / "data" / "plugin"
+METADATA = "Metadata-Version: 2.1\nName: pack-of-plugins\nVersion: 1.2\n"
+WHEEL = "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder that pip installed the wheel into."""
+    folder = tmp_path_factory.mktemp("plugins")
+    wheel, info = folder / "pack_of_plugins-1.2-py3-none-any.whl", "pack_of_plugins-1.2.dist-info"
+    with zipfile.ZipFile(wheel, "w") as packed:
+        packed.write(SOURCE / "pack_of_plugins.py", "pack_of_plugins.py")
+        packed.write(SOURCE / "entry_points.txt", f"{info}/entry_points.txt")
+        for name, text in (("METADATA", METADATA), ("WHEEL", WHEEL), ("RECORD", "")):
+            packed.writestr(f"{info}/{name}", text)
+    pip = [sys.executable, "-m", "pip", "install", "--no-deps", "--no-index", "--quiet", "--target"]
+    if subprocess.run([*pip, folder / "site", wheel], capture_output=True, check=False).returncode:
+        # An environment made by uv has no pip: unpacking is what pip would do.
+        zipfile.ZipFile(wheel).extractall(folder / "site")
+    return folder / "site"
+
+
+@pytest.fixture(autouse=True)
+def installed(site: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.syspath_prepend(str(site))
+    mechanism._all_plugins.cache_clear()
+    yield
+    mechanism._all_plugins.cache_clear()
+
+
+def test_every_kind_is_found_by_name_where_names_that_ship_are() -> None:
+    assert load_task("double").name == "double"
+    assert load_function("short")("", "four", "4") == -4.0
+    assert load_class("dice", Path(), "here").__name__ == "Dice"
+    settings = {
+        "tracking": {"trackers": ["jsonl", "lines"]},
+        "algorithm": {"adv_estimator": "plain", "policy_loss": "reinforce"},
+        "agent": {"task_agent": "doubting"},
+        "tasks": ["double"],
+    }
+    assert rayapp.load_config(None, [f"{key}={json.dumps(value)}" for key, value in settings.items()])
+    check_agent_name("doubting")
+    assert type(player_of("doubting", None)).__name__ == "Doubting"  # type: ignore[arg-type]
+
+
+def test_a_providers_options_reach_it() -> None:
+    section: Any = {"type": "plugin", "name": "mine", "options": {"seed": 7}}
+
+    assert remote_providers(SandboxConfig(providers=(section,)))["plugin"].name == "fake"
+    with pytest.raises(rayapp.UserError, match=r"no plug-in of rayapp\.sandbox_providers is called 'yours'"):
+        remote_providers(SandboxConfig(providers=(section | {"name": "yours"},)))
+
+
+def test_an_estimator_gives_the_advantages() -> None:
+    inputs = AdvantageInputs(
+        rewards=np.array([1.0, 0.5], np.float32), num_response_tokens=np.array([2, 1]), group_index=np.array([0, 0]),
+        reward_terms={},
+    )  # fmt: skip
+
+    found = compute_advantages(inputs, AlgorithmSection(adv_estimator="plain"))
+
+    assert found.tolist() == [[1.0, 1.0], [0.5, 0.0]]
+
+
+def test_a_tracker_of_a_plug_in_gets_every_step(tmp_path: Path) -> None:
+    config = Config.model_validate(
+        {"run": {"output_dir": str(tmp_path), "name": "r"}, "tracking": {"trackers": ["lines"]}}
+    )
+    with RunFolder.open(config) as folder, make_trackers(config, folder) as tracker:
+        tracker.log(1, {})
+        tracker.log(2, {})
+
+    assert (tmp_path / "r" / "lines.txt").read_text() == "1\n2\n"
+
+
+def test_all_are_listed_and_a_broken_one_is_named_and_stops_no_other(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["plugins"]) == 1
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+
+    assert {(line["kind"], line["name"]) for line in lines if "problem" not in line} == {
+        ("tasks", "double"), ("rewards", "short"), ("tools", "dice"), ("trackers", "lines"), ("losses", "reinforce"),
+        ("estimators", "plain"), ("sandbox_providers", "mine"), ("agents", "doubting"),
+    }  # fmt: skip
+    [broken] = [line for line in lines if "problem" in line]
+    assert (broken["name"], broken["package"]) == ("broken", "pack-of-plugins 1.2")
+    assert "plug-in broken of pack-of-plugins 1.2 is broken: pack_of_plugins:NOT_THERE can't be loaded" in str(broken)
+    with pytest.raises(ConfigError, match=r"plug-in broken of pack-of-plugins 1\.2 is broken"):
+        load_task("broken")
+
+
+def test_all_keep_the_contract_of_their_kind(capsys: pytest.CaptureFixture[str]) -> None:
+    names = [name for kind in mechanism.KINDS for name in plugin_names(kind) if name != "broken"]
+
+    assert run(["plugins", *names, "--check"]) == 0, capsys.readouterr().out
+
+
+def test_a_name_that_nobody_has_is_told_with_the_nearest() -> None:
+    with pytest.raises(rayapp.UserError, match=r"no task 'dobule': did you mean double\?"):
+        load_task("dobule")
+    with pytest.raises(ConfigError, match=r"tracking.trackers: 'linse' is unknown; did you mean lines\?"):
+        rayapp.load_config(None, ["tracking.trackers=[linse]"])
+    assert not is_plugin("tasks", "sort_numbers"), "it ships"
+    with pytest.raises(ConfigError, match="is called 'x'"):
+        load_plugin("losses", "x")
+
+
+def test_what_does_not_keep_a_contract_is_told() -> None:
+    class Silent:
+        name = "silent"
+
+        def render(self, tokenizer: object) -> None: ...
+
+        async def score(self, *arguments: object, seed: int) -> float:
+            return 1.0
+
+    with pytest.raises((AssertionError, AttributeError)):
+        check_task(Silent())
+    with pytest.raises(AssertionError, match="a reward is a function"):
+        check_reward(4)
+    with pytest.raises(rayapp.RayappError, match="raised KeyError"):
+        check_reward(lambda **_: {}["score"])
+
+    class Nameless(rayapp.ToolBase):
+        schema = rayapp.ToolSchema(name="")
+
+    with pytest.raises(AssertionError, match="a tool's schema has a name"):
+        check_tool(Nameless)

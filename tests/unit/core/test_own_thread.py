@@ -1,0 +1,87 @@
+"""Work in a thread of its own: its result, its error, and that nobody goes on before it has ended."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import threading
+
+import pytest
+
+from rayapp.core.aio import run_until_done
+from rayapp.core.own_thread import work_apart, work_awaited
+
+
+def test_without_a_running_loop_work_stays_in_its_thread() -> None:
+    assert work_apart(threading.current_thread) is threading.current_thread()
+
+
+async def test_with_a_running_loop_work_may_run_another_one() -> None:
+    async def two() -> int:
+        return 2
+
+    assert work_apart(lambda: run_until_done(two())) == 2
+    assert await work_awaited(lambda: run_until_done(two())) == 2
+
+
+async def test_what_the_work_raises_comes_out() -> None:
+    def fails() -> None:
+        raise ValueError("no")
+
+    with pytest.raises(ValueError, match="no"):
+        work_apart(fails)
+    with pytest.raises(ValueError, match="no"):
+        await work_awaited(fails)
+
+
+async def test_a_cancelled_wait_stops_the_work_and_waits_for_its_cleanup() -> None:
+    begun, said = threading.Event(), []
+
+    async def hangs() -> None:
+        try:
+            begun.set()
+            await asyncio.Event().wait()
+        finally:
+            await asyncio.sleep(0.01)
+            said.append("cleaned up")
+
+    task = asyncio.create_task(work_awaited(lambda: run_until_done(hangs())))
+    await asyncio.to_thread(begun.wait, 10)
+    task.cancel()
+
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert said == ["cleaned up"]
+
+
+PROGRAM = """
+import asyncio, sys
+from rayapp.core.aio import run_until_done
+from rayapp.core.own_thread import work_apart
+
+async def work():
+    print("ready", flush=True)
+    try:
+        await asyncio.Event().wait()
+    finally:
+        print("cleaned up", flush=True)
+
+async def cell():
+    try:
+        work_apart(lambda: run_until_done(work()))
+    except KeyboardInterrupt:
+        print("interrupted", flush=True)
+
+asyncio.new_event_loop().run_until_complete(cell())
+"""
+
+
+def test_ctrl_c_in_a_notebook_stops_the_work_and_comes_out_when_it_has_ended() -> None:
+    with subprocess.Popen([sys.executable, "-c", PROGRAM], stdout=subprocess.PIPE, text=True, env=os.environ) as cell:
+        assert cell.stdout is not None
+        assert cell.stdout.readline() == "ready\n"
+        cell.send_signal(signal.SIGINT)
+        assert cell.communicate(timeout=60)[0] == "cleaned up\ninterrupted\n"
