@@ -24,8 +24,30 @@ async def read_calls(parser: ToolCallParser, text: str, who: str) -> tuple[RawCa
     try:
         calls = await asyncio.get_running_loop().run_in_executor(PARSING, parser.parse, text)
     except Exception as error:  # boundary: a parser is a program that reads whatever a policy writes
-        log.warning("%s: the tool parser failed: %s: %s", who, type(error).__name__, error)
-        return (RawCall(problem=f"the parser failed ({type(error).__name__})"),)
+        return (_failed(error, who),)
+    return _at_most(calls)
+
+
+async def read_turn(parser: ToolCallParser, text: str, who: str) -> tuple[tuple[RawCall, ...], str]:
+    """The calls as `read_calls` has them, and what is said beside them."""
+
+    def read() -> tuple[tuple[RawCall, ...], str]:
+        calls = parser.parse(text)
+        return calls, parser.words(text) if calls else text
+
+    try:
+        calls, words = await asyncio.get_running_loop().run_in_executor(PARSING, read)
+    except Exception as error:  # boundary: as in read_calls
+        return (_failed(error, who),), text
+    return _at_most(calls), words
+
+
+def _failed(error: Exception, who: str) -> RawCall:
+    log.warning("%s: the tool parser failed: %s: %s", who, type(error).__name__, error)
+    return RawCall(problem=f"the parser failed ({type(error).__name__})")
+
+
+def _at_most(calls: tuple[RawCall, ...]) -> tuple[RawCall, ...]:
     if len(calls) <= MAX_CALLS:
         return calls
     return (*calls[:MAX_CALLS], RawCall(problem=f"calls after the first {MAX_CALLS} of a turn are not read"))

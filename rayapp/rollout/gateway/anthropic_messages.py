@@ -36,7 +36,7 @@ class AnthropicMessages:
 
     def read(self, body: Mapping[str, Any]) -> Ask:
         chosen = body.get("tool_choice") or {}
-        if not isinstance(chosen, Mapping) or chosen.get("type", "auto") not in ("auto", "none"):
+        if not isinstance(chosen, dict) or chosen.get("type", "auto") not in ("auto", "none"):
             raise refuse(f"tool_choice {chosen!r:.60} is not offered: the policy is sampled as it is trained")
         neutral(body, "mcp_servers", [])
         thinking = body.get("thinking") or {}
@@ -54,7 +54,7 @@ class AnthropicMessages:
             stop=texts(body.get("stop_sequences"), "stop_sequences"),
             reads_calls=chosen.get("type") != "none",
             is_stream=bool(body.get("stream")),
-            wants_thoughts=isinstance(thinking, Mapping) and thinking.get("type", "disabled") != "disabled",
+            wants_thoughts=isinstance(thinking, dict) and thinking.get("type", "disabled") != "disabled",
         )
 
     def write(self, reply: Reply, ask: Ask) -> dict[str, Any]:
@@ -107,7 +107,7 @@ def _said(message: Mapping[str, Any], index: int) -> Iterator[Said]:
     if given is None or isinstance(given, str):
         yield Said(role=str(role), text=given or "")
         return
-    words = list[Mapping[str, Any]]()
+    words = list[dict[str, Any]]()
     for block in objects(given, f"{where}.content"):
         if block.get("type") == "tool_result":
             result = content(block.get("content"), f"{where}: tool_result")

@@ -11,6 +11,7 @@ import time
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from itertools import groupby
 from typing import Any
 
@@ -196,7 +197,9 @@ def in_order(messages: Sequence[Said]) -> tuple[Said, ...]:
     return tuple(ordered)
 
 
+@lru_cache(maxsize=4096)
 def _canonical(arguments: str) -> str:
+    # Agents send their whole history with every call.
     try:
         return json.dumps(json.loads(arguments), sort_keys=True)
     except (ValueError, RecursionError):

@@ -78,7 +78,7 @@ class Formats:
         """
         if not tools:
             return self.plain
-        key = (json.dumps([tool.as_openai() for tool in tools], sort_keys=True),)
+        key = (json.dumps([(tool.name, tool.description, tool.parameters) for tool in tools]),)
         if key not in self._made:
             # The thread of all parsers: importing vLLM takes seconds, and parsers keep state.
             self._made[key] = await asyncio.get_running_loop().run_in_executor(PARSING, self._make, key, tuple(tools))

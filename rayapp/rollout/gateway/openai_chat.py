@@ -52,7 +52,7 @@ class OpenAIChat:
             stop=texts(body.get("stop"), "stop"),
             reads_calls=body.get("tool_choice") != "none",
             is_stream=bool(body.get("stream")),
-            wants_usage=isinstance(stream, Mapping) and bool(stream.get("include_usage")),
+            wants_usage=isinstance(stream, dict) and bool(stream.get("include_usage")),
         )
 
     def write(self, reply: Reply, ask: Ask) -> dict[str, Any]:
@@ -105,7 +105,7 @@ def _said(message: Mapping[str, Any], index: int) -> Said:
 
 def _made(call: Mapping[str, Any], where: str) -> ToolCall:
     function = call.get("function")
-    if not isinstance(function, Mapping):
+    if not isinstance(function, dict):
         raise refuse(f"{where}: a tool call has a function with name and arguments")
     return ToolCall(
         id=text(call.get("id"), f"{where}.tool_calls.id"),
@@ -116,7 +116,7 @@ def _made(call: Mapping[str, Any], where: str) -> ToolCall:
 
 def _tool(given: Mapping[str, Any], index: int) -> ToolSchema:
     function = given.get("function")
-    if given.get("type") != "function" or not isinstance(function, Mapping):
+    if given.get("type") != "function" or not isinstance(function, dict):
         raise refuse(f"tools[{index}]: only tools of type function are offered, not {given.get('type')!r:.40}")
     return tool(function, f"tools[{index}].function")
 

@@ -39,7 +39,7 @@ class OpenAIResponses:
         for name in ("conversation", "prompt"):
             neutral(body, name)
         shape = body.get("text") or {}
-        if not isinstance(shape, Mapping) or shape.get("format") not in (None, {"type": "text"}):
+        if not isinstance(shape, dict) or shape.get("format") not in (None, {"type": "text"}):
             raise refuse("text.format is not offered: the policy is sampled as it is trained")
         given = body.get("input")
         items = [{"role": "user", "content": given}] if isinstance(given, str) else objects(given, "input")

@@ -39,11 +39,11 @@ def refuse(message: str) -> RefusedError:
     return RefusedError("invalid", message)
 
 
-def objects(value: Any, name: str) -> list[Mapping[str, Any]]:
+def objects(value: Any, name: str) -> list[dict[str, Any]]:
     """A list of objects; none for null."""
     if value is None:
         return []
-    if not isinstance(value, list) or not all(isinstance(each, Mapping) for each in value):
+    if not isinstance(value, list) or not all(isinstance(each, dict) for each in value):
         raise refuse(f"{name} must be a list of objects")
     return value
 
@@ -93,7 +93,7 @@ def tool(function: Mapping[str, Any], where: str, parameters: str = "parameters"
     """
     name = text(function.get("name"), f"{where}.name")
     schema = function.get(parameters) or {"type": "object", "properties": {}}
-    if not name or not isinstance(schema, Mapping):
+    if not name or not isinstance(schema, dict):
         raise refuse(f"{where}: a tool has a name, and {parameters} that are a JSON schema")
     return ToolSchema(
         name=name, description=text(function.get("description"), f"{where}.description"), parameters=schema

@@ -21,7 +21,7 @@ from rayapp.core.protocols import RolloutEngine
 from rayapp.core.types import CallRecord, Completion, RolloutStatus, SamplingParams
 from rayapp.rollout.agent.cutting import readable
 from rayapp.rollout.agent.episode import Episode, EpisodeEnd
-from rayapp.rollout.agent.parsing import PARSING, read_calls
+from rayapp.rollout.agent.parsing import read_turn
 from rayapp.rollout.gateway.conversation import Ask, Choice, Conversations, Found, Reply, Said, ToolCall, in_order
 from rayapp.rollout.gateway.formats import Format, Formats, continued, rendered
 from rayapp.rollout.gateway.refusals import RefusedError
@@ -306,9 +306,7 @@ class Session:
     async def _choice(self, ask: Ask, chat_format: Format, turn: _Turn) -> Choice:
         text, stopped_by = _before_stop(self.tree.turns[turn.number].text, ask.stop)
         said = readable(after_thoughts(text))
-        calls = await self._calls(ask, chat_format, said, turn.number)
-        if calls:
-            said = await asyncio.get_running_loop().run_in_executor(PARSING, chat_format.parser.words, said)
+        calls, said = await self._calls(ask, chat_format, said, turn.number)
         return Choice(
             text=said,
             thoughts=readable(thoughts_of(text)),
@@ -318,15 +316,18 @@ class Session:
             num_tokens=turn.completion.token_ids.size,
         )
 
-    async def _calls(self, ask: Ask, chat_format: Format, said: str, number: int) -> tuple[ToolCall, ...]:
-        """The calls of a turn. Where one can't be read the whole turn is text: the agent could not answer that one."""
+    async def _calls(self, ask: Ask, chat_format: Format, said: str, number: int) -> tuple[tuple[ToolCall, ...], str]:
+        """The calls of a turn and what is said beside them. Where one can't be read the whole turn is text: the agent
+        could not answer that one."""
         if not ask.tools or not ask.reads_calls:
-            return ()
-        raw = await read_calls(chat_format.parser, said, f"{self.request_id}/turn={number}")
+            return (), said
+        raw, words = await read_turn(chat_format.parser, said, f"{self.request_id}/turn={number}")
         self._note_calls(number, raw)
         if any(call.problem for call in raw):
-            return ()
-        return tuple(ToolCall(id=uuid.uuid4().hex[:24], name=call.name, arguments=call.arguments) for call in raw)
+            return (), said
+        return tuple(
+            ToolCall(id=uuid.uuid4().hex[:24], name=call.name, arguments=call.arguments) for call in raw
+        ), words
 
     def _note_calls(self, number: int, raw: Sequence[RawCall]) -> None:
         records = tuple(

@@ -4,13 +4,24 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from rayapp.config.config import Config
-from rayapp.core.types import CallRecord, ExecRecord, Group, Prompt, Reward, RolloutStatus, Trajectory, TurnRecord
+from rayapp.core.types import (
+    CallRecord,
+    ExecRecord,
+    Fork,
+    Group,
+    Prompt,
+    Reward,
+    RolloutStatus,
+    Trajectory,
+    TurnRecord,
+)
 from rayapp.runs.folder import RunFolder
 from rayapp.runs.tracking import trackers
 from rayapp.runs.tracking.background import MAX_WAITING_TRACES, BackgroundTracer
@@ -105,6 +116,15 @@ def test_tokens_are_text_and_each_generation_shows_all_that_the_policy_read() ->
     first, second = (span for _, _, span in walk(root) if span.name == "generate")
     assert (first.inputs, first.outputs) == ({"text": "AB"}, {"text": "CD"})
     assert (second.inputs, second.outputs) == ({"text": "ABCDEF"}, {"text": "GH"})
+
+
+def test_a_turn_of_a_rollout_that_forked_shows_what_that_turn_read() -> None:
+    forked = replace(TWO_TURNS, forks=(Fork(start=4, after=1),))
+
+    _, second = (span for _, _, span in walk(to_span(rollout(forked), decode)) if span.name == "generate")
+
+    assert second.inputs == {"text": "ABEF"}
+    assert second.attributes["num_input_tokens"] == 4
 
 
 def test_times_are_those_that_the_worker_noted() -> None:

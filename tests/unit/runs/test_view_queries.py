@@ -316,6 +316,19 @@ def test_turns_are_stretches_of_the_mask() -> None:
     assert (turns[1]["log_probs"], turns[3]["log_probs"]) == ([-1.0, -2.0], [-3.0])
 
 
+def test_turns_that_were_sampled_after_the_same_prompt_are_shown_apart() -> None:
+    tokens = {
+        "token_ids": [3, 4, 5, 6],
+        "response_mask": [False, True, True, True],
+        "rollout_log_probs": [0, -1.0, -2.0, -3.0],
+        "forks": [{"start": 2, "after": 0}],
+    }
+
+    turns = turns_of(tokens, Letters())
+
+    assert [(turn["kind"], turn["text"]) for turn in turns] == [("prompt", "c"), ("sampled", "d"), ("sampled", "ef")]
+
+
 def test_a_trajectory_without_a_tokenizer_is_shown_as_text(run: Path) -> None:
     one = read_trajectory(open_source(str(run)), 1, 0, 0, None)
 

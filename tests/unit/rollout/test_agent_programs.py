@@ -1,0 +1,95 @@
+"""Agents as other people publish them, on a scripted policy: mini-swe-agent from PyPI and Codex from npm.
+
+They don't fit this project's lock (mini-swe-agent brings an older openai) or are no Python, so each is looked for on
+PATH, and its test is left out where it isn't installed.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rayapp.config.loading import load_config
+from rayapp.core.types import Reward, RolloutStatus, SamplingParams
+from rayapp.rollout.agent.chat import load_template
+from rayapp.rollout.agent.episode import Episode
+from rayapp.rollout.external.agent import ExternalAgent
+from rayapp.rollout.gateway.formats import Formats
+from rayapp.testing.engine import ScriptedEngine
+from rayapp.testing.hermes import HermesParser
+
+ROOT = Path(__file__).parents[3]
+MESSAGES = ({"role": "user", "content": "Write a greeting."},)
+
+pytestmark = [pytest.mark.long, pytest.mark.slow]
+
+
+def call(name: str, **arguments: object) -> str:
+    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
+
+
+async def play(tokenizer: Any, config_name: str, turns: Sequence[str], replaced: Mapping[str, str]) -> Episode:
+    """The shipped configuration's agent, with single arguments of its command replaced."""
+    path = ROOT / "configs" / "agents" / config_name
+    config = load_config(path, ["rollout.max_prompt_tokens=200000", "learner.max_tokens_per_microbatch=400000"])
+    command = [
+        next((new for old, new in replaced.items() if old in word), word) for word in config.agent.external.command
+    ]
+    external = config.agent.external.model_copy(update={"command": tuple(command), "timeout_s": 240.0})
+    config = config.model_copy(update={"agent": config.agent.model_copy(update={"external": external})})
+    if shutil.which(command[0]) is None:
+        pytest.skip(f"{command[0]} is not installed")
+    formats = Formats(
+        tokenizer, model="tiny", template=load_template("chatml_hermes"), make_parser=lambda *parts: HermesParser()
+    )
+    agent = ExternalAgent(config, formats, None)
+    await agent._gateway.start()
+    said = iter(turns)
+    engine = ScriptedEngine(
+        lambda text: tokenizer.encode(text, add_special_tokens=False),
+        tokenizer.decode,
+        lambda name, ids: next(said),
+        end_id=tokenizer.eos_token_id,
+    )
+
+    async def score(episode: Episode) -> Reward:
+        return Reward(value=1.0)
+
+    try:
+        assignment = agent.assignment("t", MESSAGES, score)
+        return await assignment.play(engine=engine, sampling=SamplingParams(max_tokens=5000), request_id="t")
+    finally:
+        await agent.close()
+
+
+async def test_mini_swe_agent_plays_and_its_history_is_one_line(chat_tokenizer: Any) -> None:
+    turns = [
+        call("bash", command="echo hello > solution.py"),
+        call("bash", command="echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT && cat solution.py"),
+    ]
+    # What the policy writes is this file's: it may run here.
+    here = {"--environment-class=docker": "--environment-class=local"}
+
+    episode = await play(chat_tokenizer, "mini_swe_agent.yaml", turns, here)
+
+    assert (episode.status, episode.failure) == (RolloutStatus.COMPLETED, "")
+    assert episode.answer == "hello\n"
+    assert [record.name for turn in episode.turns for record in turn.calls] == ["bash", "bash"]
+    assert episode.forks == ()
+
+
+async def test_codex_plays_and_its_history_is_one_line(chat_tokenizer: Any) -> None:
+    turns = [call("exec_command", cmd="echo hello > solution.py; cat solution.py"), "It is done."]
+
+    episode = await play(chat_tokenizer, "codex.yaml", turns, {})
+
+    assert (episode.status, episode.failure) == (RolloutStatus.COMPLETED, "")
+    assert episode.answer == "hello\n"
+    assert "hello" in episode.turns[0].calls[0].output
+    assert episode.final_text == "hello\n"
+    assert episode.forks == ()
