@@ -79,6 +79,8 @@ class TaskAgents:
             tools_kwargs=start.tools_kwargs,
             files=start.files,
             packages=start.packages,
+            spec=start.spec,
+            setup=start.setup,
         )
         return partial(self._loops[start.tools].run, begin)
 

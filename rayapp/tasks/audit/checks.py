@@ -156,7 +156,7 @@ class Auditor:
         guess = max(shares, key=lambda name: shares[name], default="")
         if guess and shares[guess] > self.max_trivial:
             self._found("trivial", f"`{guess}` is worth {shares[guess]:.2f}, more than {self.max_trivial:g}")
-        return shares.get(guess), guess
+        return shares.get(guess), guess if shares.get(guess) else ""
 
     async def _share(self, answer: Answer) -> float:
         score = self.subject.score_share or self.subject.score

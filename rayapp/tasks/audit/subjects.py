@@ -12,11 +12,13 @@ from rayapp.core.types import Prompt, Reward
 from rayapp.tasks.answers import AnswerRewards
 from rayapp.tasks.audit.batteries import PROSE
 from rayapp.tasks.audit.coding import coding_subject
+from rayapp.tasks.audit.repository import repository_subject
 from rayapp.tasks.audit.rows import benchmark_subjects, file_subjects
 from rayapp.tasks.audit.subject import Subject
 from rayapp.tasks.code.benchmarks import PREFIX, load_benchmark
 from rayapp.tasks.coding import CodingTask
-from rayapp.tasks.loading import load_task
+from rayapp.tasks.loading import load_source
+from rayapp.tasks.repository.task import RepositoryTask
 
 
 async def subjects_of(
@@ -40,11 +42,13 @@ async def subjects_of(
         elif source.startswith(PREFIX):
             found += await benchmark_subjects(load_benchmark(source)[:limit])
         else:
-            found.append(_task_subject(load_task(source)))
+            found += map(_task_subject, load_source(source))
     return found
 
 
 def _task_subject(task: Task) -> Subject:
+    if isinstance(task, RepositoryTask):
+        return repository_subject(task)
     return coding_subject(task) if isinstance(task, CodingTask) else _other_subject(task)
 
 
