@@ -2,9 +2,9 @@
 
 A task is given as the name of a shipped one (`sort_numbers`), a YAML file with the fields of `CodingTask` (with
 `based_on`, a shipped task, only those that differ from its), a Python file that binds `TASK` to a `CodingTask` or
-any object of the `Task` protocol, or a folder in Harbor's layout. `benchmark:humaneval`, a folder of such folders, and
-`repositories`, the shipped ones, are many tasks. Used by the driver, the rollout workers and `rayapp score`. A Python
-file is run in this process: it is the user's own.
+any object of the `Task` protocol, or a folder in Harbor's layout. Many tasks are `benchmark:humaneval`,
+`reasoning_gym:chain_sum`, a folder of such folders, and `repositories`, the shipped ones. Used by the driver, the
+rollout workers and `rayapp score`. A Python file is run in this process: it is the user's own.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from rayapp.core.protocols import Task
 from rayapp.core.validation import explain
 from rayapp.tasks.code.benchmarks import PREFIX, load_benchmark
 from rayapp.tasks.coding import CodingTask
+from rayapp.tasks.generators import GENERATED, load_generated
 from rayapp.tasks.repository.task import load_repository
 
 _YAML = (".yaml", ".yml")
@@ -56,7 +57,7 @@ def load_tasks(names: Sequence[str]) -> tuple[Task, ...]:
     found = [(task, source) for source in names for task in load_source(source)]
     seen: dict[str, str] = {}
     for task, source in found:
-        if seen.get(task.name, source) != source or (task.name in seen and not source.startswith(PREFIX)):
+        if seen.get(task.name, source) != source or (task.name in seen and not source.startswith((PREFIX, GENERATED))):
             raise InputError(f"two tasks are called {task.name}: {seen[task.name]} and {source}. Metrics go by name.")
         seen[task.name] = source
     return tuple(task for task, _ in found)
@@ -70,6 +71,8 @@ def load_source(source: str) -> Sequence[Task]:
     """
     if source.startswith(PREFIX):
         return load_benchmark(source)
+    if source.startswith(GENERATED):
+        return load_generated(source)
     if source == REPOSITORIES:
         return [load_task(name) for name in shipped_repositories()]
     folder = Path(source)

@@ -42,7 +42,7 @@ async def subjects_of(
         elif source.startswith(PREFIX):
             found += await benchmark_subjects(load_benchmark(source)[:limit])
         else:
-            found += map(_task_subject, load_source(source))
+            found += map(_task_subject, load_source(source)[:limit])
     return found
 
 
@@ -53,7 +53,7 @@ def _task_subject(task: Task) -> Subject:
 
 
 def _other_subject(task: Task) -> Subject:
-    """A task of a user's own class. `solution`, a text, is an attribute that it may have."""
+    """A task of another class. `solution` and `prompt`, texts, are attributes that it may have."""
 
     async def score(text: str, sandboxes: SandboxSource, seed: int) -> Reward:
         prompt = Prompt(task=task.name, text="", token_ids=np.zeros(0, np.int32))
@@ -62,11 +62,12 @@ def _other_subject(task: Task) -> Subject:
     solution = getattr(task, "solution", None)
     start = task.agent_start() if isinstance(task, AgentTask) else None
     told = " ".join(message["content"] for message in start.messages) if start else ""
+    prompt = str(getattr(task, "prompt", "")) or told or task.name
     return Subject(
         name=task.name,
         kind=type(task).__name__,
-        prompt=told or task.name,
-        tests_key=task.name,
+        prompt=prompt,
+        tests_key=prompt,
         score=score,
         solution=solution if isinstance(solution, str) else None,
         nothing=PROSE,
