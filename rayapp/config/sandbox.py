@@ -26,6 +26,12 @@ class _Remote(FrozenModel):
     answer_within_s: float = Field(20.0, gt=0, le=60)
     """How long a call to a sandbox may take that runs no code, and how much longer than the code's own time limit one
     that does: the way there and back, and starting an interpreter. A sandbox that takes longer has failed."""
+    images: dict[str, str] = Field(default_factory=dict)
+    """Image or folder name of a task over a repository -> this provider's template for it (Daytona: snapshot)."""
+
+    def template_of(self, wanted: str) -> str:
+        """The provider's template for what a task asks for; empty is its default."""
+        return self.images.get(wanted, wanted)
 
 
 class _Created(_Remote):

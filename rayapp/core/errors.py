@@ -253,3 +253,7 @@ WRONG_TOKEN = (
     "Set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN to the cluster's: on a workstation it is in ~/.ray/auth_token, with "
     "KubeRay in the Secret named as the RayCluster, key auth_token."
 )
+
+
+class UnusableWorkError(Exception):
+    """What an agent has in its workspace can't be handed in; says why, to the agent, who may mend it."""

@@ -365,21 +365,6 @@ class PublicVerdict:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AgentStart:
-    """Where an agent begins a task: all that it sees, and nothing that a verdict rests on."""
-
-    messages: tuple[Mapping[str, str], ...]
-    files: Mapping[str, str] = field(default_factory=dict)
-    """In its workspace, by relative path."""
-    packages: tuple[str, ...] = ()
-    """Preloaded there."""
-    tools: tuple[str, ...] = ()
-    """Tools that the task brings, besides those of the run's tool file: shipped names or classes (docs/tools.md)."""
-    tools_kwargs: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    """By tool: `{"create_kwargs": {...}}`, as in `extra_info.tools_kwargs` of a data row."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class SandboxSpec:
     """What kind of sandbox a task needs. Equal specs share a pool."""
 
@@ -392,3 +377,22 @@ class SandboxSpec:
     memory_mib: int = 512
     disk_mib: int = 16
     max_processes: int = 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AgentStart:
+    """Where an agent begins a task: all that it sees, and nothing that a verdict rests on."""
+
+    messages: tuple[Mapping[str, str], ...]
+    files: Mapping[str, str] = field(default_factory=dict)
+    """In its workspace, by relative path."""
+    packages: tuple[str, ...] = ()
+    """Preloaded there."""
+    tools: tuple[str, ...] = ()
+    """Tools that the task brings, besides those of the run's tool file: shipped names or classes (docs/tools.md)."""
+    tools_kwargs: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    """By tool: `{"create_kwargs": {...}}`, as in `extra_info.tools_kwargs` of a data row."""
+    spec: SandboxSpec = field(default_factory=SandboxSpec)
+    """What sandbox its workspace is; packages and what the tools ask for are added."""
+    setup: tuple[str, ...] = ()
+    """A command that is run in it once the files are there. It may fail: the agent then works without what it does."""

@@ -27,6 +27,7 @@ from rayapp.rollout.order import evaluation_waves
 from rayapp.rollout.prompts import render_prompts
 from rayapp.rollout.sources import naming
 from rayapp.rollout.task_agents import agent_start
+from rayapp.sandbox.providers.table import why_no_sandbox
 from rayapp.storage.models.check import check_model
 from rayapp.storage.models.prefetch import with_local_model
 from rayapp.storage.models.tokenizer import load_tokenizer
@@ -115,7 +116,12 @@ def check_tasks(config: Config, *, training: bool, has_tokenizer: bool = True) -
                 agent_start(task)
             continue
         # The workers measure the agent's prompts: they have the tools' schemas.
-        brought = {name: f"task {task.name}: tools: {name}" for task in tasks for name in agent_start(task).tools}
+        starts = {task.name: agent_start(task) for task in tasks}
+        for task_name, start in starts.items():
+            if why := why_no_sandbox(config.sandbox, start.spec.template):
+                template = start.spec.template
+                raise ConfigError(f"task {task_name} needs sandboxes of {template}, and {why} (docs/environments.md)")
+        brought = {name: f"task {task}: tools: {name}" for task, start in starts.items() for name in start.tools}
         for name, where in brought.items():
             load_class(name, Path(), where)
         _check_tools(

@@ -98,6 +98,8 @@ class TaskAgents:
             tools_kwargs=start.tools_kwargs,
             files=start.files,
             packages=start.packages,
+            spec=start.spec,
+            setup=start.setup,
         )
         return partial(player_of(self._agent, self._loops[start.tools]).run, begin)
 

@@ -1,9 +1,10 @@
 """Finds tasks by name or file and checks them before anything else starts.
 
 A task is given as the name of a shipped one (`sort_numbers`), a YAML file with the fields of `CodingTask` (with
-`based_on`, a shipped task, only those that differ from its), or a Python file that binds `TASK` to a `CodingTask` or
-any object of the `Task` protocol. `benchmark:humaneval` is many tasks. Used by the driver, the rollout workers and
-`rayapp score`. A Python file is run in this process: it is the user's own.
+`based_on`, a shipped task, only those that differ from its), a Python file that binds `TASK` to a `CodingTask` or
+any object of the `Task` protocol, or a folder in Harbor's layout. Many tasks are `benchmark:humaneval`,
+`reasoning_gym:chain_sum`, a folder of such folders, and `repositories`, the shipped ones. Used by the driver, the
+rollout workers and `rayapp score`. A Python file is run in this process: it is the user's own.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import difflib
 import sys
 from collections.abc import Sequence
 from importlib import resources
+from importlib.resources.abc import Traversable
 from pathlib import Path
 from types import ModuleType
 
@@ -25,14 +27,25 @@ from rayapp.core.protocols import Task
 from rayapp.core.validation import explain
 from rayapp.tasks.code.benchmarks import PREFIX, load_benchmark
 from rayapp.tasks.coding import CodingTask
+from rayapp.tasks.generators import GENERATED, load_generated
+from rayapp.tasks.repository.task import load_repository
 
 _YAML = (".yaml", ".yml")
+REPOSITORIES = "repositories"
 
 
 def shipped_tasks() -> list[str]:
     """Names of the tasks that come with the package."""
-    library = resources.files("rayapp.tasks").joinpath("library")
-    return sorted(Path(entry.name).stem for entry in library.iterdir() if Path(entry.name).suffix in _YAML)
+    return sorted(Path(entry.name).stem for entry in _library().iterdir() if Path(entry.name).suffix in _YAML)
+
+
+def shipped_repositories() -> list[str]:
+    """Names of the tasks over repositories that come with the package."""
+    return sorted(entry.name for entry in _library().joinpath(REPOSITORIES).iterdir() if entry.is_dir())
+
+
+def _library() -> Traversable:
+    return resources.files("rayapp.tasks").joinpath("library")
 
 
 def load_tasks(names: Sequence[str]) -> tuple[Task, ...]:
@@ -43,7 +56,7 @@ def load_tasks(names: Sequence[str]) -> tuple[Task, ...]:
     """
     if not names:
         raise InputError(f"tasks is empty: name at least one of {', '.join(shipped_tasks())}, or a .yaml or .py file")
-    loaded = {source: _load(source) for source in dict.fromkeys(names)}
+    loaded = {source: load_source(source) for source in dict.fromkeys(names)}
     seen: dict[str, str] = {}
     for source, tasks in loaded.items():
         for task in tasks:
@@ -54,20 +67,42 @@ def load_tasks(names: Sequence[str]) -> tuple[Task, ...]:
     return tuple(task for source in names for task in loaded[source])
 
 
-def _load(source: str) -> Sequence[Task]:
-    # A benchmark is many tasks of one name.
-    return load_benchmark(source) if source.startswith(PREFIX) else (load_task(source),)
+def load_source(source: str) -> Sequence[Task]:
+    """The tasks that one name stands for: of a benchmark they have one name.
+
+    Raises:
+        InputError: as `load_task`.
+    """
+    if source.startswith(PREFIX):
+        return load_benchmark(source)
+    if source.startswith(GENERATED):
+        return load_generated(source)
+    if source == REPOSITORIES:
+        return [load_task(name) for name in shipped_repositories()]
+    folder = Path(source)
+    if folder.is_dir() and not (folder / "instruction.md").exists():
+        found = sorted(entry for entry in folder.iterdir() if (entry / "instruction.md").is_file())
+        if not found:
+            raise InputError(
+                f"folder {source} is no task, and holds none: there is no instruction.md in it or one below"
+            )
+        return [load_task(str(entry)) for entry in found]
+    return (load_task(source),)
 
 
 def load_task(source: str) -> Task:
     """One task, checked: its reference has run on the tests of a few seeds.
 
     Args:
-        source: name of a shipped task, or path of a .yaml or .py file.
+        source: name of a shipped task, or path of a .yaml or .py file or of a task folder.
     Raises:
         InputError: it says what to change, and where.
     """
     path = Path(source)
+    if path.is_dir():
+        return load_repository(path, path.resolve().name)
+    if source in shipped_repositories():
+        return load_repository(_library().joinpath(REPOSITORIES, source), source)
     if is_given(source):
         task = _checked_task(given(source), f"{source} has to be")
     elif path.suffix == ".py":
@@ -94,10 +129,11 @@ def _of_plugin(name: str) -> Task:
 
 
 def _unknown(source: str) -> str:
-    names = [*shipped_tasks(), *plugin_names("tasks")]
+    names = [*shipped_tasks(), *shipped_repositories(), *plugin_names("tasks")]
     near = difflib.get_close_matches(source, names, n=1)
     hint = f"did you mean {near[0]}? " if near else ""
-    return f"no task {source!r}: {hint}It is one of {', '.join(names)}, or the path of a .yaml or .py file."
+    paths = "the path of a .yaml or .py file, or of a task folder"
+    return f"no task {source!r}: {hint}It is one of {', '.join(names)}, or {paths}."
 
 
 def _read(path: Path) -> str:
@@ -110,7 +146,7 @@ def _read(path: Path) -> str:
 
 
 def _shipped_text(name: str) -> str:
-    return resources.files("rayapp.tasks").joinpath("library", f"{name}.yaml").read_text(encoding="utf-8")
+    return _library().joinpath(f"{name}.yaml").read_text(encoding="utf-8")
 
 
 def _fields_of(base: object, source: str) -> dict[str, object]:

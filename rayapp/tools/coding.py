@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from rayapp.core.errors import InputError, SandboxConfigError, SandboxError
+from rayapp.core.errors import InputError, SandboxConfigError, SandboxError, UnusableWorkError
 from rayapp.core.protocols import Sandbox
 from rayapp.core.types import ExecResult, PublicVerdict
 from rayapp.tools.base import ToolFailedError, ToolOutput, ToolSchema
@@ -197,6 +197,36 @@ class SubmitTool(WorkspaceTool):
 
         used = await state.use(read)
         return ToolOutput(text="handed in", waited_s=used.waited_s, execs=(used.ran,), answer=fenced(used.value))
+
+
+@dataclass(slots=True)
+class _Work:
+    """State of `submit_work`."""
+
+    workspace: Workspace
+    collect: Callable[[Sandbox], Awaitable[str]]
+
+    async def close(self) -> None:
+        await self.workspace.close()
+
+
+class SubmitWorkTool(WorkspaceTool):
+    """`submit` of a task whose answer is the workspace itself, as the task collects it."""
+
+    ends_episode = True
+    schema = ToolSchema(name="submit", description="Hands in your workspace as it is and ends your work.")
+
+    async def join(self, workspace: Workspace, kwargs: Mapping[str, Any]) -> _Work:
+        if not callable(kwargs.get("collect")):
+            raise InputError(f"tool {self.schema.name}: the task does not say what of a workspace is the answer")
+        return _Work(workspace, kwargs["collect"])
+
+    async def execute(self, state: _Work, arguments: Mapping[str, Any]) -> ToolOutput:
+        try:
+            used = await state.workspace.use(state.collect)
+        except UnusableWorkError as error:
+            raise ToolFailedError(str(error)) from None
+        return ToolOutput(text="handed in", waited_s=used.waited_s, execs=(used.ran,), answer=used.value)
 
 
 def fenced(code: str) -> str:

@@ -33,6 +33,7 @@ SHIPPED = {
     "python": "rayapp.tools.python.PythonTool",
     "run_tests": "rayapp.tools.coding.RunTestsTool",
     "submit": "rayapp.tools.coding.SubmitTool",
+    "submit_work": "rayapp.tools.coding.SubmitWorkTool",
 }
 """Short name -> class, for tool files and for tasks that bring tools."""
 KNOWN = SHIPPED | {

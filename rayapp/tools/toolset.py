@@ -15,9 +15,10 @@ from typing import Any, Self
 from jsonschema.exceptions import SchemaError
 
 from rayapp.core.errors import ConfigError, InputError, RayappError, SandboxError, ToolUnavailableError
+from rayapp.core.types import SandboxSpec
 from rayapp.tools.arguments import ArgumentChecker
 from rayapp.tools.base import Tool, ToolFailedError, ToolSchema, finite
-from rayapp.tools.workspace import WorkspaceTool, open_workspace
+from rayapp.tools.workspace import Workspace, WorkspaceTool, open_workspace
 
 log = logging.getLogger(__name__)
 _CREATE_TIMEOUT_S = 30.0
@@ -73,14 +74,17 @@ class ToolSet:
         *,
         files: Mapping[str, str] | None = None,
         packages: tuple[str, ...] = (),
+        spec: SandboxSpec | None = None,
+        setup: tuple[str, ...] = (),
     ) -> ToolStates:
         """The states that one trajectory has with the tools; enter it before the first call.
 
         Args:
-            files: what lies in its workspace at the start.
-            packages: what is preloaded there.
+            files, packages, spec, setup: of its workspace, as `open_workspace` takes them.
         """
-        return ToolStates(self._tools, tools_kwargs, files or {}, packages)
+        working = [tool for tool in self._tools.values() if isinstance(tool, WorkspaceTool)]
+        workspace = open_workspace(working, files=files, packages=packages, spec=spec, setup=setup) if working else None
+        return ToolStates(self._tools, tools_kwargs, workspace)
 
     async def close(self) -> None:
         """End what the tools share. Idempotent."""
@@ -95,15 +99,13 @@ class ToolStates:
         self,
         tools: Mapping[str, Tool],
         tools_kwargs: Mapping[str, Mapping[str, Any]],
-        files: Mapping[str, str],
-        packages: tuple[str, ...],
+        workspace: Workspace | None,
     ) -> None:
         self._tools = tools
         self._kwargs = tools_kwargs
         self._states: dict[str, Any] = {}
-        in_workspace = [tool for tool in tools.values() if isinstance(tool, WorkspaceTool)]
         # Whichever of its tools is released first closes it.
-        self._workspace = open_workspace(in_workspace, files=files, packages=packages) if in_workspace else None
+        self._workspace = workspace
         self.answer: str | None = None
         """What a tool named as the trajectory's answer; the first one counts."""
 

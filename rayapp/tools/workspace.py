@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -25,6 +25,7 @@ from rayapp.tools.config import parse
 T = TypeVar("T")
 MAX_FILE_BYTES = 1 << 18
 """Largest file that a tool reads whole."""
+_SETUP_TIMEOUT_S = 30.0
 
 
 class WorkspaceConfig(BaseModel):
@@ -57,6 +58,7 @@ class Workspace:
     Args:
         lease_timeout_s: longest wait for the sandbox.
         files: what lies in it at the start, by relative path.
+        setup: a command that is run in it then; it may fail.
     """
 
     def __init__(
@@ -66,11 +68,13 @@ class Workspace:
         *,
         lease_timeout_s: float,
         files: Mapping[str, str] | None = None,
+        setup: Sequence[str] = (),
     ) -> None:
         self._sandboxes = sandboxes
         self._spec = spec
         self._lease_timeout_s = lease_timeout_s
         self._files = dict(files or {})
+        self._setup = tuple(setup)
         self._turn = asyncio.Lock()
         self._lease: SandboxLease | None = None
         self._sandbox: Sandbox | None = None
@@ -138,6 +142,8 @@ class Workspace:
                 if isinstance(error, SandboxError):
                     raise
                 raise InputError(f"the task's file {path!r} can't be written to its workspace: {error}") from error
+        if self._setup:
+            await sandbox.run_command(self._setup, timeout_s=_SETUP_TIMEOUT_S)
 
     async def close(self) -> None:
         """Give the sandbox back. Idempotent."""
@@ -193,19 +199,28 @@ class WorkspaceTool(ToolBase):
 
 
 def open_workspace(
-    tools: Sequence[WorkspaceTool], *, files: Mapping[str, str] | None = None, packages: tuple[str, ...] = ()
+    tools: Sequence[WorkspaceTool],
+    *,
+    files: Mapping[str, str] | None = None,
+    packages: tuple[str, ...] = (),
+    spec: SandboxSpec | None = None,
+    setup: Sequence[str] = (),
 ) -> Workspace:
     """The workspace that these tools share: no sandbox is leased before one of them needs it.
 
     Args:
-        packages: besides the tools' own.
+        packages: besides the spec's and the tools' own.
+        spec: what the task asks for; the tools may ask for more memory.
+        setup: see `Workspace`.
     """
-    spec = SandboxSpec(
-        packages=tuple(sorted({*packages, *(name for tool in tools for name in tool.own.packages)})),
-        memory_mib=max(tool.own.memory_mib for tool in tools),
+    asked = spec or SandboxSpec()
+    spec = replace(
+        asked,
+        packages=tuple(sorted({*asked.packages, *packages, *(name for tool in tools for name in tool.own.packages)})),
+        memory_mib=max(asked.memory_mib if spec else 0, *(tool.own.memory_mib for tool in tools)),
     )
     wait_s = max(tool.own.lease_timeout for tool in tools)
-    return Workspace(tools[0].sandboxes, spec, lease_timeout_s=wait_s, files=files)
+    return Workspace(tools[0].sandboxes, spec, lease_timeout_s=wait_s, files=files, setup=setup)
 
 
 async def read_text(sandbox: Sandbox, path: str) -> str:

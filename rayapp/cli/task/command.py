@@ -39,7 +39,7 @@ def audit(
         list[str],
         typer.Argument(metavar="TASK", help="Shipped task, .yaml or .py file, .parquet file of rows, benchmark:NAME"),
     ],
-    runs: Annotated[int, typer.Option(min=1, help="Times that each solution is scored")] = 20,
+    runs: Annotated[int, typer.Option(min=1, help="Times that a solution, and doing nothing, is scored")] = 20,
     limit: Annotated[int | None, typer.Option(min=1, help="Rows taken of each file or benchmark")] = None,
     max_trivial: Annotated[float, typer.Option(min=0, max=1, help="Most that an obvious guess may be worth")] = 0.5,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table")] = False,

@@ -10,7 +10,16 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
-from rayapp.core.types import BoolArray, CallRecord, FloatArray, Fork, Int32Array, RolloutStatus, TurnRecord
+from rayapp.core.types import (
+    BoolArray,
+    CallRecord,
+    FloatArray,
+    Fork,
+    Int32Array,
+    RolloutStatus,
+    SandboxSpec,
+    TurnRecord,
+)  # fmt: skip
 from rayapp.rollout.agent.cutting import CutSide
 
 
@@ -96,3 +105,7 @@ class AgentPrompt:
     """What lies in the workspace at the start."""
     packages: tuple[str, ...] = ()
     """What is preloaded there."""
+    spec: SandboxSpec = field(default_factory=SandboxSpec)
+    """What sandbox it is."""
+    setup: tuple[str, ...] = ()
+    """A command that is run in it first."""

@@ -50,7 +50,13 @@ class AgentLoop:
         """
         episode = _Episode(loop=self, engine=engine, sampling=sampling, request_id=request_id, prompt=prompt)
         try:
-            trajectory = self.tools.trajectory(prompt.tools_kwargs, files=prompt.files, packages=prompt.packages)
+            trajectory = self.tools.trajectory(
+                prompt.tools_kwargs,
+                files=prompt.files,
+                packages=prompt.packages,
+                spec=prompt.spec,
+                setup=prompt.setup,
+            )
             async with trajectory as states:
                 end = await episode.play(states)
                 rewards = await states.rewards()

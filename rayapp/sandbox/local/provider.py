@@ -102,7 +102,10 @@ class LocalProvider:
         if self._is_closed:
             raise SandboxConfigError("this provider is closed")
         if spec.template:
-            raise SandboxConfigError(f"template {spec.template!r}: the local provider has none. Leave template empty.")
+            raise SandboxConfigError(
+                f"template {spec.template!r}: the local provider builds and runs no images. Name a remote provider in "
+                "sandbox.providers, or leave template empty."
+            )
         if len(self._living) + self._num_starting >= self._max_slots:
             raise SandboxQuotaError(f"all {self._max_slots} local slots are taken; release one or raise max_slots")
 

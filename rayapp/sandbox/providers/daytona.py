@@ -74,11 +74,11 @@ class DaytonaService:
             "queue_timeout": max(1, math.ceil(_LATE_ANSWER_S / 60)),
             "network_block_all": not config.allow_internet,
         }
-        if config.image:
+        wanted = config.template_of(spec.template)
+        if config.image or _is_image(wanted):
             resources = sdk().Resources(cpu=config.cpu, memory=config.memory_gib)
-            image = spec.template or config.image
-            return sdk().CreateSandboxFromImageParams(image=image, resources=resources, **common)
-        return sdk().CreateSandboxFromSnapshotParams(snapshot=spec.template or config.snapshot or None, **common)
+            return sdk().CreateSandboxFromImageParams(image=wanted or config.image, resources=resources, **common)
+        return sdk().CreateSandboxFromSnapshotParams(snapshot=wanted or config.snapshot or None, **common)
 
     async def _end_half_made(self, error: Exception) -> None:
         """A creation that timed out names the sandbox that may still come up."""
@@ -129,3 +129,8 @@ class DaytonaService:
         client, self._client = self._client, None
         if client is not None:
             await client.close()
+
+
+def _is_image(template: str) -> bool:
+    """True for `org/name:tag`; names of snapshots have neither a slash nor a colon."""
+    return "/" in template or ":" in template

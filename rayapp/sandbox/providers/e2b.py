@@ -69,7 +69,7 @@ class SdkService:
     ) -> Connection:
         try:
             made = await AsyncSandbox.create(
-                template=spec.template or self._config.template,
+                template=self._config.template_of(spec.template) or self._config.template,
                 timeout=math.ceil(ttl_s),
                 metadata=dict(labels),
                 envs=dict(spec.env),

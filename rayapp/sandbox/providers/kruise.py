@@ -61,7 +61,7 @@ class KruiseService:
     ) -> Connection:
         config = self._config
         body = {
-            "templateID": spec.template or config.template,
+            "templateID": config.template_of(spec.template) or config.template,
             "timeout": max(_MIN_TTL_S, math.ceil(ttl_s)),
             "envVars": dict(spec.env),
             "allow_internet_access": config.allow_internet,

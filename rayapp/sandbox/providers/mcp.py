@@ -72,7 +72,7 @@ class McpProvider:
 
     def _headers(self, spec: SandboxSpec, ttl_s: float) -> dict[str, str]:
         headers = {
-            "X-Template": spec.template or self._config.template,
+            "X-Template": self._config.template_of(spec.template) or self._config.template,
             "X-Sandbox-TTL": str(math.ceil(ttl_s)),
             "X-Execution-Timeout": str(self._config.execution_timeout_s),
         }

@@ -103,6 +103,19 @@ def _of_plugin(section: PluginConfig) -> RemoteProvider:
     return provider
 
 
+def why_no_sandbox(config: SandboxConfig, template: str) -> str:
+    """Why no provider has sandboxes of this image or template; empty where each of them may.
+
+    A provider that can't have them would fail every lease that falls to it, so one is enough to tell.
+    """
+    for section in config.providers if template else ():
+        if isinstance(section, LocalConfig):
+            return "the local provider builds and runs no images: name a remote one in sandbox.providers"
+        if isinstance(section, E2BConfig | McpConfig) and template not in section.images:
+            return f"provider {section.type} has templates of its own: build one, name it in images: {{{template}: …}}"
+    return ""
+
+
 def read_key(variable: str, provider: str) -> str:
     """A provider's key from the environment.
 

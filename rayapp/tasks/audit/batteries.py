@@ -54,6 +54,11 @@ def cheats_of_program() -> tuple[Answer, ...]:
     return tuple(Answer(name=cheat.name, text=fenced(cheat.above)) for cheat in _cheats() if not cheat.value)
 
 
+def cheats() -> dict[str, str]:
+    """Code to put above any other, by what it does."""
+    return {cheat.name: cheat.above for cheat in _cheats() if not cheat.value and not cheat.programs_only}
+
+
 class _Cheat(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
     name: str

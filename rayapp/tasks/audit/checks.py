@@ -59,7 +59,7 @@ class Auditor:
     """Audits one task.
 
     Args:
-        runs: times that the solution is scored, each with another seed.
+        runs: times that the solution and answers that do nothing are scored, each with another seed.
         max_trivial: more than this share is too much for an answer that anybody would guess.
     """
 
@@ -107,10 +107,11 @@ class Auditor:
     async def _nothing(self) -> float:
         most = -1.0
         for answer in self.subject.nothing:
-            reward = await self._verdict(self.subject.score, answer)
-            most = max(most, reward.value if reward.valid else most)
-            if _is_paid(reward):
-                self._found("nothing", f"{answer.name} earns {reward.value:g}")
+            rewards = [await self._verdict(self.subject.score, answer, seed) for seed in range(self.runs)]
+            paid = [reward.value for reward in rewards if _is_paid(reward)]
+            if paid:
+                self._found("nothing", f"{answer.name} earns {max(paid):g}, {len(paid)} of {self.runs} times")
+            most = max([most, *(reward.value for reward in rewards if reward.valid)])
         return most
 
     async def _solution(self) -> str:
@@ -156,7 +157,7 @@ class Auditor:
         guess = max(shares, key=lambda name: shares[name], default="")
         if guess and shares[guess] > self.max_trivial:
             self._found("trivial", f"`{guess}` is worth {shares[guess]:.2f}, more than {self.max_trivial:g}")
-        return shares.get(guess), guess
+        return shares.get(guess), guess if shares.get(guess) else ""
 
     async def _share(self, answer: Answer) -> float:
         score = self.subject.score_share or self.subject.score

@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
+from dataclasses import replace
 
 from rayapp.core.errors import SandboxProtocolError
 from rayapp.core.protocols import SandboxSource
-from rayapp.core.types import AgentStart, SandboxSpec
+from rayapp.core.types import AgentStart
 from rayapp.tasks.sandboxed import LEASE_TIMEOUT_S
 
 _TIMEOUT_S = 60.0
@@ -62,9 +63,12 @@ async def texts_in_sandbox(start: AgentStart, words: Iterable[str], sandboxes: S
     Raises:
         SandboxError: the sandbox failed.
     """
-    async with sandboxes.lease(SandboxSpec(packages=start.packages), timeout_s=LEASE_TIMEOUT_S) as sandbox:
+    spec = replace(start.spec, packages=(*start.spec.packages, *start.packages))
+    async with sandboxes.lease(spec, timeout_s=LEASE_TIMEOUT_S) as sandbox:
         for path, text in start.files.items():
             await sandbox.write_file(path, text.encode())
+        if start.setup:
+            await sandbox.run_command(start.setup, timeout_s=_TIMEOUT_S)
         ran = await sandbox.run_code(
             _PROGRAM, timeout_s=_TIMEOUT_S, stdin=json.dumps(sorted(words)), max_output_bytes=_MAX_OUTPUT_BYTES
         )

@@ -12,11 +12,13 @@ from rayapp.core.types import Prompt, Reward
 from rayapp.tasks.answers import AnswerRewards
 from rayapp.tasks.audit.batteries import PROSE
 from rayapp.tasks.audit.coding import coding_subject
+from rayapp.tasks.audit.repository import repository_subject
 from rayapp.tasks.audit.rows import benchmark_subjects, file_subjects
 from rayapp.tasks.audit.subject import Subject
 from rayapp.tasks.code.benchmarks import PREFIX, load_benchmark
 from rayapp.tasks.coding import CodingTask
-from rayapp.tasks.loading import load_task
+from rayapp.tasks.loading import load_source
+from rayapp.tasks.repository.task import RepositoryTask
 
 
 async def subjects_of(
@@ -40,16 +42,18 @@ async def subjects_of(
         elif source.startswith(PREFIX):
             found += await benchmark_subjects(load_benchmark(source)[:limit])
         else:
-            found.append(_task_subject(load_task(source)))
+            found += map(_task_subject, load_source(source)[:limit])
     return found
 
 
 def _task_subject(task: Task) -> Subject:
+    if isinstance(task, RepositoryTask):
+        return repository_subject(task)
     return coding_subject(task) if isinstance(task, CodingTask) else _other_subject(task)
 
 
 def _other_subject(task: Task) -> Subject:
-    """A task of a user's own class. `solution`, a text, is an attribute that it may have."""
+    """A task of another class. `solution` and `prompt`, texts, are attributes that it may have."""
 
     async def score(text: str, sandboxes: SandboxSource, seed: int) -> Reward:
         prompt = Prompt(task=task.name, text="", token_ids=np.zeros(0, np.int32))
@@ -58,11 +62,12 @@ def _other_subject(task: Task) -> Subject:
     solution = getattr(task, "solution", None)
     start = task.agent_start() if isinstance(task, AgentTask) else None
     told = " ".join(message["content"] for message in start.messages) if start else ""
+    prompt = str(getattr(task, "prompt", "")) or told or task.name
     return Subject(
         name=task.name,
         kind=type(task).__name__,
-        prompt=told or task.name,
-        tests_key=task.name,
+        prompt=prompt,
+        tests_key=prompt,
         score=score,
         solution=solution if isinstance(solution, str) else None,
         nothing=PROSE,

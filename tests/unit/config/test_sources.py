@@ -70,7 +70,10 @@ def test_an_override_reaches_into_the_list(tmp_path: Path) -> None:
         ({"name": "a/b"}, "sources[0].name = 'a/b': must be text, of the form"),
         ({"ratios": 2}, "unknown key sources[0].ratios; did you mean sources.ratio?"),
         ({"agent": {"max_turns": 2}}, "unknown key sources[0].agent.max_turns; did you mean sources.agent.max_assist"),
-        ({"agent": {"default_agent": "x"}}, "sources[0].agent.default_agent: 'x' is unknown. It is one of tool_agent, single"),
+        (
+            {"agent": {"default_agent": "x"}},
+            "sources[0].agent.default_agent: 'x' is unknown. It is one of tool_agent",
+        ),
         ({"agent": {"tool_file": "x"}}, "sources[0] (code): agent.tool_file is 'x', but tasks are played in one turn"),
         ({"rollout": {"temperature": 0.5}}, "sources[0].rollout: temperature can't be a source's own: learners"),
         ({"rollout": {"max_completion_tokens": 999}}, "is 999, but the run's is 256, which its processes are laid"),

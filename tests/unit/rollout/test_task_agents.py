@@ -30,6 +30,8 @@ from rayapp.sandbox.local.provider import LocalProvider
 from rayapp.sandbox.pool.in_process import open_pool
 from rayapp.sandbox.providers.fake import FakeProvider
 from rayapp.tasks.coding import CodingTask
+from rayapp.tasks.loading import load_task
+from rayapp.tasks.repository.task import RepositoryTask
 from rayapp.testing.engine import ScriptedEngine
 from rayapp.testing.hermes import HermesParser
 from rayapp.tools.base import ToolContext
@@ -479,3 +481,42 @@ def test_tasks_are_played_in_one_turn_unless_the_configuration_says_otherwise() 
     assert load_config(None, ["agent.task_agent=tool_agent"]).default_agent == "tool_agent"
     with pytest.raises(ConfigError, match="tasks are played in one turn, without tools"):
         load_config(None, ["agent.tool_file=t.yaml"])
+
+
+async def test_an_agent_mends_a_repository_and_hands_in_what_it_changed(bench: Bench) -> None:
+    task = load_task("fix_bookings")
+    assert isinstance(task, RepositoryTask)
+    mended = task.folder.solution["bookings.py"]
+    played = await bench.play(
+        [
+            call("bash", command="cat bookings.py | head -1; git status --short; git log --oneline | wc -l"),
+            create("bookings.py", mended) + call("bash", command="git diff --stat | tail -1; rm -rf .git"),
+            call("python", code="import bookings; print(bookings.overlaps((1, 5), (5, 9)))"),
+            call("submit"),
+        ],
+        task=task,
+    )
+
+    looked, wrote, changed, tried, handed_in = played.outputs
+    assert looked == "def overlaps(first, second):\n1"
+    assert (wrote, tried, handed_in) == ("bookings.py is written", "False", "handed in")
+    assert changed.strip().startswith("1 file changed")
+    assert json.loads(played.first.completion_text) == {"files": {"bookings.py": mended}}
+    assert (played.first.reward.value, played.first.reward.terms["solved"]) == (1.0, 1.0)
+
+
+async def test_a_workspace_of_a_repository_has_a_quota_and_work_too_large_is_told(bench: Bench) -> None:
+    task = load_task("fix_bookings")
+    played = await bench.play(
+        [
+            call("python", code="open('big.txt', 'w').write('x' * (2 << 20)); print('there')"),
+            call("submit") + call("bash", command="head -c 60000000 /dev/zero > fill; ls -l fill | wc -l; rm -f fill"),
+            call("bash", command="rm big.txt bookings.py") + call("submit"),
+        ],
+        task=task,
+    )
+
+    assert played.outputs[:2] == ["there", "Error: the changed files are larger than 1024 KiB together"]
+    assert "No space left on device" in played.outputs[2]
+    assert json.loads(played.first.completion_text) == {"files": {"bookings.py": None}}
+    assert (played.first.reward.value, played.first.status) == (0.0, RolloutStatus.COMPLETED)

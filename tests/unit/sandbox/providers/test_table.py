@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import get_args
 
 import pytest
 from pydantic import BaseModel
 
-from rayapp.config.sandbox import LocalConfig, ProviderConfig, SandboxConfig
+from rayapp.config.sandbox import DaytonaConfig, LocalConfig, ProviderConfig, SandboxConfig
 from rayapp.core.errors import SandboxConfigError
+from rayapp.core.types import SandboxSpec
 from rayapp.sandbox.pool.build import build_pool
-from rayapp.sandbox.providers.table import local_provider, remote_provider, remote_providers
+from rayapp.sandbox.providers import daytona
+from rayapp.sandbox.providers.table import local_provider, remote_provider, remote_providers, why_no_sandbox
 
 ROOT = Path(__file__).parents[4]
 SECTIONS: tuple[type[BaseModel], ...] = get_args(get_args(ProviderConfig)[0])
@@ -69,3 +72,28 @@ def test_an_mcp_section_has_no_rate_of_creations_which_the_pool_could_not_keep()
     """Sessions are opened by the workers that use them; the pool only counts them."""
     with pytest.raises(ValueError, match="creations_per_s"):
         SandboxConfig.model_validate({"providers": [{"type": "mcp", "url": "http://h/mcp", "creations_per_s": 1}]})
+
+
+def test_an_image_that_a_task_names_is_the_providers_template_where_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    # The SDK is not in every environment; here only which of its two requests is made with what matters.
+    requests = dict.fromkeys(("Resources", "CreateSandboxFromImageParams", "CreateSandboxFromSnapshotParams"), dict)
+    monkeypatch.setattr(daytona, "sdk", lambda: SimpleNamespace(**requests))
+    config = DaytonaConfig(images={"org/x:1": "snapshot-of-x"}, snapshot="usual")
+    service = object.__new__(daytona.DaytonaService)
+    service._config = config
+    asked = [
+        service._params(SandboxSpec(template=template), {}, 60.0) for template in ("org/x:1", "org/y:2", "mine", "")
+    ]
+
+    assert [each.get("snapshot") for each in asked] == ["snapshot-of-x", None, "mine", "usual"]
+    assert [each.get("image") for each in asked] == [None, "org/y:2", None, None]
+
+
+def test_a_run_that_no_provider_can_give_an_image_is_told_what_to_name() -> None:
+    def why(*providers: dict[str, object], template: str = "org/x:1") -> str:
+        return why_no_sandbox(SandboxConfig.model_validate({"providers": providers}), template)
+
+    assert why({"type": "local"}).startswith("the local provider builds and runs no images")
+    assert why({"type": "e2b"}) == "provider e2b has templates of its own: build one, name it in images: {org/x:1: …}"
+    assert why({"type": "e2b", "images": {"org/x:1": "x"}}) == why({"type": "daytona"}) == ""
+    assert why({"type": "local"}, template="") == ""

@@ -1,0 +1,176 @@
+"""Problems of the package reasoning-gym as tasks: generated here from a seed, nothing is downloaded.
+
+    reasoning_gym:chain_sum      reasoning_gym:countdown?size=200&seed=7&max_value=20
+
+Each problem is one task of the generator's name. Where a generator scores by comparing texts, that is done here. Others
+evaluate the answer (`eval`, sympy's parser): they score in a sandbox that has the package, which gets the generator's
+name and the problem's number. There the answer's code could forge its score, so it counts as `verdict/forgeable`.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+from urllib.parse import parse_qsl
+
+import numpy as np
+
+from rayapp.core.errors import InputError
+from rayapp.core.protocols import Sandbox, SandboxSource, Tokenizer
+from rayapp.core.types import AgentStart, Prompt, Reward, SandboxSpec
+from rayapp.tasks.sandboxed import judged_in_sandbox
+
+GENERATED = "reasoning_gym:"
+PACKAGE = "reasoning_gym"
+_SIZE, _SEED = 500, 0
+_TIMEOUT_S = 20.0
+_MAX_ANSWER_CHARS = 10_000
+_INSTRUCTION = "Put your final answer between <answer> and </answer>."
+_ENTRY = "_rayapp_score"
+_INSIDE = f"""
+import reasoning_gym
+def {_ENTRY}(name, options, index, answer):
+    data = reasoning_gym.create_dataset(name, **options)
+    return float(data.score_answer(answer, data[index]))
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GeneratedTask:
+    """One problem. See `rayapp.core.protocols.Task`."""
+
+    name: str
+    prompt: str
+    answer: str
+    options: str
+    """Of the generator, as JSON."""
+    index: int
+    is_compared: bool
+    """The answer is compared as a text, by the package's usual rule."""
+
+    @property
+    def solution(self) -> str:
+        """An answer that is right."""
+        return f"<answer>{self.answer}</answer>"
+
+    def render(self, tokenizer: Tokenizer) -> Prompt:
+        """The question as a user's message, or as it is where the model has no chat template."""
+        text, is_chat = f"{self._told}\n", bool(getattr(tokenizer, "chat_template", None))
+        if is_chat:
+            messages = [{"role": "user", "content": self._told}]
+            text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        token_ids = tokenizer.encode(text, add_special_tokens=not is_chat)
+        return Prompt(task=self.name, text=text, token_ids=np.asarray(token_ids, np.int32))
+
+    def agent_start(self) -> AgentStart:
+        """The question; the tools are those of the run's tool file."""
+        return AgentStart(messages=({"role": "user", "content": self._told},))
+
+    @property
+    def _told(self) -> str:
+        return f"{self.prompt}\n\n{_INSTRUCTION}"
+
+    async def score(self, prompt: Prompt, completion_text: str, sandboxes: SandboxSource, *, seed: int) -> Reward:
+        """The generator's own score, 0 to 1; `solved` where it is 1.
+
+        Raises:
+            SandboxConfigError: no sandbox can ever be had with this configuration.
+        """
+        started = time.monotonic()
+        answer = _answer_in(completion_text)
+        if answer is None:
+            verdict = replace(_reward(0.0), status="no_answer", detail="there is no <answer>…</answer>")
+        elif self.is_compared:
+            verdict = _reward(_compared(answer, self.answer))
+        else:
+            spec = SandboxSpec(packages=(PACKAGE,))
+
+            async def judge(sandbox: Sandbox) -> Reward:
+                return await self._judge(answer, sandbox)
+
+            verdict = await judged_in_sandbox(sandboxes, spec, judge)
+        return replace(verdict, time_score_s=time.monotonic() - started)
+
+    async def _judge(self, answer: str, sandbox: Sandbox) -> Reward:
+        inputs = [[self.name, json.loads(self.options), self.index, answer]]
+        report = await sandbox.call_function(_INSIDE, _ENTRY, inputs, timeout_s=_TIMEOUT_S)
+        (call,), ran = report.calls, report.exec
+        if ran.error.startswith("ModuleNotFoundError"):
+            return Reward.invalid("no_package", f"{ran.error}: it has to be in the provider's template")
+        value = call.value if call.ok and isinstance(call.value, float) and 0.0 <= call.value <= 1.0 else 0.0
+        why = f"stopped for {ran.stopped_for.value}" if ran.stopped_for else ran.error or call.error
+        reward = _reward(value)
+        return replace(reward, terms={**reward.terms, "verdict/forgeable": 1.0}, detail=why)
+
+
+def _answer_in(text: str) -> str | None:
+    before, end, _ = text.rpartition("</answer>")
+    _, begin, answer = before.rpartition("<answer>")
+    return answer.strip() if begin and end and len(answer) <= _MAX_ANSWER_CHARS else None
+
+
+def _compared(answer: str, wanted: str) -> float:
+    """The package's usual rule: 1 where they are equal, part of it where the answer holds the wanted text."""
+    if answer == wanted:
+        return 1.0
+    return len(wanted) / len(answer) if wanted and wanted in answer else 0.0
+
+
+def _reward(value: float) -> Reward:
+    return Reward(value=value, terms={"pass_rate": value, "solved": float(value >= 1.0)})
+
+
+def load_generated(source: str) -> tuple[GeneratedTask, ...]:
+    """The problems of a generator.
+
+    Args:
+        source: `reasoning_gym:NAME`, then perhaps `?size=…&seed=…` and options of the generator.
+    Raises:
+        InputError: the package is not installed, there is no such generator, or it refuses an option.
+    """
+    name, _, query = source.removeprefix(GENERATED).partition("?")
+    options = {"size": _SIZE, "seed": _SEED, **{key: _value(text) for key, text in parse_qsl(query)}}
+    data = _dataset(source, name, options)
+    from reasoning_gym.dataset import ProceduralDataset
+
+    is_compared = type(data).score_answer is ProceduralDataset.score_answer
+    return tuple(
+        GeneratedTask(
+            name=name,
+            prompt=str(entry["question"]),
+            answer=str(entry["answer"]),
+            options=json.dumps(options),
+            index=index,
+            is_compared=is_compared,
+        )
+        for index, entry in enumerate(data[number] for number in range(len(data)))
+    )
+
+
+def _dataset(source: str, name: str, options: Mapping[str, Any]) -> Any:
+    try:
+        import reasoning_gym
+        from reasoning_gym.factory import DATASETS
+    except ImportError as error:
+        raise InputError(
+            f"{source} needs the package reasoning-gym on every node: pip install 'reasoning-gym>=0.1.25' ({error})"
+        ) from error
+    if name not in DATASETS:
+        near = difflib.get_close_matches(name, DATASETS, n=1)
+        hint = f"did you mean {near[0]}? " if near else ""
+        raise InputError(f"{source}: there is no generator {name!r}: {hint}There are {', '.join(sorted(DATASETS))}")
+    try:
+        return reasoning_gym.create_dataset(name, **options)
+    except (TypeError, ValueError, AssertionError) as error:
+        raise InputError(f"{source}: the generator refuses its options: {error}") from error
+
+
+def _value(text: str) -> object:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
