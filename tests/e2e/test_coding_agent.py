@@ -6,9 +6,6 @@ The servers say what a script says; tasks, workspaces, verdicts, learner and the
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +59,7 @@ def model(tmp_path: Path, chat_tokenizer: Any) -> Path:
 
 
 def test_an_agent_is_trained_on_verdicts_of_hidden_tests_and_on_progress_with_the_public_ones(
-    tmp_path: Path, model: Path, chat_tokenizer: Any
+    tmp_path: Path, model: Path, chat_tokenizer: Any, standing_ray: Any
 ) -> None:
     end = chat_tokenizer.eos_token_id
     scripts = [[[*chat_tokenizer.encode(turn, add_special_tokens=False), end] for turn in turns] for turns in SCRIPTS]
@@ -70,7 +67,6 @@ def test_an_agent_is_trained_on_verdicts_of_hidden_tests_and_on_progress_with_th
         "run.output_dir": tmp_path,
         "model.path": model,
         "tasks": "[sort_numbers]",
-        "cluster.address": "local",
         "train.num_steps": 2,
         "train.groups_per_step": 1,
         "rollout.group_size": 6,
@@ -81,23 +77,12 @@ def test_an_agent_is_trained_on_verdicts_of_hidden_tests_and_on_progress_with_th
         "learner.compute_dtype": "float32",
         "tracking.trackers": "[jsonl]",
     }
-    done = subprocess.run(
-        [
-            sys.executable,
-            str(ROOT / "tests" / "data" / "train_with_scripted_servers.py"),
-            str(ROOT / "configs" / "coding_agent_cpu.yaml"),
-            *(f"{key}={value}" for key, value in overrides.items()),
-        ],
-        # Ray starts its workers at nice 15: beside another test they would get a tenth of the processor.
-        env=os.environ | {"SCRIPTS": json.dumps(scripts), "RAY_worker_niceness": "0"},
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=DEADLINE_S,
-        check=False,
-    )
+    file, log = str(ROOT / "configs" / "coding_agent_cpu.yaml"), tmp_path / "log"
+    arguments = [file, *(f"{key}={value}" for key, value in overrides.items())]
 
-    assert done.returncode == 0, done.stdout + done.stderr
+    done = standing_ray.train(*arguments, log=log, SCRIPTS=json.dumps(scripts)).wait(timeout=DEADLINE_S)
+
+    assert done == 0, log.read_text()
     folder = tmp_path / "coding_agent_cpu"
     records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert [record["step"] for record in records] == [1, 2]
