@@ -1,6 +1,9 @@
 """`learner-N`: one rank of the policy's training. A thin shell around `rayapp.learner`.
 
 Every method but `ready`, `log_probs_before` and `log_probs_of` is collective: the driver calls it on all ranks at once.
+
+What needs PyTorch is imported where it is used: the driver imports this module to start the actor, and would spend
+seconds on what it has no use for.
 """
 
 from __future__ import annotations
@@ -13,28 +16,21 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from torch.distributed import DistError
-
 from actors.handles import VllmServerHandle
 from actors.spawn import free_address
 from actors.weight_client import ServersClient
 from rayapp.config.config import Config
 from rayapp.core.errors import LearnerError
+from rayapp.core.imports import large_imports
 from rayapp.core.logs import about, label_logs
 from rayapp.core.types import FloatArray, Group, GroupSummary, Trajectory
 from rayapp.engine.weights.buckets import WeightBucket
 from rayapp.engine.weights.transfer_plan import TransferPlan
-from rayapp.learner.build import build_learner
-from rayapp.learner.distributed import end_ranks, give_back_memory, start_ranks
-from rayapp.learner.memory.idle import IdleMemory, moments_of, weights_of
-from rayapp.learner.scoring import log_probs_of
 from rayapp.learner.shares import Share
-from rayapp.learner.state.checkpoint import SaveInProgress, begin_save, load_learner
-from rayapp.learner.state.export import export_buckets, export_hf
-from rayapp.learner.supervised import supervised_loss, supervised_step
 from rayapp.storage.models.prefetch import with_local_model
 
 if TYPE_CHECKING:
+    from rayapp.learner.state.checkpoint import SaveInProgress
     from rayapp.learner.state.sender import WeightSender
 
 log = logging.getLogger(__name__)
@@ -52,6 +48,12 @@ class Learner:
 
     def __init__(self, config: Config, rank: int, world_size: int, master_address: str, master_port: int) -> None:
         self._rank = rank  # set first: Ray calls __repr__ even if __init__ fails
+        with large_imports():
+            from torch.distributed import DistError
+
+            from rayapp.learner.build import build_learner
+            from rayapp.learner.distributed import end_ranks, start_ranks
+            from rayapp.learner.memory.idle import IdleMemory
         label_logs(config.run.name)
         self._config = config = with_local_model(config)
         try:
@@ -83,6 +85,8 @@ class Learner:
         Args:
             trains: it needs the optimizer's state too.
         """
+        from rayapp.learner.memory.idle import moments_of, weights_of
+
         learner = self._learner
         self._idle.fetch(weights_of(learner.model, learner.reference))
         if trains:
@@ -94,6 +98,9 @@ class Learner:
 
     def _rest(self) -> None:
         """Give the GPU back. When every rank has answered, the driver wakes the servers."""
+        from rayapp.learner.distributed import give_back_memory
+        from rayapp.learner.memory.idle import moments_of, weights_of
+
         learner = self._learner
         if self._config.learner.offload_when_idle:
             self._idle.park(weights_of(learner.model, learner.reference))
@@ -127,6 +134,8 @@ class Learner:
 
     def supervised_step(self, step: int, rows: tuple[Trajectory, ...]) -> dict[str, float]:
         """One step on this rank's demonstrations; see `rayapp.learner.supervised`."""
+        from rayapp.learner.supervised import supervised_step
+
         with about(step=step), self._borrowing_gpu(trains=True):
             metrics = supervised_step(self._learner, step, rows)
             log.info("learned from %d demonstrations: loss %.4g", len(rows), metrics["sft/loss"])
@@ -134,6 +143,8 @@ class Learner:
 
     def supervised_loss(self, rows: tuple[Trajectory, ...]) -> float:
         """The loss of demonstrations that are dealt to the ranks, without learning from them."""
+        from rayapp.learner.supervised import supervised_loss
+
         with self._borrowing_gpu():
             return supervised_loss(self._learner, rows)
 
@@ -143,6 +154,8 @@ class Learner:
 
     def export_weights(self, bucket_bytes: int) -> Iterator[WeightBucket]:
         """Weights in bfloat16 under their Hugging Face names. All ranks gather; only rank 0 yields."""
+        from rayapp.learner.state.export import export_buckets
+
         rank, lora = self._learner.ranks.rank, self._config.learner.lora
         with self._borrowing_gpu():
             yield from export_buckets(self._learner.model, bucket_bytes, rank=rank, lora=lora)
@@ -196,6 +209,8 @@ class Learner:
 
     def begin_checkpoint(self, folder: str, version: int) -> None:
         """Copy the state aside and start to write it; `checkpoint_done` comes next. Collective."""
+        from rayapp.learner.state.checkpoint import begin_save
+
         assert self._saving is None, "a checkpoint is still being written"
         with self._borrowing_gpu(trains=True):
             self._saving = begin_save(self._learner, folder, version)
@@ -215,21 +230,29 @@ class Learner:
 
     def load_checkpoint(self, folder: str) -> int:
         """Read them back, whatever the number of ranks that wrote them; returns the version."""
+        from rayapp.learner.state.checkpoint import load_learner
+
         with self._borrowing_gpu(trains=True):
             return load_learner(self._learner, folder)
 
     def export_hf(self, folder: str) -> None:
         """Write a Hugging Face folder."""
+        from rayapp.learner.state.export import export_hf
+
         with self._borrowing_gpu():
             export_hf(self._config, self._learner.model, Path(folder), self._learner.ranks)
 
     def log_probs_of(self, group: Group) -> list[FloatArray]:
         """Log-probs of each trajectory's response tokens under the weights as they are. Collective when sharded."""
+        from rayapp.learner.scoring import log_probs_of
+
         with self._borrowing_gpu():
             return log_probs_of(self._learner, group)
 
     def close(self) -> None:
         """Leave the process groups. Idempotent."""
+        from rayapp.learner.distributed import end_ranks
+
         if self._sender is not None:
             self._sender.close()
         end_ranks()

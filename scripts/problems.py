@@ -16,6 +16,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from fractions import Fraction
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -47,11 +48,12 @@ class Template:
     derived: dict[str, str] = field(default_factory=dict)
 
 
-def load_templates() -> list[Template]:
+@cache
+def load_templates() -> tuple[Template, ...]:
     import yaml
 
     text = Path(__file__).with_name("problem_templates.yaml").read_text()
-    return [Template(**entry) for entry in yaml.safe_load(text)]
+    return tuple(Template(**entry) for entry in yaml.safe_load(text))
 
 
 def generate(split: str) -> list[dict[str, Any]]:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from rayapp.core.imports import large_imports
 
 # Before anything imports transformers or Ray: tests must not wait for a hub they can't reach, nor report usage.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -28,13 +32,11 @@ for name in ("FORCE_COLOR", "CLICOLOR_FORCE", "PY_COLORS", "GITHUB_ACTIONS", "TT
 
 
 LONGEST_FIRST = (
+    "standing_ray",
+    "vllm",
     "e2e/test_resume.py",
     "cluster/test_recovery.py",
     "cluster/test_jobs.py",
-    "vllm",
-    "e2e/test_attached.py",
-    "e2e/test_sources.py",
-    "e2e/test_sft.py",
     "e2e/test_tools.py",
     "e2e",
     "cluster",
@@ -59,18 +61,25 @@ SLOW_UNITS = frozenset(
 )  # fmt: skip
 """Files of unit/ that take over ten seconds each, three quarters of all: `make test-fast` leaves them out."""
 
-TOGETHER = {
-    f"cluster/{name}.py": "vllm"
-    for name in (
-        "test_tensor_parallel",
-        "test_engine_in_flight",
-        "test_weight_group",
-        "test_vllm_adapter",
-        "test_vllm_experts",
-        "test_vllm_server",
-    )
+GROUPS = {
+    "cluster": {
+        "vllm": "tensor_parallel engine_in_flight weight_group vllm_adapter vllm_experts vllm_server",
+    },
+    "contracts": {"vllm": "tool_parsers"},
+    "unit": {"vllm": "vllm_adapter monitoring", "mlflow": "traces trackers"},
+    "e2e": {
+        "standing_ray": "attached sources sft coding_agent sandbox_reaper bad_input tools_at_start namespace",
+    },
 }
-"""Files that one process runs one after the other: importing vLLM takes longer than starting an engine."""
+"""By folder: files that one process runs one after the other. Importing vLLM takes longer than starting an engine, and
+runs with scripted servers share one Ray."""
+
+TOGETHER = {
+    f"{folder}/test_{name}.py": group
+    for folder, groups in GROUPS.items()
+    for group, names in groups.items()
+    for name in names.split()
+}
 
 
 def pytest_configure() -> None:
@@ -82,6 +91,16 @@ def pytest_configure() -> None:
         signal.signal(signal.SIGINT, lambda *_: None)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection(session: pytest.Session) -> Generator[None, Any, Any]:
+    """What each of several processes imports to collect all tests costs 17 seconds of the processor instead of 25."""
+    is_one_of_many = hasattr(session.config, "workerinput")
+    with large_imports() if is_one_of_many else nullcontext():
+        result = yield
+    gc.freeze()
+    return result
 
 
 @pytest.hookimpl(optionalhook=True)  # of xdist, where it is on
@@ -128,6 +147,18 @@ def _has_gpu() -> bool:
     import torch
 
     return torch.cuda.is_available()
+
+
+@pytest.fixture(scope="module")
+def without_torch() -> Iterator[None]:
+    """For what is started by tests whose engines are stand-ins: only a real learner finds PyTorch there.
+
+    transformers then reads tokenizers and nothing else, and a driver or a rollout worker starts with 2 seconds of the
+    processor instead of 8.
+    """
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("PYTHONPATH", str(Path(__file__).parent / "data" / "stand_ins"), prepend=os.pathsep)
+        yield
 
 
 TASK = '''

@@ -103,6 +103,8 @@ def _connection(config: Config, report: Callable[[str], None]) -> Iterator[RaySe
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     # Ray starts its workers at nice 15: on a machine that does anything else, servers and learners would come last.
     os.environ.setdefault("RAY_worker_niceness", "0")
+    # Ray starts a worker per core ahead, for tasks: our actors have environments of their own, and can't take these.
+    os.environ.setdefault("RAY_prestart_worker_first_driver", "0")
     import ray
 
     with _own_sigterm():

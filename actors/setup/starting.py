@@ -100,8 +100,8 @@ def spawn_servers(
 
 async def spawn_learners(config: Config, started: Started, placement: Placement) -> tuple[LearnerHandle, ...]:
     world_size = config.learner.num_learners
-    # Rank 0 listens there, and may be on another node than the driver.
-    address, port = await placement.address_of_learner(0)
+    # Rank 0 listens there, and may be on another node than the driver. Alone it does not.
+    address, port = await placement.address_of_learner(0) if world_size > 1 else ("", 0)
     handles = []
     for rank in range(world_size):
         name = f"learner-{rank}"

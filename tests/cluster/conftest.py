@@ -175,18 +175,6 @@ def is_ready(head: Head) -> bool:
     return True
 
 
-@pytest.fixture(scope="module")
-def without_torch() -> Iterator[None]:
-    """For what is started by tests whose engines and learners are stand-ins: only a real learner finds PyTorch there.
-
-    transformers then reads tokenizers and nothing else, and a driver or a rollout worker starts with 2 seconds of the
-    processor instead of 8.
-    """
-    with pytest.MonkeyPatch.context() as environment:
-        environment.setenv("PYTHONPATH", str(ROOT / "tests" / "data" / "without_torch"), prepend=os.pathsep)
-        yield
-
-
 @pytest.fixture(scope="session")
 def tiny_run(tiny_model: Path, letter_tasks: list[str]) -> Callable[[str, Path], dict[str, Any]]:
     """Call it with a run's name and where its folder goes: small steps on CPU, until somebody stops it."""

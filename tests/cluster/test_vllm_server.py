@@ -9,13 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 import pytest_asyncio
 
 from actors.learner import Learner
 from actors.vllm_server import VllmServer
 from rayapp.config.config import Config
-from rayapp.core.errors import StaleVersionError, StalledError, WeightSyncError
+from rayapp.core.errors import EngineError, StaleVersionError, StalledError, WeightSyncError
 from rayapp.core.types import Completion, SamplingParams
 from rayapp.engine.weights.buckets import WeightBucket
 
@@ -134,3 +135,28 @@ async def test_a_server_whose_update_failed_does_not_generate(server: VllmServer
         await server.load_weights(2, references([torn]))
     with pytest.raises(WeightSyncError, match="mixture"):
         await server.generate("group=3/trajectory=0", [72], SamplingParams(max_tokens=2))
+
+
+async def test_an_engine_without_room_for_its_cache_does_not_start_and_leaves_no_process(tiny_model: Path) -> None:
+    config = make_config(tiny_model)
+    larger = config.model_copy(update={"server": config.server.model_copy(update={"kv_cache_gib": 100_000})})
+    before = engines()
+
+    with pytest.raises(EngineError, match=f"vLLM did not start with {tiny_model}: "):
+        await VllmServer(larger, 0).start()
+
+    assert psutil.wait_procs(engines() - before, timeout=60.0)[1] == []
+
+
+def engines() -> set[psutil.Process]:
+    """Engine processes of this one."""
+    return {child for child in psutil.Process().children(recursive=True) if "VLLM" in child.name()}
+
+
+async def test_an_engine_ends_with_its_server(server: VllmServer) -> None:
+    running = engines()
+    assert running
+
+    await server.close()
+
+    assert psutil.wait_procs(running, timeout=60.0)[1] == []

@@ -1,17 +1,29 @@
-"""What the tests of whole runs share: a configuration that takes seconds, and a look at what a run leaves behind."""
+"""What the tests of whole runs share: a configuration that takes seconds, a Ray that goes on between them, and a look
+at what a run leaves behind."""
 
 from __future__ import annotations
 
 import ctypes
+import json
 import os
+import signal
+import socket
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 
+from rayapp.testing.stubs.e2b_stub import API_KEY
+
+ROOT = Path(__file__).parents[2]
+STAND_INS = ROOT / "tests" / "data" / "stand_ins"
 PR_SET_CHILD_SUBREAPER = 36
 Descendants = Callable[[], dict[int, str]]
 
@@ -137,3 +149,127 @@ def settled() -> Callable[[Descendants], dict[int, str]]:
         return left
 
     return wait
+
+
+LOOK = """
+import json, sys, ray
+ray.init(address=sys.argv[1], logging_level="ERROR")
+named = ray.util.list_named_actors(all_namespaces=True)
+print(json.dumps([actor["name"] for actor in named]))
+if len(sys.argv) > 2:
+    print(json.dumps(ray.get(ray.remote(num_cpus=0)(lambda: 41 + 1).remote(), timeout=100)))
+"""
+
+
+@dataclass(frozen=True)
+class RunningRay:
+    """What `ray start --head` makes, on ports of its own."""
+
+    address: str
+    program: tuple[str, ...]
+    """What trains on it, as arguments of Python."""
+    environment: dict[str, str] = field(repr=False)
+    """Of what attaches to it, as of its own processes."""
+
+    def train(self, *arguments: str, log: Path, **variables: str) -> subprocess.Popen[str]:
+        """Begin a training on it, with what `rayapp train` takes; what it prints is in `log`."""
+        return self.run(*self.program, *arguments, log=log, **variables)
+
+    def run(self, *arguments: str, log: Path, **variables: str) -> subprocess.Popen[str]:
+        """Python with these arguments."""
+        with log.open("w") as sink:
+            return subprocess.Popen(
+                [sys.executable, *arguments],
+                stdout=sink,
+                stderr=sink,
+                text=True,
+                cwd=ROOT,
+                env=self.environment | {"RAY_ADDRESS": self.address} | variables,
+                start_new_session=True,
+            )
+
+    def actors(self) -> list[str]:
+        """Names of those that live."""
+        return self._look()[0]  # type: ignore[no-any-return]
+
+    def computes(self) -> bool:
+        """Whether it runs a task and gives back what that returned."""
+        return self._look("compute")[1] == 42
+
+    def _look(self, *words: str) -> list[Any]:
+        command = [sys.executable, "-c", LOOK, self.address, *words]
+        done = subprocess.run(command, env=self.environment, capture_output=True, text=True, timeout=600, check=False)
+        assert done.returncode == 0, done.stderr
+        return [json.loads(line) for line in done.stdout.splitlines()[-1 - len(words) :]]
+
+    def wait_until_empty(self) -> None:
+        """After a driver was killed: the next run of its name would find its actors."""
+        deadline = time.monotonic() + 120.0
+        while actors := self.actors():
+            assert time.monotonic() < deadline, actors
+
+
+@contextmanager
+def started_ray(
+    folder: Path, program: tuple[str, ...], path: tuple[Path, ...], **variables: str
+) -> Iterator[RunningRay]:
+    log = folder / "ray.log"
+    kept = {key: value for key, value in os.environ.items() if not key.startswith("RAY_")}
+    # Ray starts its workers at nice 15: beside another test they would get a tenth of the processor.
+    kept |= {"RAY_worker_niceness": "0", "RAY_USAGE_STATS_ENABLED": "0", "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0"}
+    kept |= {"RAY_prestart_worker_first_driver": "0"}  # as `ray_session` has it
+    kept |= {"RAY_AUTH_MODE": "disabled", "PYTHONPATH": os.pathsep.join(map(str, path))} | variables
+    while True:
+        port, head = start_head(log, kept)
+        try:
+            while "--block" not in log.read_text() and head.poll() is None:
+                time.sleep(0.05)
+            if head.poll() is None:
+                yield RunningRay(f"127.0.0.1:{port}", program, kept)
+                return
+        finally:
+            stop_head(head)
+        # The node has 30 s to start, which nothing changes: on a busy machine it takes several tries.
+        assert "timed out during startup" in log.read_text(), log.read_text()
+
+
+def start_head(log: Path, environment: dict[str, str]) -> tuple[int, subprocess.Popen[bytes]]:
+    port = free_port()
+    command = [
+        sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block", f"--port={port}",
+        # Short: a Unix socket's path has to fit in 107 bytes.
+        f"--temp-dir=/tmp/ra{os.getpid()}", "--num-cpus=4", "--num-gpus=0", "--object-store-memory=200000000",
+        "--include-dashboard=false", "--node-ip-address=127.0.0.1", f"--ray-client-server-port={free_port()}",
+        "--disable-usage-stats",
+    ]  # fmt: skip
+    with log.open("w") as sink:
+        return port, subprocess.Popen(command, env=environment, stdout=sink, stderr=sink, start_new_session=True)
+
+
+def stop_head(head: subprocess.Popen[bytes]) -> None:
+    head.send_signal(signal.SIGTERM)
+    try:
+        head.wait(30)
+    except subprocess.TimeoutExpired:
+        os.killpg(head.pid, signal.SIGKILL)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@pytest.fixture(scope="session")
+def start_ray() -> Callable[..., AbstractContextManager[RunningRay]]:
+    """Call it with a folder for its log, what trains on it, and where that looks for modules."""
+    return started_ray
+
+
+@pytest.fixture(scope="session")
+def standing_ray(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningRay]:
+    """One Ray for all runs whose servers are scripted, one after the other: only learners find PyTorch there, and none
+    finds vLLM. Its processes have the key of the E2B stub."""
+    program = (str(ROOT / "tests" / "data" / "train_with_scripted_servers.py"),)
+    with started_ray(tmp_path_factory.mktemp("ray"), program, (STAND_INS, ROOT), E2B_API_KEY=API_KEY) as ray:
+        yield ray

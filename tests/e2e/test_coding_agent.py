@@ -9,6 +9,8 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -102,13 +104,12 @@ def sources(folder: Path) -> str:
     )
 
 
-def trained(folder: Path, model: Path, command: list[str], env: dict[str, str], **changes: object) -> list[Group]:
+def trained(folder: Path, model: Path, start: Callable[..., subprocess.Popen[str]], **changes: object) -> list[Group]:
     """What `configs/coding_agent_cpu.yaml` with two sources trained on, after two steps of one group of each."""
     overrides = {
         "run.output_dir": folder,
         "model.path": model,
         "sources": sources(folder),
-        "cluster.address": "local",
         "train.num_steps": 2,
         "train.groups_per_step": 2,
         "rollout.group_size": 6,
@@ -119,22 +120,10 @@ def trained(folder: Path, model: Path, command: list[str], env: dict[str, str], 
         "learner.compute_dtype": "float32",
         "tracking.trackers": "[jsonl]",
     } | changes
-    done = subprocess.run(
-        [
-            *command,
-            str(ROOT / "configs" / "coding_agent_cpu.yaml"),
-            *(f"{key}={value}" for key, value in overrides.items()),
-        ],
-        # Ray starts its workers at nice 15: beside another test they would get a tenth of the processor.
-        env=os.environ | {"RAY_worker_niceness": "0"} | env,
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=DEADLINE_S,
-        check=False,
-    )
+    file, log = str(ROOT / "configs" / "coding_agent_cpu.yaml"), folder / "log"
+    done = start(file, *(f"{key}={value}" for key, value in overrides.items()), log=log).wait(timeout=DEADLINE_S)
 
-    assert done.returncode == 0, done.stdout + done.stderr
+    assert done == 0, log.read_text()
     run = folder / "coding_agent_cpu"
     records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert [record["step"] for record in records] == [1, 2]
@@ -145,12 +134,11 @@ def trained(folder: Path, model: Path, command: list[str], env: dict[str, str], 
 
 
 def test_an_agent_and_rows_of_code_are_trained_on_verdicts_of_hidden_tests_and_on_progress_with_the_public_ones(
-    tmp_path: Path, model: Path, chat_tokenizer: Any
+    tmp_path: Path, model: Path, chat_tokenizer: Any, standing_ray: Any
 ) -> None:
     end = chat_tokenizer.eos_token_id
     scripts = [[[*chat_tokenizer.encode(turn, add_special_tokens=False), end] for turn in turns] for turns in SCRIPTS]
-    command = [sys.executable, str(ROOT / "tests" / "data" / "train_with_scripted_servers.py")]
-    groups = trained(tmp_path, model, command, {"SCRIPTS": json.dumps(scripts)})
+    groups = trained(tmp_path, model, partial(standing_ray.train, SCRIPTS=json.dumps(scripts)))
 
     of_rows = [group for group in groups if group.prompt.source == "rows"]
     assert {group.prompt.task for group in of_rows} == {source for source, _, _ in ROWS}
@@ -186,8 +174,14 @@ def test_an_agent_and_rows_of_code_are_trained_on_verdicts_of_hidden_tests_and_o
 
 @pytest.mark.long  # the run above with vLLM in place of scripts: what a policy with random weights says calls no tool
 def test_the_engine_serves_the_same_run(tmp_path: Path, model: Path) -> None:
-    command = [sys.executable, "-m", "rayapp", "train"]
-    groups = trained(tmp_path, model, command, {}, **{"rollout.max_completion_tokens": 32})
+    def start(*arguments: str, log: Path) -> subprocess.Popen[str]:
+        command = [sys.executable, "-m", "rayapp", "train", *arguments, "cluster.address=local"]
+        # Ray starts its workers at nice 15: beside another test they would get a tenth of the processor.
+        environment = os.environ | {"RAY_worker_niceness": "0"}
+        with log.open("w") as sink:
+            return subprocess.Popen(command, env=environment, cwd=ROOT, stdout=sink, stderr=sink, text=True)
+
+    groups = trained(tmp_path, model, start, **{"rollout.max_completion_tokens": 32})
 
     assert [group.prompt.source for group in groups].count("rows") == 2
     rewards = {each.reward.status for group in groups for each in group.trajectories}

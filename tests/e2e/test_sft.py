@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +16,6 @@ import yaml
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(1800)]
 
-ROOT = Path(__file__).parents[2]
-SCRIPTED = ROOT / "tests" / "data" / "train_with_scripted_servers.py"
 NUM_STEPS, DEADLINE_S = 6, 600.0
 REPEATED = ("sft/", "learner/")
 
@@ -41,18 +39,26 @@ def config_file(short_run: Callable[..., dict[str, Any]], tmp_path_factory: pyte
     return file
 
 
-def start(config_file: Path, name: str, *command: str) -> subprocess.Popen[str]:
-    head = [sys.executable, *(command or ("-m", "rayapp", "sft"))]
-    return subprocess.Popen(
-        [*head, str(config_file), f"run.name={name}"],
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT, start_new_session=True,
-    )  # fmt: skip
+@pytest.fixture(scope="module")
+def log(config_file: Path) -> Path:
+    return config_file.parent / "log"
 
 
-def finish(process: subprocess.Popen[str]) -> str:
-    output, _ = process.communicate(timeout=DEADLINE_S)
-    assert process.returncode == 0, output
-    return output
+@pytest.fixture(scope="module")
+def sft(standing_ray: Any, config_file: Path, log: Path) -> Callable[[], subprocess.Popen[str]]:
+    """The supervised steps alone, of a run that is killed."""
+    return lambda: standing_ray.run("-m", "rayapp", "sft", str(config_file), "run.name=killed", log=log)
+
+
+@pytest.fixture(scope="module")
+def train(standing_ray: Any, config_file: Path, log: Path) -> Callable[[], subprocess.Popen[str]]:
+    """A training with its warmup."""
+    return lambda: standing_ray.train(str(config_file), "run.name=both", log=log)
+
+
+def finish(process: subprocess.Popen[str], log: Path) -> str:
+    assert process.wait(timeout=DEADLINE_S) == 0, log.read_text()
+    return log.read_text()
 
 
 def folder_of(config_file: Path, name: str) -> Path:
@@ -72,41 +78,52 @@ def weights(folder: Path) -> bytes:
     return (folder / "final" / "model.safetensors").read_bytes()
 
 
+@dataclass(frozen=True)
+class WarmedUp:
+    """A training whose warmup nothing interrupted."""
+
+    folder: Path
+    whole: Path
+    """Of the supervised steps alone."""
+    output: str
+
+
 @pytest.fixture(scope="module")
-def whole(config_file: Path) -> Path:
-    """A run that nothing interrupted."""
-    output = finish(start(config_file, "whole"))
-    assert "supervised steps on 7 demonstrations" in output
-    return folder_of(config_file, "whole")
+def warmed_up(train: Callable[[], subprocess.Popen[str]], config_file: Path, log: Path) -> WarmedUp:
+    output = finish(train(), log)
+    return WarmedUp(config_file.parent / "outputs" / "both", folder_of(config_file, "both"), output)
 
 
-def test_the_loss_falls_and_is_known_of_rows_held_out_before_and_after(whole: Path) -> None:
-    found = records(whole)
+def test_the_loss_falls_and_is_known_of_rows_held_out_before_and_after(warmed_up: WarmedUp) -> None:
+    found = records(warmed_up.whole)
     assert sorted(found) == list(range(NUM_STEPS + 1))
     assert found[NUM_STEPS]["sft/loss"] < 0.5 * found[1]["sft/loss"]
     assert {step for step, record in found.items() if "sft/validation_loss" in record} == {0, NUM_STEPS}
-    assert (whole / "rewards.png").stat().st_size > 5_000
+    assert (warmed_up.whole / "rewards.png").stat().st_size > 5_000
 
 
-def test_a_killed_run_goes_on_as_if_nothing_had_happened(config_file: Path, whole: Path) -> None:
-    process, folder = start(config_file, "killed"), folder_of(config_file, "killed")
+def test_a_killed_run_goes_on_as_if_nothing_had_happened(
+    sft: Callable[[], subprocess.Popen[str]], config_file: Path, log: Path, standing_ray: Any, warmed_up: WarmedUp
+) -> None:
+    process, folder = sft(), folder_of(config_file, "killed")
     deadline = time.monotonic() + DEADLINE_S
     while not (folder / "checkpoints" / "step=000002" / "manifest.json").exists():
-        assert process.poll() is None, process.communicate()[0]
+        assert process.poll() is None, log.read_text()
         assert time.monotonic() < deadline
         time.sleep(0.02)
     process.send_signal(signal.SIGKILL)
-    process.communicate()
-    finish(start(config_file, "killed"))
-    assert records(folder) == records(whole)
-    assert weights(folder) == weights(whole)
+    process.wait()
+    standing_ray.wait_until_empty()
+    assert "supervised steps on 7 demonstrations" in finish(sft(), log)
+    assert records(folder) == records(warmed_up.whole)
+    assert weights(folder) == weights(warmed_up.whole)
 
 
-def test_a_training_starts_from_the_model_that_its_warmup_ended_with(config_file: Path) -> None:
-    output = finish(start(config_file, "both", str(SCRIPTED)))
-    assert "step 1/1" in output
-    assert output.count("connecting to Ray") == 1, "the warm-up and the training share a connection"
+def test_a_training_starts_from_the_model_that_its_warmup_ended_with(
+    train: Callable[[], subprocess.Popen[str]], log: Path, warmed_up: WarmedUp
+) -> None:
+    assert "step 1/1" in warmed_up.output
+    assert warmed_up.output.count("connecting to Ray") == 1, "the warm-up and the training share a connection"
     # The training's learning rate moves nothing.
-    assert weights(config_file.parent / "outputs" / "both") == weights(folder_of(config_file, "both"))
-    again = finish(start(config_file, "both", str(SCRIPTED)))
-    assert "has its 1 steps" in again
+    assert weights(warmed_up.folder) == weights(warmed_up.whole)
+    assert "has its 1 steps" in finish(train(), log)

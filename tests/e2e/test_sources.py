@@ -4,14 +4,11 @@ prompts that it would have taken. The servers are scripted: vLLM is not the subj
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import subprocess
-import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -65,10 +62,9 @@ def config_of(folder: Path, model: Path, tasks: list[str]) -> dict[str, Any]:
     pq.write_table(pa.Table.from_pylist(rows), folder / "rows.parquet")
     data = {"train_files": [str(folder / "rows.parquet")], "eval_files": [str(folder / "rows.parquet")]}
     return {
-        "run": {"output_dir": str(folder), "seed": 5},
+        "run": {"name": "sources", "output_dir": str(folder), "seed": 5},
         "model": {"path": str(model)},
-        # Never another test's Ray, which ends when that test does.
-        "cluster": {"device": "cpu", "address": "local"},
+        "cluster": {"device": "cpu"},
         "sources": [
             {"name": "code", "ratio": RATIOS[0], "tasks": tasks,
              "rollout": {"max_completion_tokens": 12}},
@@ -84,41 +80,17 @@ def config_of(folder: Path, model: Path, tasks: list[str]) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def start(file: Path) -> subprocess.Popen[str]:
-    kept = {key: value for key, value in os.environ.items() if not key.startswith("RAY_")}
-    with file.with_suffix(".log").open("w") as sink:
-        return subprocess.Popen(
-            [sys.executable, str(SCRIPTED), str(file)],
-            stdout=sink,
-            stderr=sink,
-            text=True,
-            cwd=ROOT,
-            env=kept | {"PYTHONPATH": str(ROOT)},
-            start_new_session=True,
-        )
-
-
 def records(folder: Path) -> list[dict[str, float]]:
     file = folder / "metrics.jsonl"
     return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
 
 
-@contextmanager
-def running_until(file: Path, is_there: Callable[[], bool]) -> Iterator[subprocess.Popen[str]]:
-    """The run once it has come so far. Begun again where Ray did not start: it has 30 s, on a busy machine too few."""
-    log, deadline = file.with_suffix(".log"), time.monotonic() + DEADLINE_S
-    while True:
-        process = start(file)
-        try:
-            while not is_there() and process.poll() is None and time.monotonic() < deadline:
-                time.sleep(0.05)
-            if is_there():
-                yield process
-                return
-            assert "timed out during startup" in log.read_text(), log.read_text()
-        finally:
-            process.kill()
-            process.wait()
+def wait_until(is_there: Callable[[], bool], process: subprocess.Popen[str], log: Path) -> None:
+    deadline = time.monotonic() + DEADLINE_S
+    while not is_there():
+        assert process.poll() is None, log.read_text()
+        assert time.monotonic() < deadline, log.read_text()
+        time.sleep(0.05)
 
 
 @dataclass(frozen=True)
@@ -131,18 +103,22 @@ class Resumed:
 
 
 @pytest.fixture(scope="module")
-def resumed(chat_model: Path, letter_tasks: list[str], tmp_path_factory: pytest.TempPathFactory) -> Resumed:
+def resumed(
+    chat_model: Path, letter_tasks: list[str], standing_ray: Any, tmp_path_factory: pytest.TempPathFactory
+) -> Resumed:
     folder = tmp_path_factory.mktemp("sources")
-    file, run, before = folder / "config.yaml", folder / "run", folder / "before"
+    file, run, before, log = folder / "config.yaml", folder / "sources", folder / "before", folder / "log"
     file.write_text(yaml.safe_dump(config_of(folder, chat_model, letter_tasks)))
 
-    with running_until(file, lambda: len(records(run)) >= KILL_AFTER) as process:
+    process = standing_ray.train(str(file), log=log)
+    try:
+        wait_until(lambda: len(records(run)) >= KILL_AFTER, process, log)
+    finally:
         process.kill()
         process.wait()
-        shutil.copytree(run / "trajectories", before)
-    log = file.with_suffix(".log")
-    with running_until(file, (run / "final" / "config.json").exists) as process:
-        assert process.wait(timeout=DEADLINE_S) == 0, log.read_text()
+    shutil.copytree(run / "trajectories", before)
+    standing_ray.wait_until_empty()
+    assert standing_ray.train(str(file), log=log).wait(timeout=DEADLINE_S) == 0, log.read_text()
     assert "resumed from step" in log.read_text()
     return Resumed(run, before)
 

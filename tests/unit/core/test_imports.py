@@ -21,6 +21,8 @@ def test_a_large_import_goes_without_scikit_learn_and_the_collector_and_leaves_b
 
 
 def test_driver_and_rollout_worker_load_neither_mcp_nor_torch_before_they_have_a_use_for_them() -> None:
-    program = "import sys, actors.rollout_worker, rayapp.driver.loop; print({'mcp', 'torch'} & {*sys.modules})"
+    # What the driver spawns included: Ray needs the class.
+    spawned = "actors.rollout_worker, actors.learner, actors.vllm_server, actors.sandbox_pool, actors.sandbox_reaper"
+    program = f"import sys, rayapp.driver.loop, {spawned}; print({{'mcp', 'torch'}} & {{*sys.modules}})"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False)
     assert done.stdout == "set()\n", done.stderr

@@ -9,6 +9,7 @@ import re
 import shlex
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import click
@@ -242,9 +243,15 @@ def _is_a_name(command: Documented) -> bool:
     return words[0] in {"rayapp", "ray"} and len(words) <= 3 and not any("." in word or "=" in word for word in words)
 
 
+@cache
+def program() -> click.Command:
+    made: click.Command = typer.main.get_command(main.app)
+    return made
+
+
 def parse(arguments: list[str]) -> click.Context:
     """The command's own context, as click makes it. Raises click.UsageError; runs nothing."""
-    command: click.Command = typer.main.get_command(main.app)
+    command = program()
     context: click.Context | None = None
     name = "rayapp"
     while True:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -13,9 +14,7 @@ from rayapp.config.config import Config
 from rayapp.core.errors import ConfigError
 from rayapp.driver.cluster import StandIns, open_cluster
 
-pytestmark = [
-    pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(900), pytest.mark.usefixtures("without_torch"),
-]  # fmt: skip
+pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(900)]
 NOWHERE = "http://127.0.0.1:9/mcp"
 ROW = {
     "data_source": "openai/gsm8k",
@@ -25,7 +24,7 @@ ROW = {
 
 
 @pytest.fixture
-def config(tmp_path: Path, tiny_model: Path) -> Config:
+def config(tmp_path: Path, tiny_model: Path, standing_ray: Any) -> Config:
     """A run on one data row, whose tool's server is down."""
     pq.write_table(pa.Table.from_pylist([ROW]), tmp_path / "rows.parquet")
     (tmp_path / "servers.json").write_text(json.dumps({"mcpServers": {"own": {"url": NOWHERE}}}))
@@ -39,7 +38,7 @@ def config(tmp_path: Path, tiny_model: Path) -> Config:
         {
             "run": {"name": "no-tools", "output_dir": str(tmp_path)},
             "model": {"path": str(tiny_model)},
-            "cluster": {"device": "cpu", "address": "local", "start_timeout_s": 600},
+            "cluster": {"device": "cpu", "address": standing_ray.address, "start_timeout_s": 600},
             "data": {"train_files": [str(tmp_path / "rows.parquet")]},
             "agent": {"tool_file": str(tmp_path / "tools.yaml"), "chat_template": "chatml_hermes"},
         }
