@@ -23,6 +23,9 @@ from rayapp.core.errors import InputError
 from rayapp.core.imports import large_imports
 from rayapp.learner.attention import ATTENTION_NAME, AttentionPlan, plan_attention, register_attention
 from rayapp.learner.batch import MicroBatch
+from rayapp.learner.families.head import head_rule
+from rayapp.learner.families.mixers import give_borders
+from rayapp.learner.families.rope import pin_positions
 from rayapp.learner.family import check_family, read_architecture
 from rayapp.learner.log_probs import HeadOptions, Targets, token_log_probs
 from rayapp.learner.state.lora import add_adapters
@@ -82,6 +85,7 @@ class PolicyModel(nn.Module):
     def __init__(self, causal_lm: nn.Module) -> None:
         super().__init__()
         self.causal_lm = causal_lm
+        self._head = head_rule(causal_lm)
 
     def forward(self, batch: DeviceBatch, options: HeadOptions) -> TokenScores:
         """Score every response token of the micro-batch."""
@@ -91,7 +95,7 @@ class PolicyModel(nn.Module):
         )
         hidden = outputs.last_hidden_state[0].index_select(0, batch.head_positions)  # (M, H)
         weight = model.get_output_embeddings().weight
-        log_probs, entropy, squares = token_log_probs(hidden, weight, batch.targets, options)
+        log_probs, entropy, squares = token_log_probs(hidden, weight, batch.targets, self._head.applied_to(options))
         return TokenScores(
             _rows(log_probs, batch.row_pairs, batch.mask),
             _rows(entropy, batch.row_heads, batch.mask),
@@ -113,7 +117,7 @@ def load_policy(config: Config, mesh: DeviceMesh, *, trainable: bool) -> PolicyM
     Only the first rank reads it and holds it whole, in host memory, until every rank has its shards.
 
     Raises:
-        InputError: the model can't be loaded, or has a head that the learner does not compute.
+        InputError: the model can't be loaded, or is of a family that the learner does not compute.
     """
     has_weights = mesh.get_local_rank() == 0
     causal_lm = load_causal_lm(config) if has_weights else causal_lm_without_weights(config)
@@ -163,7 +167,7 @@ def causal_lm_without_weights(config: Config) -> Any:
         )
     causal_lm.to_empty(device="cpu")
     causal_lm.tie_weights()
-    return causal_lm
+    return _fitted(causal_lm, config)
 
 
 def load_causal_lm(config: Config) -> Any:
@@ -190,19 +194,14 @@ def load_causal_lm(config: Config) -> Any:
         )
     except (OSError, ValueError, KeyError) as error:
         raise InputError(f"model.path {path!r} can't be loaded: {error}") from error
-    check_head(causal_lm)
+    return _fitted(causal_lm, config)
+
+
+def _fitted(causal_lm: Any, config: Config) -> Any:
+    """The same model, computing packed tokens as it would plain ones."""
+    give_borders(causal_lm)
+    pin_positions(causal_lm, config.max_model_tokens)
     return causal_lm
-
-
-def check_head(causal_lm: Any) -> None:
-    """Raises InputError for heads that do more than multiply by the output embedding."""
-    if getattr(causal_lm.get_output_embeddings(), "bias", None) is not None:
-        raise InputError(f"{type(causal_lm).__name__} has a bias in its output embedding, which the learner lacks")
-    text = causal_lm.config.get_text_config()
-    for name, neutral in (("final_logit_softcapping", None), ("logits_scaling", 1.0), ("logit_scale", 1.0)):
-        value = getattr(text, name, neutral)
-        if value not in (None, neutral):
-            raise InputError(f"{type(causal_lm).__name__} sets {name} = {value}, which the learner does not compute")
 
 
 def shard(

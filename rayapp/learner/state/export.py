@@ -18,6 +18,7 @@ from rayapp.config.config import Config
 from rayapp.config.learner import LoraSection
 from rayapp.core.errors import CheckpointError
 from rayapp.engine.weights.buckets import WeightBucket, pack
+from rayapp.learner.families.hub_names import NamedTensor, hub_tensors
 from rayapp.learner.family import persistent_buffers
 from rayapp.learner.policy import PolicyModel, named_weights
 from rayapp.learner.state.lora import ADAPTER, BASE, adapter_weights, merged_weights
@@ -115,15 +116,19 @@ def export_hf(config: Config, model: PolicyModel, folder: str, *, rank: int) -> 
 
 
 def sent_weights(model: PolicyModel, lora: LoraSection) -> Iterator[tuple[str, Tensor]]:
-    """The bfloat16 host tensors for the servers: all weights under their Hugging Face names, or the adapters under
-    peft's. Collective."""
+    """The bfloat16 host tensors for the servers: all weights as the hub names them, or the adapters under peft's names.
+    Collective."""
     if lora.sends_adapter:
         return ((name, weight.to(EXPORT_DTYPE).cpu()) for name, weight in adapter_weights(model.causal_lm, lora))
-    return whole_weights(model, lora)
+    return _as_on_the_hub(model, whole_weights(model, lora))
+
+
+def _as_on_the_hub(model: PolicyModel, tensors: Iterator[NamedTensor]) -> Iterator[NamedTensor]:
+    return hub_tensors(model.causal_lm, [name for name, _ in _own_shapes(model)], tensors)
 
 
 def whole_weights(model: PolicyModel, lora: LoraSection) -> Iterator[tuple[str, Tensor]]:
-    """Every weight in bfloat16 on the host, adapters merged in. Collective."""
+    """Every weight in bfloat16 on the host under transformers' names, adapters merged in. Collective."""
     if lora.rank > 0:
         # Merge in float32 and round once, as for weights that are trained directly.
         yield from ((name, weight.to(EXPORT_DTYPE).cpu()) for name, weight in merged_weights(model.causal_lm, lora))
@@ -133,20 +138,28 @@ def whole_weights(model: PolicyModel, lora: LoraSection) -> Iterator[tuple[str, 
 
 def weight_shapes(model: PolicyModel) -> list[tuple[str, torch.Size]]:
     """Names and whole shapes of what `device_weights` yields, in its order, without gathering anything."""
+    empty = ((name, torch.empty(shape, dtype=EXPORT_DTYPE, device="meta")) for name, shape in _own_shapes(model))
+    return [(name, tensor.shape) for name, tensor in _as_on_the_hub(model, empty)]
+
+
+def _own_shapes(model: PolicyModel) -> list[tuple[str, torch.Size]]:
+    """Of all weights, under transformers' names, adapters merged in."""
     named = ((name, parameter) for name, parameter in named_weights(model) if ADAPTER not in name)
     return [(name.replace(BASE, ""), parameter.shape) for name, parameter in named]
 
 
 def device_weights(model: PolicyModel, lora: LoraSection, device: torch.device) -> Iterator[tuple[str, Tensor]]:
-    """Every weight in bfloat16 on the device where the learner computes, adapters merged in, one at a time.
+    """Every weight as the hub names it, in bfloat16 on the device where the learner computes, adapters merged in, a few
+    at a time.
 
     Collective. Weights that live in host memory (`learner.cpu_offload`) are moved there first: it gathers faster.
     """
     if lora.rank > 0:
         merged = merged_weights(model.causal_lm, lora)
-        yield from ((name, weight.to(EXPORT_DTYPE).to(device)) for name, weight in merged)
-        return
-    yield from ((name, _gathered(parameter, device)) for name, parameter in named_weights(model))
+        own = ((name, weight.to(EXPORT_DTYPE).to(device)) for name, weight in merged)
+    else:
+        own = ((name, _gathered(parameter, device)) for name, parameter in named_weights(model))
+    return _as_on_the_hub(model, own)
 
 
 def _gathered(parameter: torch.nn.Parameter, device: torch.device | None = None) -> Tensor:
