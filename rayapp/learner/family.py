@@ -26,11 +26,10 @@ from rayapp.learner.families.head import head_rule
 from rayapp.learner.families.mixers import give_borders
 from rayapp.learner.families.rope import pin_positions
 from rayapp.learner.packing import pack
+from rayapp.storage.models.families import FAMILIES
 
 MAX_DIFFERENCE = 1e-2
 """Limit for float32 log-probs: families computed rightly differ by 2e-4 at most, wrong ones by 0.65 and more."""
-UNKNOWN_LAYERS = {"chunked_attention": "attention within chunks of the sequence"}
-"""Types of layers that the learner lacks, and that look like others in short sequences."""
 _LAYERS, _HEADS, _VOCABULARY, _WIDTH = 6, 4, 64, 32
 _SHARED_TOKENS, _OWN_TOKENS = 8, (6, 9)
 _WINDOW = 5
@@ -50,7 +49,7 @@ def read_architecture(config: Config) -> Any:
     except (OSError, ValueError, KeyError) as error:
         raise InputError(f"model.path {config.model.path!r} can't be loaded: {error}") from error
     for section in _sections(architecture):
-        for name in [name for name, value in vars(section).items() if _is_noise(name) and value]:
+        for name in [name for name, value in vars(section).items() if _is_noise(section, name) and value]:
             setattr(section, name, 0.0)
     return architecture
 
@@ -58,11 +57,9 @@ def read_architecture(config: Config) -> Any:
 def check_family(architecture: Any, config: Config) -> None:
     """Raises InputError: the learner would compute another model than this one."""
     text = architecture.get_text_config()
-    if unknown := sorted(set(getattr(text, "layer_types", None) or ()) & UNKNOWN_LAYERS.keys()):
-        raise InputError(
-            f"model_type {text.model_type!r} can't be trained: it has layers of type {unknown[0]}, "
-            f"{UNKNOWN_LAYERS[unknown[0]]}, which the learner does not compute."
-        )
+    known = FAMILIES.get(text.model_type)
+    if known is not None and known.refused:
+        raise InputError(f"model_type {text.model_type!r} can't be trained: {known.refused}.")
     try:
         difference = largest_difference(text, num_tokens=config.max_model_tokens)
     except RayappError as error:
@@ -90,6 +87,8 @@ def largest_difference(text: Any, *, num_tokens: int) -> float:
     """
     with _one_thread(), torch.random.fork_rng(devices=[]):
         causal_lm = _small_model(text)
+        if not isinstance(getattr(causal_lm.get_decoder(), "layers", None), nn.ModuleList):
+            raise InputError("its decoder has no list of `layers`, which the learner shards one by one")
         give_borders(causal_lm)
         pin_positions(causal_lm, num_tokens)
         return _difference(causal_lm)
@@ -101,7 +100,7 @@ def _difference(causal_lm: Any) -> float:
     causal_lm.set_attn_implementation(ATTENTION_NAME)
     packing = pack([[first, second]], share_prefixes=True)
     with torch.no_grad():
-        hidden = causal_lm.train().get_decoder()(
+        hidden = training_mode(causal_lm).get_decoder()(
             input_ids=torch.from_numpy(packing.token_ids)[None],
             position_ids=torch.from_numpy(packing.position_ids)[None],
             use_cache=False,
@@ -109,6 +108,16 @@ def _difference(causal_lm: Any) -> float:
         )
         packed = _scores(_logits(causal_lm, hidden.last_hidden_state[0]))
     return max(float((packed[path] - own).abs().max()) for path, own in zip(packing.paths, plain, strict=True))
+
+
+def training_mode(causal_lm: Any) -> Any:
+    """The model with its layers as in training, which checkpointing asks for, and without noise: the smallest parts,
+    such as routers and dropout, as in the engine."""
+    causal_lm.train()
+    for module in causal_lm.modules():
+        if not any(True for _ in module.children()):
+            module.eval()
+    return causal_lm
 
 
 def _logits(causal_lm: Any, hidden: Tensor) -> Tensor:
@@ -136,7 +145,9 @@ def _sections(architecture: Any) -> Iterator[Any]:
             yield from _sections(section)
 
 
-def _is_noise(name: str) -> bool:
+def _is_noise(section: Any, name: str) -> bool:
+    if section.model_type == "phimoe" and name == "router_jitter_noise":
+        return False  # its router looks at it in the engine, too: which experts are so close that they count as equal
     return "dropout" in name or "jitter" in name or name.endswith(("_pdrop", "layerdrop"))
 
 

@@ -26,7 +26,7 @@ from rayapp.learner.batch import MicroBatch
 from rayapp.learner.families.head import head_rule
 from rayapp.learner.families.mixers import give_borders
 from rayapp.learner.families.rope import pin_positions
-from rayapp.learner.family import check_family, read_architecture
+from rayapp.learner.family import check_family, read_architecture, training_mode
 from rayapp.learner.log_probs import HeadOptions, Targets, token_log_probs
 from rayapp.learner.state.lora import add_adapters
 
@@ -124,7 +124,9 @@ def load_policy(config: Config, mesh: DeviceMesh, *, trainable: bool) -> PolicyM
     if config.learner.activation_checkpointing and trainable:
         causal_lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     model = PolicyModel(causal_lm)
-    model.train(trainable).requires_grad_(trainable)
+    model.eval().requires_grad_(trainable)
+    if trainable:
+        training_mode(causal_lm)
     if trainable and config.learner.lora.rank > 0:
         add_adapters(causal_lm, config.learner.lora)
     whole = dict(model.named_parameters()) if has_weights else {}
