@@ -164,7 +164,7 @@ def _small_model(text: Any) -> Any:
 
     register_attention()
     causal_lm: nn.Module = AutoModelForCausalLM.from_config(
-        _small(text), dtype=torch.float32, attn_implementation="eager"
+        small_config(text), dtype=torch.float32, attn_implementation="eager"
     )
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
@@ -181,7 +181,7 @@ def persistent_buffers(module: nn.Module) -> dict[str, Tensor]:
     return {name: buffer for name, buffer in module.named_buffers() if name in names}
 
 
-def _small(text: Any) -> Any:
+def small_config(text: Any) -> Any:
     """The config with few layers, heads and words. Heads keep their width, which scales of positions are lists over."""
     small = copy.deepcopy(text)
     num_layers, heads = _num_layers(text), text.num_attention_heads

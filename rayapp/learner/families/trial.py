@@ -42,25 +42,37 @@ class Scores:
 
 
 def save_tiny(architecture: Any, folder: Path, *, seed: int = 0) -> None:
-    """A model of this config with random weights that bfloat16 holds, without a tokenizer, under the hub's names."""
-    from transformers import AutoModelForCausalLM
+    """A model of this config with random weights that bfloat16 holds, under the hub's names, over words w0, w1, ..."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
         causal_lm = AutoModelForCausalLM.from_config(architecture, dtype=torch.float32)
-        randomize(causal_lm, scale=0.5)
-    causal_lm.bfloat16().save_pretrained(folder)
+    randomize(causal_lm, seed=seed)
+    narrow = {name: p for name, p in causal_lm.named_parameters() if p.is_floating_point()}
+    for parameter in narrow.values():
+        parameter.data = parameter.data.bfloat16()
+    causal_lm.config.dtype = torch.bfloat16
+    causal_lm.save_pretrained(folder)
+    size = architecture.get_text_config().vocab_size
+    tokenizer = Tokenizer(models.WordLevel({f"w{i}": i for i in range(size)}, unk_token="w0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="w1", pad_token="w0").save_pretrained(folder)
 
 
-def randomize(causal_lm: Any, *, scale: float, seed: int = 0) -> None:
-    """Random weights under which each part of a model moves its scores."""
-    generator = torch.Generator().manual_seed(seed)
+def randomize(causal_lm: Any, *, seed: int) -> None:
+    """Random weights under which each part of a model moves its scores. Buffers, which nobody trains, don't depend on
+    the seed."""
+    weights, others = torch.Generator().manual_seed(seed), torch.Generator().manual_seed(0)
     with torch.no_grad():
-        for tensor in (*causal_lm.parameters(), *persistent_buffers(causal_lm).values()):
-            if tensor.is_floating_point():
-                noise = torch.randn(tensor.shape, generator=generator)
-                new = scale * noise / math.sqrt(tensor.shape[-1]) if tensor.ndim >= 2 else tensor + 0.1 * noise
-                tensor.copy_(new.bfloat16())
+        for parameter in causal_lm.parameters():
+            noise = torch.randn(parameter.shape, generator=weights)
+            large = parameter.ndim >= 2
+            new = 0.5 * noise / math.sqrt(parameter.shape[-1]) if large else parameter + 0.1 * noise
+            parameter.copy_(new.bfloat16())
+        for buffer in persistent_buffers(causal_lm).values():
+            if buffer.is_floating_point():
+                buffer.add_((0.1 * torch.randn(buffer.shape, generator=others)).bfloat16())
 
 
 def trial_config(folder: Path, **learner: Any) -> Config:
@@ -81,6 +93,11 @@ def trial_config(folder: Path, **learner: Any) -> Config:
             "server": {"kv_cache_gib": 1, "dtype": "float32"},
         }
     )
+
+
+def at_folder(config: Config, folder: Path) -> Config:
+    """The same over another model."""
+    return config.model_copy(update={"model": config.model.model_copy(update={"path": str(folder)})})
 
 
 def trial_groups(vocabulary: int, *, seed: int = 0) -> list[Group]:

@@ -154,7 +154,7 @@ FAMILIES: Mapping[str, Family] = {
     "seed_oss": Family(parsers=("seed_oss",)),
     "starcoder2": Family(needs=("windows",), tiny={"sliding_window": 6}),
     "gpt_neox": Family(),
-    "gpt2": Family(),
+    "gpt2": Family(refused="its decoder has no list of `layers`, which the learner shards one by one"),
     "llama4_text": Family(refused="its layers attend within chunks of the sequence, which the learner does not do"),
     "bloom": Family(refused=_ALIBI),
     "mpt": Family(refused=_ALIBI),
