@@ -41,8 +41,9 @@ class AgentSection(FrozenModel):
     """Agent of rows without agent_name: tool_agent (turns and tools), or single_turn_agent (one answer, no tools)."""
     task_agent: Literal["single_turn_agent", "tool_agent"] = "single_turn_agent"
     """The same of tasks."""
-    tool_parser: str = "hermes"
-    """vLLM's name of the parser that fits the model: hermes for Qwen2.5 and Qwen3."""
+    tool_parser: str = "auto"
+    """vLLM's name of the parser that fits the model, e.g. hermes for Qwen2.5 and Qwen3. auto: the one that reads what
+    the model's chat template writes, those of its family first (docs/models.md)."""
     chat_template: str = ""
     """A .jinja file or the shipped chatml_hermes, where the model's own template has no place for tools."""
     max_assistant_turns: int = Field(5, ge=1)

@@ -20,6 +20,7 @@ from rayapp.rollout.agent.chat import ChatFormat
 from rayapp.testing.hermes import HermesParser
 from rayapp.tools.base import ToolSchema
 from rayapp.tools.calls import MAX_CALLS, ToolCallParser
+from rayapp.tools.harmony import HarmonyParser
 
 TOOLS = [ToolSchema(name="add", parameters={"type": "object", "properties": {"a": {"type": "number"}}})]
 
@@ -76,6 +77,12 @@ def test_no_text_makes_a_parser_raise(text: str, vllm_parser: ToolCallParser) ->
         assert all(call.problem or call.name for call in parser.parse(text))
 
 
+HARMONY_CALL = (
+    "<|channel|>analysis<|message|>I could write to=functions.sub, but no.<|end|>"
+    '<|start|>assistant<|channel|>commentary to=functions.add <|constrain|>json<|message|>{"a": 1}'
+)
+
+
 def probed(family: Any, parser: str) -> ToolCallParser:
     from rayapp.engine.vllm_tool_parser import load_parser
 
@@ -91,6 +98,13 @@ def probed(family: Any, parser: str) -> ToolCallParser:
         ("qwen3_coder", "qwen3_coder", None),
         ("glm45", "glm45", None),
         ("mistral", "mistral", '[TOOL_CALLS] [{"name": "add", "arguments": {"a": 1}}]'),
+        ("gpt_oss", "openai", HARMONY_CALL),
+        ("gpt_oss", "auto", HARMONY_CALL),
+        ("llama", "auto", '{"name": "add", "parameters": {"a": 1}}'),
+        ("deepseek_v3", "auto", None),
+        ("qwen3_coder", "auto", None),
+        ("glm45", "auto", None),
+        ("mistral", "auto", '[TOOL_CALLS] [{"name": "add", "arguments": {"a": 1}}]'),
     ],
 )
 def test_a_parser_that_fits_its_family_finds_the_calls_its_template_writes(
@@ -113,7 +127,7 @@ def test_a_parser_that_fits_its_family_finds_the_calls_its_template_writes(
         ("qwen3_coder", "hermes", r"'hermes' doesn't find a call.*<function=add>.*one that does: .*qwen3_coder"),
         ("llama", "hermes", r"'hermes' doesn't find a call.*one that does: llama3_json"),
         ("deepseek_v3", "deepseek_v31", r"'deepseek_v31' doesn't find.*one that does: deepseek_v3"),
-        ("gpt_oss", "openai", r"'openai' doesn't find.*one that does: vLLM has none"),
+        ("gpt_oss", "hermes", r"'hermes' doesn't find.*one that does: openai"),
     ],
 )
 def test_a_parser_that_does_not_fit_is_refused_with_those_that_do(
@@ -168,6 +182,20 @@ def test_the_doctor_finds_a_parser_that_does_not_fit_the_model(
 def test_a_turn_of_nothing_but_calls_is_read_up_to_a_limit(vllm_parser: ToolCallParser) -> None:
     for parser in (HermesParser(), vllm_parser):
         assert len(parser.parse(block('{"name": "add", "arguments": {}}') * 5000)) == MAX_CALLS + 1
+
+
+def test_without_tools_any_model_has_a_parser(chat_tokenizer: Any, vllm_parser: ToolCallParser) -> None:
+    from rayapp.engine.vllm_tool_parser import load_parser
+
+    assert load_parser("auto", chat_tokenizer, []).parse("The answer is 4.") == ()
+
+
+def test_calls_of_gpt_oss_are_messages_with_a_recipient() -> None:
+    read = HarmonyParser().parse
+    assert [(call.name, call.arguments) for call in read(HARMONY_CALL)] == [("add", '{"a": 1}')]
+    assert read(" to=functions.add<|channel|>commentary json<|message|>{}<|call|>")[0].name == "add"
+    assert read("<|channel|>final<|message|>Write to=functions.add<|return|>") == ()
+    assert len(read("<|start|>assistant to=f<|message|>{}<|call|>" * 5000)) == MAX_CALLS + 1
 
 
 def test_unknown_parser_is_refused_with_those_there_are(chat_tokenizer: Any, vllm_parser: ToolCallParser) -> None:

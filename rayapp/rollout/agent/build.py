@@ -68,7 +68,7 @@ async def open_agent_loop(
     model: str,
     tool_file: str | Path = "",
     brought: Sequence[str] = (),
-    parser: str = "hermes",
+    parser: str = "auto",
     chat_template: str = "",
     context: ToolContext | None = None,
     make_parser: MakeParser = _vllm_parser,
@@ -79,7 +79,7 @@ async def open_agent_loop(
         model: its name, for messages.
         tool_file: see docs/tools.md; empty is none.
         brought: tools besides the file's; with neither the policy has none.
-        parser: vLLM's name of the tool parser.
+        parser: vLLM's name of the tool parser, or auto.
         chat_template: a .jinja file or a shipped template's name; empty keeps the model's own.
         make_parser: in place of vLLM's; for tests and benchmarks.
     Raises:
