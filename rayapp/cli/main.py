@@ -37,6 +37,7 @@ for command in (kuberay, jobs, train, sft, evaluate, score, doctor, view, sync, 
     app.add_typer(command.app)
 for name, group in GROUPS.items():
     app.add_typer(group.app, name=name)
+app.add_typer(model.app, name="models", hidden=True)
 
 
 def main() -> None:

@@ -97,15 +97,18 @@ async def open_agent_loop(
     return AgentLoop(chat=chat, parser=found, tools=tools, limits=limits)
 
 
-def check_parser(tokenizer: Any, *, model: str, parser: str, chat_template: str) -> None:
+def check_parser(tokenizer: Any, *, model: str, parser: str, chat_template: str) -> str:
     """As `open_agent_loop` does, with one tool that stands for all: theirs may be behind a service.
 
+    Returns:
+        The parser's name.
     Raises:
         ConfigError: the template has no place for tools, or the parser doesn't read what it writes.
     """
     template = load_template(chat_template) if chat_template else ""
     chat = ChatFormat(tokenizer, [_ANY_TOOL], template=template, name=model)
-    _vllm_parser(parser, tokenizer, [_ANY_TOOL], _sample(chat, parser))
+    found = _vllm_parser(parser, tokenizer, [_ANY_TOOL], _sample(chat, parser))
+    return str(getattr(found, "name", parser))
 
 
 def _sample(chat: ChatFormat, parser: str) -> SampleCall | None:
