@@ -28,7 +28,7 @@ from rayapp.tools.calls import MAX_CALLS, RawCall, SampleCall, ToolCallParser
 from rayapp.tools.harmony import HarmonyParser
 
 log = logging.getLogger(__name__)
-AUTO, DEFAULT, HARMONY = "auto", "hermes", "openai"
+AUTO, DEFAULT = "auto", "hermes"
 _START = ("tool_call_start_token", "tool_calls_start_token", "bot_token", "start_token")
 _END = ("tool_call_end_token", "tool_calls_end_token", "end_token")
 _SEARCHES = ("search", "match", "fullmatch", "findall", "finditer", "split", "sub", "subn")
@@ -52,7 +52,7 @@ class VllmToolParser:
     def __init__(self, name: str, tokenizer: Any, tools: Sequence[ToolSchema], *, by_call: bool = True) -> None:
         from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 
-        self._name = name
+        self.name = name
         self._request = ChatCompletionRequest(
             model="policy",
             messages=[{"role": "user", "content": ""}],
@@ -79,10 +79,10 @@ class VllmToolParser:
         try:
             found = _DEADLINE.keep(self._parser.extract_tool_calls, text, self._request)
         except Exception as error:  # boundary: what the policy wrote may break any parser
-            return (RawCall(problem=f"{_MALFORMED.format(name=self._name)} ({type(error).__name__})"),)
+            return (RawCall(problem=f"{_MALFORMED.format(name=self.name)} ({type(error).__name__})"),)
         if not found.tools_called:
             is_meant = bool(self._start) and self._start in text
-            return (RawCall(problem=_MALFORMED.format(name=self._name)),) if is_meant else ()
+            return (RawCall(problem=_MALFORMED.format(name=self.name)),) if is_meant else ()
         return tuple(RawCall(name=call.function.name, arguments=call.function.arguments) for call in found.tool_calls)
 
 
@@ -137,7 +137,7 @@ def _of_family(tokenizer: Any) -> tuple[str, ...]:
 
 
 def _open(name: str, tokenizer: Any, tools: Sequence[ToolSchema], *, by_call: bool = True) -> ToolCallParser:
-    return HarmonyParser() if name == HARMONY else VllmToolParser(name, tokenizer, tools, by_call=by_call)
+    return HarmonyParser() if name == HarmonyParser.name else VllmToolParser(name, tokenizer, tools, by_call=by_call)
 
 
 def _fitting(name: str, tokenizer: Any, tools: Sequence[ToolSchema], sample: SampleCall) -> ToolCallParser | None:

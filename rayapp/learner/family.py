@@ -60,6 +60,7 @@ def check_family(architecture: Any, config: Config) -> None:
     known = FAMILIES.get(text.model_type)
     if known is not None and known.refused:
         raise InputError(f"model_type {text.model_type!r} can't be trained: {known.refused}.")
+    _check_class(architecture, config)
     try:
         difference = largest_difference(text, num_tokens=config.max_model_tokens)
     except RayappError as error:
@@ -74,6 +75,18 @@ def check_family(architecture: Any, config: Config) -> None:
             f"model_type {text.model_type!r} can't be trained: log-probs of a small model of its config differ by "
             f"{difference:.2g} between the learner's packed sequences and plain ones; {MAX_DIFFERENCE:g} is allowed."
         )
+
+
+def _check_class(architecture: Any, config: Config) -> None:
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    if config.model.trust_remote_code or type(architecture) in MODEL_FOR_CAUSAL_LM_MAPPING:
+        return
+    raise InputError(
+        f"model_type {architecture.model_type!r} can't be trained: transformers has no causal language model of it, "
+        f"only models that read more than text. Take a release of its language model "
+        f"({architecture.get_text_config().model_type}) alone."
+    )
 
 
 def largest_difference(text: Any, *, num_tokens: int) -> float:

@@ -24,6 +24,8 @@ _RECIPIENT = re.compile(r"(?:^|\s)to=(?:functions\.)?([\w.-]+)")
 class HarmonyParser:
     """See `rayapp.tools.calls.ToolCallParser`."""
 
+    name = "openai"
+
     def parse(self, text: str) -> tuple[RawCall, ...]:
         found = ((_RECIPIENT.search(message["head"]), message["body"]) for message in _MESSAGE.finditer(text))
         calls = (RawCall(name=to[1], arguments=body.strip() or "{}") for to, body in found if to is not None)

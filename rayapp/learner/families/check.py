@@ -101,7 +101,7 @@ def checks_of(subject: Subject, *, engine: bool) -> Iterator[Check]:
         vocabulary = subject.architecture.get_text_config().vocab_size
         groups = trial.trial_groups(vocabulary)
         config = trial.trial_config(models[0])
-        plain = trial.plain_scores(_plain_model(models[0], config.max_model_tokens), groups)
+        plain = trial.plain_scores(plain_model(models[0], config.max_model_tokens), groups)
         yield _tried("learner", lambda: _learner(subject, models[0], groups, plain))
         yield _tried("adapters", lambda: _adapters(subject, models[0], groups, plain))
         yield _tried("final/", lambda: _final(models[1], Path(folder) / "final", groups))
@@ -119,7 +119,8 @@ def _tried(what: str, check: Callable[[], tuple[bool, str]]) -> Check:
     return Check(what=what, holds=holds, detail=detail)
 
 
-def _plain_model(folder: Path, num_tokens: int) -> Any:
+def plain_model(folder: Path, num_tokens: int) -> Any:
+    """The model by transformers, eager and in float32, for sequences of so many tokens at most."""
     from transformers import AutoModelForCausalLM
 
     causal_lm: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
@@ -142,7 +143,9 @@ def _learner(subject: Subject, folder: Path, groups: Any, plain: trial.Scores) -
 def _adapters(subject: Subject, folder: Path, groups: Any, plain: trial.Scores) -> tuple[bool, str]:
     with trial.learner_of(trial.trial_config(folder, lora={"rank": 4})) as learner:
         found = trial.learner_scores(learner, groups)
-        error = trial.gradient_error(found, trial.adapter_gradients(learner, plain))
+        expected = trial.adapter_gradients(learner, plain)
+    assert expected is not None
+    error = trial.gradient_error(found, expected)
     return error <= 2 * subject.max_gradient_error, f"gradients differ by {error:.1e} of the largest"
 
 
@@ -152,7 +155,7 @@ def _final(folder: Path, final: Path, groups: Any) -> tuple[bool, str]:
         export_hf(config, learner.model, final, learner.ranks)
     tokens = torch.tensor([group.trajectories[0].token_ids.tolist()[:8] for group in groups])
     with torch.no_grad():
-        expected, found = (_plain_model(path, config.max_model_tokens)(tokens).logits for path in (folder, final))
+        expected, found = (plain_model(path, config.max_model_tokens)(tokens).logits for path in (folder, final))
     return torch.equal(expected, found), "reloads in transformers; its logits are the learner's to the last bit"
 
 

@@ -23,7 +23,7 @@ from rayapp.learner.build import build_learner
 from rayapp.learner.distributed import end_ranks, start_ranks
 from rayapp.learner.family import persistent_buffers
 from rayapp.learner.scoring import log_probs_of
-from rayapp.learner.shares import Share
+from rayapp.learner.shares import deal
 from rayapp.learner.step import PolicyLearner
 
 GROUP_SIZE, PROMPT_TOKENS, RESPONSE_TOKENS = 4, 12, 16
@@ -173,13 +173,14 @@ def learner_of(config: Config) -> Iterator[PolicyLearner]:
 
 
 def learner_scores(learner: PolicyLearner, groups: list[Group]) -> Scores:
-    """By a learner; its weights stay as they are."""
+    """By a learner; its weights stay as they are. Collective: every rank computes its share of the gradients."""
     # Name the parameters first: a forward leaves others, gathered ones, in their places.
     named = dict(learner.model.causal_lm.named_parameters())
     learner.optimizer = kept = _KeepGradients(learner.model.parameters(), lr=0.0)  # type: ignore[assignment]
     log_probs = [row for group in groups for row in log_probs_of(learner, group)]
     summaries = tuple(summarize_group(group, time_total_s=0.0) for group in groups)
-    learner.train_step(1, summaries, tuple(map(Share, range(len(groups)))), groups)
+    mine = deal(summaries, learner.config, learner.ranks.world_size)[learner.ranks.rank]
+    learner.train_step(1, summaries, mine, [groups[share.position] for share in mine])
     gradients = {name: kept.gradients[p] for name, p in named.items() if p in kept.gradients}
     return Scores(log_probs=log_probs, gradients=gradients)
 
@@ -213,10 +214,13 @@ def gradient_error(found: Scores, expected: Scores) -> float:
     return max(differences) / scale
 
 
-def adapter_gradients(learner: PolicyLearner, expected: Scores) -> Scores:
-    """What `expected`, of all weights, makes of the adapters that a learner has: W + alpha / rank * B A."""
+def adapter_gradients(learner: PolicyLearner, expected: Scores | None) -> Scores | None:
+    """What `expected`, of all weights, makes of the adapters that a learner has: W + alpha / rank * B A. Collective;
+    None on ranks that have no such scores."""
     section = learner.config.learner.lora
-    parameters = {name: _whole(p) for name, p in learner.model.causal_lm.named_parameters()}
+    parameters = {name: _whole(p) for name, p in learner.model.causal_lm.named_parameters() if ".lora_" in name}
+    if expected is None:
+        return None
     gradients = {}
     for name, down in parameters.items():
         if ".lora_A." not in name:

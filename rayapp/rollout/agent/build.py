@@ -107,14 +107,17 @@ def check_template(tokenizer: Any, *, model: str, chat_template: str) -> ChatFor
     return ChatFormat(tokenizer, [_ANY_TOOL], template=template, name=model)
 
 
-def check_parser(tokenizer: Any, *, model: str, parser: str, chat_template: str) -> None:
+def check_parser(tokenizer: Any, *, model: str, parser: str, chat_template: str) -> str:
     """`check_template`, and the parser too, for which vLLM is imported: seconds.
 
+    Returns:
+        The parser's name.
     Raises:
         ConfigError: the template has no place for tools, or the parser doesn't read what it writes.
     """
     chat = check_template(tokenizer, model=model, chat_template=chat_template)
-    _vllm_parser(parser, tokenizer, [_ANY_TOOL], _sample(chat, parser))
+    found = _vllm_parser(parser, tokenizer, [_ANY_TOOL], _sample(chat, parser))
+    return str(getattr(found, "name", parser))
 
 
 def _sample(chat: ChatFormat, parser: str) -> SampleCall | None:

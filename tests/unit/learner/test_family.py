@@ -60,6 +60,14 @@ def test_a_layer_that_reads_its_neighbours_tokens_is_found_by_computing(
         check_family(read_architecture(config), config)
 
 
+def test_a_model_that_transformers_can_not_load_without_its_image_tower_is_refused(tmp_path: Path) -> None:
+    config = saved(tmp_path, "llama")
+    text = SMALL | {"model_type": "ministral3"}
+    architecture = CONFIG_MAPPING["mistral3"](text_config=text)
+    with pytest.raises(InputError, match=r"'mistral3' can't be trained: .* language model \(ministral3\) alone"):
+        check_family(architecture, config)
+
+
 def test_the_doctor_says_that_a_family_can_not_be_trained(tiny_model: Path, tmp_path: Path) -> None:
     folder = Path(shutil.copytree(tiny_model, tmp_path / "model"))
     (folder / "config.json").unlink()
