@@ -24,7 +24,7 @@ from rayapp.learner.family import persistent_buffers
 from rayapp.learner.policy import build_causal_lm
 from rayapp.learner.state.hf_folder import EXPORT_DTYPE, hf_layout, hub_tensors, write_file
 from rayapp.learner.state.lora import ADAPTER, BASE, add_adapters, merged_weight
-from rayapp.learner.state.pretrained import WeightFiles, read_whole
+from rayapp.learner.state.pretrained import WeightFiles, adopt_names, read_whole
 
 _WEIGHTS = "model."
 
@@ -44,7 +44,9 @@ def checkpoint_to_hf(config: Config, learner_folder: Path, out: Path) -> None:
         with torch.device("meta"):
             add_adapters(causal_lm, config.learner.lora)
     trained = {name for name, _ in causal_lm.named_parameters() if config.learner.lora.rank == 0 or ADAPTER in name}
-    layout, files = hf_layout(config, causal_lm), WeightFiles(config.model.path)
+    files = WeightFiles(config.model.path)
+    adopt_names(causal_lm, files)
+    layout = hf_layout(config, causal_lm)
     try:
         _check_names({f"{_WEIGHTS}{name}" for name in trained}, learner_folder)
         for file in layout.files:

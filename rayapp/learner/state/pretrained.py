@@ -119,6 +119,11 @@ def tensors_of(causal_lm: Any) -> dict[str, Tensor]:
     return {name.replace(BASE, ""): tensor for name, tensor in named.items() if ADAPTER not in name}
 
 
+def adopt_names(causal_lm: Any, files: WeightFiles) -> None:
+    """Have the model remember how the files' tensors differ from its own, which an export undoes."""
+    _sources(causal_lm, files, tensors_of(causal_lm))
+
+
 def read_whole(causal_lm: Any, files: WeightFiles, names: set[str]) -> dict[str, Tensor]:
     """Some of the model's tensors, whole, in the dtype of the files.
 
