@@ -124,9 +124,9 @@ def _gathered_file(config: Config, model: PolicyModel, file: HfFile, *, is_own: 
     buffers = persistent_buffers(model.causal_lm)
     tensors: dict[str, Tensor] = {}
     for part in file.parts:
-        # The other ranks gather too and keep nothing.
+        # The other ranks gather too, and copy nothing to the host.
         whole = ((name, _whole(parameters, names[name], config.learner.lora)) for name in part if name in names)
-        kept = {name: weight for name, weight in whole if is_own}
+        kept = {name: weight.cpu() for name, weight in whole if is_own}
         if is_own:
             kept |= {name: buffers[name].to("cpu", copy=True) for name in part if name in buffers}
             tensors |= hub_tensors(model.causal_lm, kept)
@@ -145,7 +145,7 @@ def whole_weights(model: PolicyModel, lora: LoraSection) -> Iterator[tuple[str, 
     """Every weight in bfloat16 on the host, adapters merged in. Collective."""
     parameters = dict(named_weights(model))
     names = (name for name in parameters if ADAPTER not in name)
-    yield from ((name.replace(BASE, ""), _whole(parameters, name, lora)) for name in names)
+    yield from ((name.replace(BASE, ""), _whole(parameters, name, lora).cpu()) for name in names)
 
 
 def weight_shapes(model: PolicyModel) -> list[tuple[str, torch.Size]]:
@@ -176,11 +176,11 @@ def _gathered(parameter: torch.nn.Parameter, device: torch.device | None = None)
 
 
 def _whole(parameters: Mapping[str, nn.Parameter], name: str, lora: LoraSection) -> Tensor:
-    """The full tensor in bfloat16 on the host, with its adapter merged in. Never the learner's own memory."""
+    """The full tensor in bfloat16, with its adapter merged in. Never the learner's own memory."""
     if lora.rank > 0:
         # Merge in float32 and round once, as for weights that are trained directly.
-        return merged_weight(parameters, name, lora).to(EXPORT_DTYPE).cpu()
-    return _gathered(parameters[name]).cpu()
+        return merged_weight(parameters, name, lora).to(EXPORT_DTYPE)
+    return _gathered(parameters[name])
 
 
 def _local(parameter: Tensor) -> Tensor:
