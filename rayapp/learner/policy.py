@@ -158,7 +158,7 @@ def load_policy(config: Config, mesh: DeviceMesh, *, trainable: bool) -> PolicyM
         with torch.device("meta"):
             add_adapters(causal_lm, section.lora)
     shard(model, mesh, compute_dtype=DTYPES[section.compute_dtype], cpu_offload=section.cpu_offload)
-    _give_memory(model, torch.device("cpu" if section.cpu_offload else mesh.device_type))
+    _give_memory(model, torch.device(mesh.device_type), on_host=section.cpu_offload)
     load_pretrained(causal_lm, config.model.path)
     start_adapters(causal_lm, config.run.seed)
     return model
@@ -199,14 +199,20 @@ def build_causal_lm(config: Config, *, is_checked: bool = True) -> Any:
     return causal_lm
 
 
-def _give_memory(model: PolicyModel, device: torch.device) -> None:
-    """Memory for a sharded model on the meta device; what its buffers hold is computed, parameters stay unset."""
-    model.to_empty(device=device)
+def _give_memory(model: PolicyModel, device: torch.device, *, on_host: bool) -> None:
+    """Memory for a sharded model on the meta device; what its buffers hold is computed, parameters stay unset.
+
+    Args:
+        on_host: its parameters are in host memory; buffers are where it computes.
+    """
+    model.to_empty(device="cpu" if on_host else device)
     causal_lm: Any = model.causal_lm
     causal_lm.tie_weights()  # each name got memory of its own
     for parameter in causal_lm.parameters():
         parameter._is_hf_initialized = True  # noqa: SLF001 - how transformers knows what is not to be set
     causal_lm.initialize_weights()
+    for module in causal_lm.modules():
+        module._buffers.update({name: b.to(device) for name, b in module._buffers.items() if b is not None})  # noqa: SLF001
 
 
 def shard(

@@ -125,9 +125,9 @@ def _gathered_file(config: Config, model: PolicyModel, file: HfFile, *, is_own: 
     buffers = persistent_buffers(model.causal_lm)
     tensors: dict[str, Tensor] = {}
     for group in file.groups:
-        # The other ranks gather too and keep nothing.
+        # The other ranks gather too, and copy nothing to the host.
         whole = ((name, _whole(parameters, names[name], config.learner.lora)) for name in group if name in names)
-        kept = {name: weight for name, weight in whole if is_own}
+        kept = {name: weight.cpu() for name, weight in whole if is_own}
         if is_own:
             kept |= {name: buffers[name].to("cpu", copy=True) for name in group if name in buffers}
             tensors |= hub_tensors(model.causal_lm, kept)
@@ -140,7 +140,7 @@ def sent_weights(model: PolicyModel, lora: LoraSection) -> Iterator[tuple[str, T
     if lora.sends_adapter:
         return ((name, weight.to(EXPORT_DTYPE).cpu()) for name, weight in adapter_weights(model.causal_lm, lora))
     parameters = dict(named_weights(model))
-    return _as_on_the_hub(model, lambda name: _whole(parameters, name, lora))
+    return _as_on_the_hub(model, lambda name: _whole(parameters, name, lora).cpu())
 
 
 def weight_shapes(model: PolicyModel) -> list[tuple[str, torch.Size]]:
@@ -157,7 +157,7 @@ def device_weights(model: PolicyModel, lora: LoraSection, device: torch.device) 
     Collective. Weights that live in host memory (`learner.cpu_offload`) are moved there first: it gathers faster.
     """
     parameters = dict(named_weights(model))
-    return _as_on_the_hub(model, lambda name: _gathered(parameters, name, lora, device))
+    return _as_on_the_hub(model, lambda name: _whole(parameters, name, lora, device))
 
 
 def _as_on_the_hub(model: PolicyModel, weight_of: Callable[[str], Tensor]) -> Iterator[tuple[str, Tensor]]:
@@ -167,21 +167,19 @@ def _as_on_the_hub(model: PolicyModel, weight_of: Callable[[str], Tensor]) -> It
         yield from hub_tensors(model.causal_lm, {name: weight_of(own[name]) for name in group}).items()
 
 
-def _gathered(
+def _whole(
     parameters: Mapping[str, nn.Parameter], name: str, lora: LoraSection, device: torch.device | None = None
 ) -> Tensor:
-    """The full tensor in bfloat16, with its adapter merged in; without a device on that of its shards."""
+    """The full tensor in bfloat16, with its adapter merged in; without a device on that of its shards.
+
+    Never the learner's own memory.
+    """
     # Adapters are merged in float32 and rounded once, as weights are that are trained directly; those are cast before
     # they are gathered, so that half the bytes travel.
     own: Any = merged_weight(parameters, name, lora) if lora.rank > 0 else parameters[name].detach()
     narrow = own.to(EXPORT_DTYPE).to(device or own.device)
     full: Tensor = narrow.full_tensor() if hasattr(narrow, "full_tensor") else narrow
     return full
-
-
-def _whole(parameters: Mapping[str, nn.Parameter], name: str, lora: LoraSection) -> Tensor:
-    """The same on the host. Never the learner's own memory."""
-    return _gathered(parameters, name, lora).cpu()
 
 
 def _local(parameter: Tensor) -> Tensor:
