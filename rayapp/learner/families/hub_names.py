@@ -56,12 +56,10 @@ def sources_of(causal_lm: Any, files: Iterable[str], targets: dict[str, Tensor])
 
 def groups_of(causal_lm: Any, names: Iterable[str]) -> list[tuple[str, ...]]:
     """The model's names in their order, those of tensors that are converted together in one group."""
-    from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter, rename_source_key
 
-    used = getattr(causal_lm, "_weight_conversions", None)  # none before `sources_of`
-    conversions = get_model_conversion_mapping(causal_lm, add_legacy=False) if used is None else used
-    inverted = [each.reverse_transform() for each in reversed(conversions) if isinstance(each, WeightConverter)]
+    used = reversed(causal_lm._weight_conversions)  # noqa: SLF001 - of `sources_of`
+    inverted = [each.reverse_transform() for each in used if isinstance(each, WeightConverter)]
     groups: dict[str, list[str]] = {}
     for name in names:
         groups.setdefault(rename_source_key(name, [], inverted)[0], []).append(name)
