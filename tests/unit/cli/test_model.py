@@ -22,7 +22,7 @@ def test_models_check_gives_the_reason_of_one_that_can_not_be_trained(capsys: py
     assert run(["models", "check", "bloom", "--no-engine"]) == 1
     assert "its attention adds a bias by distance" in capsys.readouterr().out
     assert run(["models", "check", "bloom", "--table"]) == 1
-    assert capsys.readouterr().out.startswith("| bloom | refused: its attention adds")
+    assert capsys.readouterr().out.startswith("| bloom | | refused: its attention adds")
 
 
 def test_models_check_knows_no_such_family(capsys: pytest.CaptureFixture[str]) -> None:
