@@ -85,7 +85,7 @@ def _row(name: str, checks: list[Check]) -> str:
 
     family = FAMILIES.get(name, Family())
     if family.refused:
-        return f"| {name} | refused: {family.refused} | | | | |"
+        return f"| {name} | | refused: {family.refused} | | | | |"
     cells = {check.what: "ok" if check.holds else f"**no**: {check.detail[:90]}" for check in checks}
     found = (cells.get(what, "") for what in ("learner", "adapters", "final/", "engine"))
-    return f"| {name} | {' | '.join(found)} | {', '.join(family.parsers)} |"
+    return f"| {name} | {', '.join(family.needs)} | {' | '.join(found)} | {', '.join(family.parsers)} |"

@@ -236,8 +236,9 @@ def small_config(text: Any) -> Any:
 def _num_layers(text: Any) -> int:
     """As many as it takes until a layer of each type is there."""
     lists = [value for value in vars(text).values() if isinstance(value, list) and len(value) == text.num_hidden_layers]
-    firsts = [kinds.index(kind) for kinds in lists if all(isinstance(kind, str) for kind in kinds) for kind in kinds]
-    return min(text.num_hidden_layers, max([_LAYERS, *(first + 1 for first in firsts)]))
+    kinds = [kinds for kinds in lists if all(isinstance(kind, str) for kind in kinds)]
+    firsts = [layers.index(kind) for layers in kinds for kind in layers]
+    return min(int(text.num_hidden_layers), max([_LAYERS, *(first + 1 for first in firsts)]))
 
 
 def _plain(causal_lm: Any, tokens: Sequence[int]) -> Tensor:

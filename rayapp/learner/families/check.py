@@ -129,7 +129,7 @@ def plain_model(folder: Path, num_tokens: int) -> Any:
 
 
 def _learner(subject: Subject, folder: Path, groups: Any, plain: trial.Scores) -> tuple[bool, str]:
-    errors = []
+    errors, shares = [], False
     for share in (False, True):
         with trial.learner_of(trial.trial_config(folder, share_prefixes=share)) as learner:
             found = trial.learner_scores(learner, groups)

@@ -90,7 +90,7 @@ def trial_config(folder: Path, **learner: Any) -> Config:
             "cluster": {"device": "cpu"},
             "rollout": rollout,
             "learner": section | learner,
-            "server": {"kv_cache_gib": 1, "dtype": "float32"},
+            "server": {"kv_cache_gib": 1, "dtype": "float32", "cpu_threads": 1, "max_num_seqs": 8},
         }
     )
 

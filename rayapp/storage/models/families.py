@@ -22,7 +22,8 @@ Need = Literal[
     "borders",
     "longrope",
 ]
-"""What a family has beside attention to all tokens and a plain output layer."""
+"""What a family has beside attention to all tokens and a plain output layer. `borders`: layers that read along the
+sequence by other means than attention."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,12 +37,6 @@ class Family:
     """Why it can't be trained; empty where it can."""
     tiny: Mapping[str, Any] = field(default_factory=dict)
     """Values of its config that make it small, beside those of `TINY`."""
-
-    @property
-    def shares_prefixes(self) -> bool:
-        """False where layers read along the sequence otherwise than by attention: they compute every sequence whole,
-        however many tokens it shares, and memory would follow what they compute and not what is counted."""
-        return "borders" not in self.needs
 
 
 TINY = {

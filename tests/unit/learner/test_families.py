@@ -10,6 +10,7 @@ from safetensors.torch import load_file
 
 from rayapp.learner.families import trial
 from rayapp.learner.families.check import VOCABULARY, plain_model, subject_of
+from rayapp.learner.families.mixers import mixers_of
 from rayapp.learner.state.export import sent_weights, weight_shapes
 from rayapp.storage.models.families import FAMILIES
 
@@ -29,6 +30,7 @@ def test_log_probs_and_gradients_of_a_family_are_those_of_plain_attention(name: 
         found = trial.learner_scores(learner, groups)
         sent = dict(sent_weights(learner.model, config.learner.lora))
         shapes = weight_shapes(learner.model)
+        assert bool(mixers_of(learner.model)) == ("borders" in subject.family.needs)
     assert trial.log_prob_error(found, expected) < trial.MAX_LOG_PROB_ERROR
     assert trial.gradient_error(found, expected) < subject.max_gradient_error
     # Servers get what a checkpoint on the hub has, all but buffers, which nobody trains.
