@@ -40,6 +40,7 @@ class Benchmark:
 
 BENCHMARKS = {
     "agent_loop": Benchmark(is_default=True),
+    "gateway": Benchmark(is_default=True),
     "driver": Benchmark(arguments=("--groups", "200", "--steps", "8"), is_default=True),
     "sandbox": Benchmark(arguments=("--json",), is_default=True),
     "weight_sync": Benchmark(arguments=(MODEL,), is_default=True),

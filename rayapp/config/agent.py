@@ -32,15 +32,38 @@ class DataSection(FrozenModel):
     """Folder where each machine keeps copies of remote files, and of a model on s3://."""
 
 
+class ExternalSection(FrozenModel):
+    """An agent of the user's own, which asks the policy through the API that it already speaks (docs/agents.md)."""
+
+    command: tuple[str, ...] = ()
+    """Program and arguments, run once a trajectory, beside the rollout worker. {prompt}, {task_file}, {folder}, {model}
+    and {url} are filled in. Either this or entry."""
+    entry: str = ""
+    """An async function in place of a program: package.module:function or file.py:function."""
+    answer_file: str = ""
+    """File in the agent's folder that holds its answer when it ends. Empty: what entry returned, else what the policy
+    said last."""
+    timeout_s: float = Field(600.0, gt=0.0)
+    """Time of a trajectory's agent; then it is ended, and what is there is scored."""
+    env: dict[str, str] = Field(default_factory=dict)
+    """Variables of the program, beside those that lead it to the policy. It sees none of the trainer's."""
+    max_output_chars: int = Field(16384, ge=0)
+    """The end of what the program writes that is kept with its trajectory."""
+    inside: bool = False
+    """Run the program in the trajectory's sandbox. Not there yet: true is refused."""
+
+
 class AgentSection(FrozenModel):
     """How the policy and its tools take turns."""
 
     tool_file: str = ""
     """Tool file (docs/tools.md), also in verl's format. Empty: no tools but those that a coding task brings."""
-    default_agent: Literal["tool_agent", "single_turn_agent"] = "tool_agent"
-    """Agent of rows without agent_name: tool_agent (turns and tools), or single_turn_agent (one answer, no tools)."""
-    task_agent: Literal["single_turn_agent", "tool_agent"] = "single_turn_agent"
+    default_agent: Literal["tool_agent", "single_turn_agent", "external_agent"] = "tool_agent"
+    """Agent of rows without agent_name: tool_agent (turns and tools), or single_turn_agent (one answer, no tools).
+    external_agent plays all rows, whatever they name."""
+    task_agent: Literal["single_turn_agent", "tool_agent", "external_agent"] = "single_turn_agent"
     """The same of tasks."""
+    external: ExternalSection = ExternalSection()
     tool_parser: str = "auto"
     """vLLM's name of the parser that fits the model, e.g. hermes for Qwen2.5 and Qwen3. auto: the one that reads what
     the model's chat template writes, those of its family first (docs/models.md)."""

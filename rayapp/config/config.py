@@ -72,7 +72,7 @@ class Config(FrozenModel):
 
     @property
     def default_agent(self) -> str:
-        """Who plays tasks, and data rows that name no agent: tool_agent or single_turn_agent."""
+        """Who plays tasks, and data rows that name no agent: tool_agent, single_turn_agent or external_agent."""
         return self.agent.default_agent if self.uses_data else self.agent.task_agent
 
     @property
@@ -205,6 +205,7 @@ def _check_agreement(config: Config) -> None:
     """Raises ValueError: what does not fit together, both values, and the way out."""
     _tasks_or_data(config)
     _sources_fit(config)
+    _external_agents_fit(config)
     _placement_fits(config)
     _gpus_suffice(config)
     _minibatches_divide(config)
@@ -231,6 +232,37 @@ def _sources_fit(config: Config) -> None:
                     f"{where}: rollout.{key} is {own:g}, but the run's is {most:g}, which its processes are laid out "
                     f"for. Raise the run's rollout.{key} to {own:g}, or lower the source's."
                 )
+
+
+def _external_agents_fit(config: Config) -> None:
+    for source in sources_of(config):
+        agent, where = source.config.agent, f"source {source.name}: " if source.name else ""
+        external, key = agent.external, "default_agent" if source.config.uses_data else "task_agent"
+        is_given = bool(external.command), bool(external.entry)
+        if source.config.default_agent != "external_agent":
+            if any(is_given):
+                raise ValueError(
+                    f"{where}agent.external is set, but agent.{key} is {source.config.default_agent}: nobody would run "
+                    f"it. Set agent.{key}: external_agent, or leave agent.external out."
+                )
+            continue
+        if all(is_given) or not any(is_given):
+            raise ValueError(
+                f"{where}agent.{key} is external_agent, and agent.external has "
+                f"{'both a command and an entry' if all(is_given) else 'neither a command nor an entry'}: give it one "
+                "(docs/agents.md)."
+            )
+        if external.inside:
+            raise ValueError(
+                f"{where}agent.external.inside: agents can't be run in sandboxes yet, as these have no way to the "
+                "policy. Leave it false: the program then runs beside the rollout worker (docs/agents.md)."
+            )
+        if not config.learner.share_prefixes:
+            raise ValueError(
+                f"{where}agent.{key} is external_agent, whose trajectories may fork, and learner.share_prefixes is "
+                "false: what their branches share would be computed for each, and might fit in no micro-batch. Set "
+                "learner.share_prefixes: true."
+            )
 
 
 def _best_metric_exists(config: Config) -> None:
@@ -298,6 +330,11 @@ def _tasks_or_data(config: Config) -> None:
 
 
 def _tools_have_players(config: Config, where: str = "") -> None:
+    if config.agent.tool_file and config.default_agent == "external_agent":
+        raise ValueError(
+            f"{where}agent.tool_file is {config.agent.tool_file!r}, but an external agent brings tools of its own: "
+            "leave it empty."
+        )
     if config.agent.tool_file and not config.uses_data and config.default_agent != "tool_agent":
         raise ValueError(
             f"{where}agent.tool_file is {config.agent.tool_file!r}, but tasks are played in one turn, without tools: "

@@ -190,6 +190,16 @@ class TurnRecord:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Fork:
+    """A place in a trajectory where a token does not go on from the token before it."""
+
+    start: int
+    """Index of the token in `Trajectory.token_ids`."""
+    after: int
+    """Index of the token that it goes on from; -1: it begins a conversation of its own."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Trajectory:
     """One episode.
 
@@ -212,6 +222,12 @@ class Trajectory:
     time_generate_s: float = 0.0
     turns: tuple[TurnRecord, ...] = ()
     """Each turn with its tool calls. Empty for a trajectory that failed before the policy spoke."""
+    forks: tuple[Fork, ...] = ()
+    """By `start`. Empty for one conversation. An agent that edits its history, tries again or has helpers makes a tree
+    of it: every token is in `token_ids` once, in the order of the turns, and `core.forks` says what each was read
+    after."""
+    agent_output: str = ""
+    """What an external agent's program wrote, cut; empty for other agents."""
 
     @property
     def num_tokens(self) -> int:

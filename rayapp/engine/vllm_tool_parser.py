@@ -75,6 +75,16 @@ class VllmToolParser:
         blocks = islice(self._block.finditer(text), MAX_CALLS + 1)
         return tuple(call for match in blocks for call in self._read(match.group()))
 
+    def words(self, text: str) -> str:
+        """What is said beside the calls: what is before the first, or what vLLM's parser says if it marks none."""
+        if self._start:
+            return text.partition(self._start)[0].rstrip()
+        _DEADLINE.begin()
+        try:
+            return _DEADLINE.keep(self._parser.extract_tool_calls, text, self._request).content or ""
+        except Exception:  # boundary: as in _read
+            return text
+
     def _read(self, text: str) -> tuple[RawCall, ...]:
         try:
             found = _DEADLINE.keep(self._parser.extract_tool_calls, text, self._request)

@@ -1,7 +1,8 @@
 """Micro-batches: which tokens one forward computes, and where each trajectory's log-probs are among them.
 
 Built from trajectories by `split`, read by `PolicyModel`. Pure numpy until `to_device`. A micro-batch never splits a
-trajectory; a group may be spread over several, each of which computes the prompt again.
+trajectory; a group may be spread over several, each of which computes the prompt again. A trajectory that is a tree is
+one row of the loss like any other: its branches are packed as those of a group are.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rayapp.core.errors import LearnerError
+from rayapp.core.forks import branches
 from rayapp.core.types import FloatArray, Trajectory
 from rayapp.learner.packing import Packing, common_prefix, pack
 
@@ -37,8 +39,8 @@ class TrainItem:
 
     @property
     def num_inputs(self) -> int:
-        """Tokens that the model reads: the last response token is only ever a target."""
-        return int(np.flatnonzero(self.trajectory.response_mask)[-1])
+        """Tokens that the model reads where nothing is shared: the last response token is only ever a target."""
+        return sum(branch.size for branch in inputs_of(self))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,7 +73,7 @@ def split(items: Sequence[TrainItem], *, max_tokens: int, share_prefixes: bool) 
     Raises:
         LearnerError: a trajectory alone exceeds `max_tokens`, or it has a response token without a prompt.
     """
-    ordered = sorted(items, key=lambda item: (item.group, inputs_of(item).astype(">u4").tobytes()))
+    ordered = sorted(items, key=lambda item: (item.group, inputs_of(item)[0].astype(">u4").tobytes()))
     costs = _costs(ordered, max_tokens, share_prefixes=share_prefixes)
     total = sum(marginal for marginal, _ in costs)
     # Fill all bins about equally: the rest after full ones would be small, and small matrix products are slow.
@@ -97,7 +99,7 @@ def make_micro_batch(items: Sequence[TrainItem], *, share_prefixes: bool) -> Mic
     for item in items:
         groups.setdefault(item.group, []).append(item)
     ordered = [item for members in groups.values() for item in members]
-    trees = [[inputs_of(item) for item in members] for members in groups.values()]
+    trees = [[branch for item in members for branch in inputs_of(item)] for members in groups.values()]
     packing = pack(trees, share_prefixes=share_prefixes)
     return _index(ordered, packing)
 
@@ -119,9 +121,29 @@ def empty_micro_batch(pad_token: int = 0) -> MicroBatch:
     )
 
 
-def inputs_of(item: TrainItem) -> NDArray[np.int32]:
-    """(num_inputs,) tokens up to, but without, the last response token."""
-    return item.trajectory.token_ids[: item.num_inputs]
+def inputs_of(item: TrainItem) -> list[NDArray[np.int32]]:
+    """The tokens that the model reads of each branch: up to, but without, the last that is trained there."""
+    tokens = item.trajectory.token_ids
+    return [tokens[path[: responses[-1]]] for path, responses in trained_branches(item.trajectory)]
+
+
+def trained_branches(trajectory: Trajectory) -> list[tuple[Int64Array, Int64Array]]:
+    """Each branch as indices of its tokens, and the places in it of the response tokens that are trained there: all
+    but those of branches before it, so that each is trained once. Branches that train nothing are left out."""
+    left, found = trajectory.response_mask.copy(), list[tuple[Int64Array, Int64Array]]()
+    for path in branches(trajectory.num_tokens, trajectory.forks):
+        responses = np.flatnonzero(left[path])
+        left[path] = False
+        if responses.size:
+            found.append((path, responses))
+    return found
+
+
+def _num_unique(item: TrainItem) -> int:
+    """Tokens that the model reads where each is computed once."""
+    if not item.trajectory.forks:
+        return item.num_inputs
+    return int(np.unique(np.concatenate([path[: last[-1]] for path, last in trained_branches(item.trajectory)])).size)
 
 
 def _costs(ordered: Sequence[TrainItem], max_tokens: int, *, share_prefixes: bool) -> list[tuple[int, int]]:
@@ -129,18 +151,18 @@ def _costs(ordered: Sequence[TrainItem], max_tokens: int, *, share_prefixes: boo
     costs: list[tuple[int, int]] = []
     previous: TrainItem | None = None
     for item in ordered:
-        alone = item.num_inputs
+        alone = _num_unique(item) if share_prefixes else item.num_inputs
         _check_length(item, alone, max_tokens)
         shared = 0
         if share_prefixes and previous is not None and previous.group == item.group:
-            shared = common_prefix(inputs_of(previous), inputs_of(item))
+            shared = common_prefix(inputs_of(previous)[0], inputs_of(item)[0])
         costs.append((alone - shared, alone))
         previous = item
     return costs
 
 
 def _check_length(item: TrainItem, num_tokens: int, max_tokens: int) -> None:
-    if bool(item.trajectory.response_mask[0]):
+    if any(responses[0] == 0 for _, responses in trained_branches(item.trajectory)):
         raise LearnerError("a trajectory starts with a response token: there is no prompt to predict it from")
     if num_tokens > max_tokens:
         raise LearnerError(
@@ -153,10 +175,14 @@ def _check_length(item: TrainItem, num_tokens: int, max_tokens: int) -> None:
 def _index(items: Sequence[TrainItem], packing: Packing) -> MicroBatch:
     """Find the unique pairs (position, next token) and where each response token's pair is."""
     positions, targets = [], []
-    for item, path in zip(items, packing.paths, strict=True):
-        responses = np.flatnonzero(item.trajectory.response_mask)
-        positions.append(path[responses - 1])
-        targets.append(item.trajectory.token_ids[responses].astype(np.int64))
+    packed = iter(packing.paths)
+    for item in items:
+        position_of = np.zeros(item.trajectory.num_tokens, np.int64)
+        for path, responses in trained_branches(item.trajectory):
+            position_of[path[responses]] = next(packed)[responses - 1]
+        mask = item.trajectory.response_mask
+        positions.append(position_of[mask])
+        targets.append(item.trajectory.token_ids[mask].astype(np.int64))
     lengths = np.array([position.size for position in positions])
     flat = np.stack([np.concatenate(positions), np.concatenate(targets)], axis=1)
     pairs, pair_of = np.unique(flat, axis=0, return_inverse=True)

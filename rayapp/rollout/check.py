@@ -19,8 +19,9 @@ from rayapp.core.errors import ConfigError, InputError
 from rayapp.core.location import Location
 from rayapp.rollout.agent.build import check_template
 from rayapp.rollout.agent.chat import load_template
-from rayapp.rollout.agent.loops import SINGLE_TURN_AGENT, check_agent_name
+from rayapp.rollout.agent.loops import EXTERNAL_AGENT, SINGLE_TURN_AGENT, check_agent_name
 from rayapp.rollout.data_groups import answer_rewards
+from rayapp.rollout.external.agent import check_agent
 from rayapp.rollout.order import evaluation_waves
 from rayapp.rollout.prompts import render_prompts
 from rayapp.rollout.sources import naming
@@ -73,6 +74,8 @@ def input_checks(
     for source in sources_of(config):
         own = source.config
         checks = {"tools": partial(_check_tools, own, training=training, has_tokenizer=has_tokenizer)}
+        if own.default_agent == EXTERNAL_AGENT:
+            checks["agent"] = partial(check_agent, own)
         if own.uses_data:
             files = (*own.data.train_files, *own.data.eval_files)
             wanted = [file for file in files if may_fetch or not Location.parse(file).is_remote]
@@ -105,6 +108,10 @@ def check_tasks(config: Config, *, training: bool, has_tokenizer: bool = True) -
         if config.default_agent == SINGLE_TURN_AGENT:
             if has_tokenizer:
                 render_prompts(config, tasks)
+            continue
+        if config.default_agent == EXTERNAL_AGENT:
+            for task in tasks:
+                agent_start(task)
             continue
         # The workers measure the agent's prompts: they have the tools' schemas.
         brought = {name: f"task {task.name}: tools: {name}" for task in tasks for name in agent_start(task).tools}

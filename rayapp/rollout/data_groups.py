@@ -12,14 +12,18 @@ from rayapp.core.protocols import SandboxSource
 from rayapp.core.types import Prompt, Reward
 from rayapp.rollout.agent.build import open_loop
 from rayapp.rollout.agent.episode import AgentPrompt, Episode
-from rayapp.rollout.agent.loops import AgentLoops, agent_loops, check_agent_name
+from rayapp.rollout.agent.loops import EXTERNAL_AGENT, AgentLoops, agent_loops, check_agent_name
 from rayapp.rollout.agent.outcome import tool_reward, tool_verdict, with_terms
+from rayapp.rollout.external.agent import ExternalAgent
 from rayapp.rollout.group import Assignment
 from rayapp.rollout.order import GroupRequest, scoring_seed
 from rayapp.tasks.answers import Answer, AnswerRewards, score_answer
 from rayapp.tasks.custom_rewards import CustomReward
 from rayapp.tasks.data.data_row import DataRow
 from rayapp.tasks.data.reading import Encode, ReadOptions, TrainingData, open_data
+
+Players = AgentLoops | ExternalAgent
+"""Who plays rows."""
 
 
 class DataGroups:
@@ -28,7 +32,7 @@ class DataGroups:
     def __init__(
         self,
         config: Config,
-        loops: AgentLoops,
+        players: Players,
         rewards: AnswerRewards,
         sandboxes: SandboxSource,
         *,
@@ -36,7 +40,7 @@ class DataGroups:
         held_out: TrainingData | None,
     ) -> None:
         self._config = config
-        self._loops = loops
+        self._players = players
         self._rewards = rewards
         self._sandboxes = sandboxes
         self._train = train
@@ -50,13 +54,17 @@ class DataGroups:
         if rewards.custom is not None:
             # Its imports may take seconds, which would hold up every trajectory of this process.
             await asyncio.to_thread(rewards.custom.load)
-        loops = agent_loops(await open_loop(config, sandboxes), config.default_agent)
+        players: Players = (
+            await ExternalAgent.open(config)
+            if config.default_agent == EXTERNAL_AGENT
+            else agent_loops(await open_loop(config, sandboxes), config.default_agent)
+        )
         try:
-            train, held_out = await open_files(config, loops.prompt_ids)
+            train, held_out = await open_files(config, players.prompt_ids)
         except BaseException:
-            await loops.close()
+            await players.close()
             raise
-        return cls(config, loops, rewards, sandboxes, train=train, held_out=held_out)
+        return cls(config, players, rewards, sandboxes, train=train, held_out=held_out)
 
     @property
     def num_eval_prompts(self) -> int:
@@ -70,7 +78,7 @@ class DataGroups:
 
     async def assignment(self, request: GroupRequest, *, seed: int) -> Assignment:
         tests = scoring_seed(request.group_id, seed=seed)
-        return assignment_of(await self._row(request), self._loops, self._rewards, self._sandboxes, seed=tests)
+        return assignment_of(await self._row(request), self._players, self._rewards, self._sandboxes, seed=tests)
 
     async def _row(self, request: GroupRequest) -> DataRow:
         rows = self._train if request.purpose == "group" else self._held_out
@@ -81,11 +89,11 @@ class DataGroups:
 
     async def close(self) -> None:
         """End what the tools hold."""
-        await self._loops.close()
+        await self._players.close()
 
 
 def assignment_of(
-    row: DataRow, loops: AgentLoops, rewards: AnswerRewards, sandboxes: SandboxSource, *, seed: int = 0
+    row: DataRow, players: Players, rewards: AnswerRewards, sandboxes: SandboxSource, *, seed: int = 0
 ) -> Assignment:
     """What the trajectories of a row's group are to do.
 
@@ -95,13 +103,16 @@ def assignment_of(
     Raises:
         InputError: there is no loop of the row's agent_name.
     """
-    loop = loops.of(row.agent_name)
+    score = partial(_score, row, rewards, sandboxes, seed)
+    if isinstance(players, ExternalAgent):
+        return players.assignment(row.data_source, row.messages, score)
+    loop = players.of(row.agent_name)
     text = loop.chat.tokenizer.decode(list(row.prompt_ids), skip_special_tokens=False)
     return Assignment(
         # The row's source stands where a task's name would.
         prompt=Prompt(task=row.data_source, text=text, token_ids=np.array(row.prompt_ids, np.int32)),
         play=partial(loop.run, AgentPrompt(token_ids=row.prompt_ids, tools_kwargs=row.tools_kwargs)),
-        score=partial(_score, row, rewards, sandboxes, seed),
+        score=score,
     )
 
 

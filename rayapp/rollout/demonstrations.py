@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ import numpy as np
 
 from rayapp.config.config import Config, all_tasks
 from rayapp.core.errors import InputError
-from rayapp.core.types import Reward, RolloutStatus, Trajectory
+from rayapp.core.types import Fork, Reward, RolloutStatus, Trajectory
 from rayapp.rollout.agent.chat import ChatTokenizer, load_template
 from rayapp.storage.models.tokenizer import load_tokenizer
 from rayapp.tasks.coding import CodingTask
@@ -164,7 +164,11 @@ def _of_tokens(row: Mapping[str, Any]) -> Trajectory:
         raise ValueError(f"token_ids {token_ids.shape} and response_mask {mask.shape} must be lists of one length")
     if not mask.any() or mask[0]:
         raise ValueError("response_mask must begin with the prompt (false) and mark at least one token")
-    return _trajectory_of(token_ids, mask, str(row.get("completion") or ""))
+    forks = tuple(Fork(**fork) for fork in row.get("forks") or ())
+    starts = [fork.start for fork in forks]
+    if starts != sorted({*starts} & {*range(1, token_ids.size)}) or any(fork.after >= fork.start for fork in forks):
+        raise ValueError("forks must have a start within the tokens each, in order, and go on from a token before it")
+    return replace(_trajectory_of(token_ids, mask, str(row.get("completion") or "")), forks=forks)
 
 
 def _of_texts(row: Mapping[str, Any], tokenizer: ChatTokenizer) -> Trajectory:

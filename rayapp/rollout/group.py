@@ -109,6 +109,9 @@ async def _trajectory(
     prompt = assignment.prompt
     try:
         async with asyncio.timeout(deadline_s):
+            if not prompt.token_ids.size:
+                # An external agent writes its prompts: nobody knows when it first asks, and others shall not wait.
+                await seat.fill()
             episode = await assignment.play(engine=seat, sampling=seat.sampling, request_id=seat.request_id)
             reward = await assignment.score(episode)
         await seat.fill()
@@ -164,7 +167,8 @@ class _CohortSeat:
         self._is_taken = True
         one_token = replace(self.sampling, max_tokens=1)
         try:
-            await self._engine.generate(f"{self.request_id}/turn=0", self._prompt.token_ids.tolist(), one_token)
+            prompt_ids = self._prompt.token_ids.tolist() or [0]
+            await self._engine.generate(f"{self.request_id}/turn=0", prompt_ids, one_token)
         except (EngineError, DeadlineError) as error:
             # This trajectory has failed already; those that need the engine will say so themselves.
             log.info("%s: its place in the cohort was not filled: %s", self.request_id, error)

@@ -104,6 +104,11 @@ def scoring_seed(group_id: int, *, seed: int) -> int:
     return _mix(seed, group_id, 0)
 
 
+def seed_of_call(seed: int, number: int) -> int:
+    """Seed of an external agent's call, from its trajectory's."""
+    return _mix(seed, number)
+
+
 def evaluation_seed(seed: int) -> int:
     """Run seed under which evaluation samples and draws tests: apart from everything that training sees."""
     return _mix(seed, MAX_SEED)

@@ -20,8 +20,9 @@ from typing import Protocol
 from rayapp.config.config import Config, Source, sources_of
 from rayapp.core.errors import UserError
 from rayapp.core.protocols import SandboxSource
-from rayapp.rollout.agent.loops import SINGLE_TURN_AGENT
+from rayapp.rollout.agent.loops import EXTERNAL_AGENT, SINGLE_TURN_AGENT
 from rayapp.rollout.data_groups import DataGroups
+from rayapp.rollout.external.agent import ExternalAgent
 from rayapp.rollout.group import Assignment
 from rayapp.rollout.mixing import Mixing
 from rayapp.rollout.order import GroupRequest
@@ -134,7 +135,8 @@ async def _open(config: Config, sandboxes: SandboxSource) -> Groups:
     if config.default_agent == SINGLE_TURN_AGENT:
         held_out = prompted_tasks(config, config.eval.tasks) if config.eval.tasks else ()
         return TaskGroups(prompted_tasks(config, config.tasks), held_out, sandboxes)
-    agents = TaskAgents.of(config, sandboxes)
+    is_external = config.default_agent == EXTERNAL_AGENT
+    agents = await ExternalAgent.open(config) if is_external else TaskAgents.of(config, sandboxes)
     try:
         train = await agents.prompted(load_tasks(config.tasks))
         held_out = await agents.prompted(load_tasks(config.eval.tasks)) if config.eval.tasks else ()

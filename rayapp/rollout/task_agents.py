@@ -116,7 +116,7 @@ def agent_start(task: Task) -> AgentStart:
     """
     if not isinstance(task, AgentTask):
         raise InputError(
-            f"task {task.name}: agent.task_agent is tool_agent, but the task has no method agent_start, which says "
-            "what an agent is told and finds (rayapp/core/protocols.py). Use single_turn_agent for it."
+            f"task {task.name}: agent.task_agent says that an agent plays it, but it has no method agent_start, which "
+            "says what one is told and finds (rayapp/core/protocols.py). Use single_turn_agent for it."
         )
     return task.agent_start()

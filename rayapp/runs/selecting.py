@@ -20,7 +20,8 @@ from rayapp.core.errors import InputError
 from rayapp.core.files import aside
 from rayapp.runs.trajectories import SCHEMA
 
-READ = ("step", "group_id", "task", "prompt", "completion", "reward", "valid", "token_ids", "response_mask")
+READ = ("step", "group_id", "task", "prompt", "completion", "reward", "valid", "token_ids", "response_mask",
+        "forks")  # fmt: skip
 WRITTEN = pa.schema([SCHEMA.field(name) for name in READ if name != "valid"])
 BATCH_ROWS = 1024
 
@@ -86,7 +87,7 @@ def _chosen(files: list[Path], selection: Selection, count: Selected) -> Iterato
         if not row.pop("valid") or row["reward"] < selection.min_reward:
             continue
         # With the mask: what a tool said and what the policy wrote may be the same tokens.
-        key = hashlib.sha256(repr((prompt, row["token_ids"], row["response_mask"])).encode()).digest()
+        key = hashlib.sha256(repr((prompt, row["token_ids"], row["response_mask"], row["forks"])).encode()).digest()
         if key in seen:
             count.num_repeated += 1
         elif selection.max_per_prompt is None or taken[prompt] < selection.max_per_prompt:
@@ -99,6 +100,9 @@ def _chosen(files: list[Path], selection: Selection, count: Selected) -> Iterato
 def _rows(files: list[Path]) -> Iterator[dict[str, Any]]:
     for file in files:
         try:
-            yield from pq.read_table(file, columns=list(READ)).to_pylist()
+            names = set(pq.read_schema(file).names)
+            for row in pq.read_table(file, columns=[name for name in READ if name in names]).to_pylist():
+                # Files written before there were external agents have no such column.
+                yield {"forks": []} | row
         except (pa.ArrowException, OSError) as error:
             raise InputError(f"{file} can't be read: {' '.join(str(error).split())[:200]}") from error

@@ -22,6 +22,7 @@ from rayapp.core.types import (
     CallRecord,
     ExecRecord,
     FloatArray,
+    Fork,
     Group,
     Prompt,
     Reward,
@@ -74,6 +75,7 @@ _TURN = pa.struct(
         ("version_spans", pa.list_(_SPAN)),
     ]
 )
+_FORK = pa.struct([("start", pa.int32()), ("after", pa.int32())])
 SCHEMA = pa.schema(
     [
         ("step", pa.int32()),
@@ -104,6 +106,8 @@ SCHEMA = pa.schema(
         ("time_generate_s", pa.float64()),
         ("time_score_s", pa.float64()),
         ("turns", pa.list_(_TURN)),
+        ("forks", pa.list_(_FORK)),
+        ("agent_output", pa.string()),
     ],
     metadata={_KEY: SCHEMA_VERSION.encode()},
 )
@@ -199,6 +203,8 @@ def _row(step: int, group: Group, index: int, of_response: FloatArray | None) ->
         "time_generate_s": trajectory.time_generate_s,
         "time_score_s": reward.time_score_s,
         "turns": [asdict(turn) for turn in trajectory.turns],
+        "forks": [asdict(fork) for fork in trajectory.forks],
+        "agent_output": trajectory.agent_output,
     }
 
 
@@ -255,6 +261,9 @@ def _trajectory(row: dict[str, Any]) -> Trajectory:
         time_generate_s=row["time_generate_s"],
         # Files written before there were tools have no such column.
         turns=tuple(_turn(turn) for turn in row.get("turns") or ()),
+        # Nor those written before there were external agents these two.
+        forks=tuple(Fork(**fork) for fork in row.get("forks") or ()),
+        agent_output=row.get("agent_output") or "",
     )
 
 

@@ -125,22 +125,24 @@ class CustomReward:
         self._function = None
 
 
-def load_function(path: str) -> Callable[..., Any]:
+def load_function(path: str, *, what: str = "reward function") -> Callable[..., Any]:
     """The function that `module:name` or `file.py:name` names.
 
+    Args:
+        what: it is for, in messages.
     Raises:
         ConfigError: it can't be imported, isn't there, or is no function.
     """
     place, _, name = path.rpartition(":")
     if not place or not name:
-        raise ConfigError(f"reward function {path!r}: write package.module:function or file.py:function")
+        raise ConfigError(f"{what} {path!r}: write package.module:function or file.py:function")
     try:
         module = _load_file(Path(place)) if place.endswith(".py") else importlib.import_module(place)
     except (Exception, SystemExit) as error:  # boundary: the module is the user's and raises what it likes
-        raise ConfigError(f"reward function {path!r} can't be imported: {type(error).__name__}: {error}") from error
+        raise ConfigError(f"{what} {path!r} can't be imported: {type(error).__name__}: {error}") from error
     function = getattr(module, name, None)
     if not callable(function):
-        raise ConfigError(f"reward function {path!r}: {place} has no function {name!r}")
+        raise ConfigError(f"{what} {path!r}: {place} has no function {name!r}")
     return function  # type: ignore[no-any-return]
 
 

@@ -19,6 +19,9 @@ class HermesParser:
     def parse(self, text: str) -> tuple[RawCall, ...]:
         return tuple(_read_block(match.group(1)) for match in islice(_BLOCK.finditer(text), MAX_CALLS + 1))
 
+    def words(self, text: str) -> str:
+        return text.partition("<tool_call>")[0].rstrip()
+
 
 def _read_block(block: str) -> RawCall:
     try:

@@ -62,7 +62,8 @@ def _scalars(random: np.random.Generator, step: int, rows: int) -> dict[str, Any
     tasks = [TASKS[group % len(TASKS)] for group in groups]
     terms = [[("pass_rate", max(0.0, reward)), ("solved", float(reward == 1))] for reward in rewards.tolist()]
     same = {"index": np.arange(rows) % GROUP_SIZE, "step": np.full(rows, step), "group_id": groups, "reward": rewards}
-    texts = {"prefill": "", "reward_detail": "", "failure_kind": "", "source": "", "status": "completed"}
+    empty = ("prefill", "reward_detail", "failure_kind", "source", "agent_output")
+    texts = dict.fromkeys(empty, "") | {"status": "completed"}
     numbers = {
         "num_prompt_tokens": PROMPT_TOKENS,
         "num_response_tokens": RESPONSE_TOKENS,
@@ -81,6 +82,7 @@ def _scalars(random: np.random.Generator, step: int, rows: int) -> dict[str, Any
             "prompt": pa.array(prompts),
             "stop": pa.array([[]] * rows, SCHEMA.field("stop").type),
             "turns": pa.array([[]] * rows, SCHEMA.field("turns").type),
+            "forks": pa.array([[]] * rows, SCHEMA.field("forks").type),
             "reward_terms": pa.array(terms, SCHEMA.field("reward_terms").type),
             "reward_status": pa.array(np.array(STATUSES)[random.integers(0, len(STATUSES), rows)]),
             "valid": pa.array([True] * rows),

@@ -29,6 +29,10 @@ class ToolCallParser(Protocol):
         """Every call in one turn's text, in order; special tokens of the model are part of the text."""
         ...
 
+    def words(self, text: str) -> str:
+        """What is said beside the calls, in a text that has some."""
+        ...
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleCall:
@@ -53,6 +57,14 @@ class SampleCall:
 
 MAX_CALLS = 64
 """Most calls of one turn that are read. A token or two begin a call, and each costs a parse, a record and a result."""
+
+
+def thoughts_of(text: str) -> str:
+    """The rest of the turn: what it thought, without the marks."""
+    thoughts, end, _ = text.rpartition("</think>")
+    if not end:
+        return "" if after_thoughts(text) else text.strip().removeprefix("<think>").strip()
+    return thoughts.strip().removeprefix("<think>").strip()
 
 
 def after_thoughts(text: str) -> str:

@@ -28,7 +28,8 @@ _ANY_TOOL = ToolSchema(
 log = logging.getLogger(__name__)
 
 
-def _vllm_parser(name: str, tokenizer: Any, tools: Sequence[ToolSchema], sample: SampleCall | None) -> ToolCallParser:
+def vllm_parser(name: str, tokenizer: Any, tools: Sequence[ToolSchema], sample: SampleCall | None) -> ToolCallParser:
+    """vLLM's parser of that name. Raises ConfigError as `load_parser`."""
     from rayapp.engine.vllm_tool_parser import load_parser  # imports vLLM: seconds
 
     return load_parser(name, tokenizer, tools, sample)
@@ -71,7 +72,7 @@ async def open_agent_loop(
     parser: str = "auto",
     chat_template: str = "",
     context: ToolContext | None = None,
-    make_parser: MakeParser = _vllm_parser,
+    make_parser: MakeParser = vllm_parser,
 ) -> AgentLoop:
     """The loop of a process; close it with `await loop.tools.close()`.
 
@@ -90,7 +91,7 @@ async def open_agent_loop(
     try:
         template = load_template(chat_template) if chat_template else ""
         chat = ChatFormat(tokenizer, tools.schemas, template=template, name=model)
-        found = make_parser(parser, tokenizer, tools.schemas, _sample(chat, parser))
+        found = make_parser(parser, tokenizer, tools.schemas, sample_of(chat, parser))
     except BaseException:
         await tools.close()
         raise
@@ -116,11 +117,12 @@ def check_parser(tokenizer: Any, *, model: str, parser: str, chat_template: str)
         ConfigError: the template has no place for tools, or the parser doesn't read what it writes.
     """
     chat = check_template(tokenizer, model=model, chat_template=chat_template)
-    found = _vllm_parser(parser, tokenizer, [_ANY_TOOL], _sample(chat, parser))
+    found = vllm_parser(parser, tokenizer, [_ANY_TOOL], sample_of(chat, parser))
     return str(getattr(found, "name", parser))
 
 
-def _sample(chat: ChatFormat, parser: str) -> SampleCall | None:
+def sample_of(chat: ChatFormat, parser: str) -> SampleCall | None:
+    """A call that the parser must find; None, with a warning, where the template writes none."""
     if not chat.has_tools:
         return None
     sample = chat.sample_call()

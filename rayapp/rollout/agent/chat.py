@@ -117,19 +117,31 @@ class ChatFormat:
     def suffix_ids(
         self, sampled_ids: Sequence[int], tool_texts: Sequence[str], tool_names: Sequence[str] = ()
     ) -> list[int]:
+        """`continuation_ids` where tools have answered.
+
+        Args:
+            tool_texts: results in the order of the calls.
+            tool_names: who gave them; some templates write that.
+        """
+        return self.continuation_ids(sampled_ids, _results(tool_texts, tool_names))
+
+    def continuation_ids(self, sampled_ids: Sequence[int], messages: Sequence[Message]) -> list[int]:
         """What stands between a sampled turn and the next: never sampled, so never trained on.
 
         Args:
             sampled_ids: the turn; what it already holds of the turn's end is not repeated.
-            tool_texts: results in the order of the calls. Control tokens of the model in them are broken up.
-            tool_names: who gave them; some templates write that.
+            messages: of tools and users, none of the assistant. Control tokens of the model in them are broken up.
         """
-        ids = self._encode(self._after_turn([self._neutralize(text) for text in tool_texts], tool_names))
+        ids = self._encode(self._after_turn([self.harmless(message) for message in messages]))
         repeated = _overlap(sampled_ids, ids[: len(self._head_ids)])
         if not repeated and self._end_ids and self._ends_otherwise(sampled_ids):
             # Llama ends a turn that calls with <|eom_id|>: <|eot_id|> would be a second end.
             repeated = 1
         return ids[repeated:]
+
+    def harmless(self, message: Message) -> Message:
+        """The message with the model's control tokens in its content broken up."""
+        return {**message, "content": self._neutralize(message["content"])}
 
     def sample_call(self) -> SampleCall | None:
         """A call of one of the tools as the template writes what an assistant said; None if it writes no calls."""
@@ -164,15 +176,13 @@ class ChatFormat:
         """It ends with a special token. An engine stops only at one that ends a turn, though not always the usual."""
         return bool(token_ids) and token_ids[-1] in self._special_ids
 
-    def _after_turn(self, results: Sequence[str], names: Sequence[str] = ()) -> str:
-        known = [*names, *("unknown" for _ in results[len(names) :])]
-        told = [
-            {"role": "tool", "content": text, "name": name, "tool_call_id": _call_id(i)}
-            for i, (text, name) in enumerate(zip(results, known, strict=True))
-        ]
-        if not self._needs_calls:
+    def _after_turn(self, messages: Sequence[Message]) -> str:
+        results = list(takewhile(lambda message: message["role"] == "tool", messages))
+        told: list[Message] = [{**result, "tool_call_id": _call_id(i)} for i, result in enumerate(results)]
+        told += messages[len(results) :]
+        if not results or not self._needs_calls:
             return self._plain([_QUESTION, _ANSWER, *told]).partition(_STAND_IN)[2]
-        calls = [_call(name, {}, i) for i, name in enumerate(known)]
+        calls = [_call(result["name"], {}, i) for i, result in enumerate(results)]
         asked: list[Message] = [_QUESTION, {"role": "assistant", "content": "", "tool_calls": calls}]
         before = self._plain(asked, add_generation_prompt=False)
         return self._end_text + self._plain([*asked, *told]).removeprefix(before)
@@ -219,13 +229,13 @@ class ChatFormat:
     def _choose_form(self) -> str:
         """Results after a text, or else after calls; what the template writes of two."""
         try:
-            rest = self._after_turn(_RESULTS)
+            rest = self._after_turn(_results(_RESULTS))
             if self._is_whole(rest):
                 return rest
         except Exception:  # boundary: as in render; the other form's error is told if both fail
             rest = ""
         self._needs_calls = True
-        return self._after_turn(_RESULTS)
+        return self._after_turn(_results(_RESULTS))
 
     def _is_whole(self, rest: str) -> bool:
         return all(text in rest for text in _RESULTS) and rest.startswith(self._end_text.rstrip())
@@ -271,6 +281,11 @@ def _added_tokens(tokenizer: ChatTokenizer) -> set[str]:
     """Control tokens as text. Not only those marked special: DeepSeek's <｜User｜> is not. Words and blanks stay."""
     tokens = {*tokenizer.all_special_tokens, *(str(token) for token in _added(tokenizer).values())}
     return {token for token in tokens if _WORD.search(token) and _NO_WORD.search(token)}
+
+
+def _results(texts: Sequence[str], names: Sequence[str] = ()) -> list[Message]:
+    known = [*names, *("unknown" for _ in texts[len(names) :])]
+    return [{"role": "tool", "content": text, "name": name} for text, name in zip(texts, known, strict=True)]
 
 
 def _call_id(index: int) -> str:

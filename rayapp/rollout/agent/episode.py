@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
-from rayapp.core.types import BoolArray, CallRecord, FloatArray, Int32Array, RolloutStatus, TurnRecord
+from rayapp.core.types import BoolArray, CallRecord, FloatArray, Fork, Int32Array, RolloutStatus, TurnRecord
 from rayapp.rollout.agent.cutting import CutSide
 
 
@@ -67,6 +67,10 @@ class Episode:
 
     answer: str | None = None
     """What a tool (`submit`) named as the answer."""
+    forks: tuple[Fork, ...] = ()
+    """As in `Trajectory`."""
+    agent_output: str = ""
+    """What an external agent's program wrote, cut."""
 
     @property
     def final_text(self) -> str:

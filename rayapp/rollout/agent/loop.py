@@ -11,9 +11,7 @@ tool does wrong is text for the policy; what infrastructure does wrong ends the 
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 
 from rayapp.core.errors import InputError, SandboxConfigError, SandboxError, ToolUnavailableError, first_error
@@ -22,16 +20,11 @@ from rayapp.core.types import CallRecord, Completion, RolloutStatus, SamplingPar
 from rayapp.rollout.agent.calls import run_call, too_many
 from rayapp.rollout.agent.chat import ChatFormat
 from rayapp.rollout.agent.episode import AgentLimits, AgentPrompt, Episode, EpisodeEnd
+from rayapp.rollout.agent.parsing import read_calls
 from rayapp.rollout.agent.transcript import Transcript
 from rayapp.tools.base import ToolFailedError
-from rayapp.tools.calls import MAX_CALLS, RawCall, ToolCallParser, after_thoughts
+from rayapp.tools.calls import RawCall, ToolCallParser, after_thoughts
 from rayapp.tools.toolset import ToolSet, ToolStates
-
-log = logging.getLogger(__name__)
-
-_PARSING = ThreadPoolExecutor(1, thread_name_prefix="tool calls")
-"""Parsers take up to a second for what a policy can write; their regular expressions release the interpreter's lock, so
-other trajectories go on. One thread, because parsers keep state."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,22 +106,11 @@ class _Episode:
         sampling = replace(self.sampling, max_tokens=min(self.sampling.max_tokens, self._left()))
         request_id = f"{self.request_id}/turn={len(self.transcript.turns)}"
         completion = await self.transcript.sample_turn(self.engine, request_id, sampling, self._text_of)
-        return completion, await self._calls(self.transcript.turns[-1].text)
+        said = after_thoughts(self.transcript.turns[-1].text)
+        return completion, await read_calls(self.loop.parser, said, self.request_id)
 
     def _text_of(self, completion: Completion) -> str:
         return self.loop.chat.turn_text(completion.token_ids.tolist())
-
-    async def _calls(self, text: str) -> tuple[RawCall, ...]:
-        try:
-            calls = await asyncio.get_running_loop().run_in_executor(
-                _PARSING, self.loop.parser.parse, after_thoughts(text)
-            )
-        except Exception as error:  # boundary: a parser is a program that reads whatever a policy writes
-            log.warning("%s: the tool parser failed: %s: %s", self.request_id, type(error).__name__, error)
-            return (RawCall(problem=f"the parser failed ({type(error).__name__})"),)
-        if len(calls) <= MAX_CALLS:
-            return calls
-        return (*calls[:MAX_CALLS], RawCall(problem=f"calls after the first {MAX_CALLS} of a turn are not read"))
 
     def _suffix(self, completion: Completion, records: Sequence[CallRecord]) -> list[int]:
         names = [record.name if self.loop.tools.get(record.name) else "unknown" for record in records]

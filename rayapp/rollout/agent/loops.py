@@ -18,6 +18,8 @@ from rayapp.tools.calls import RawCall
 from rayapp.tools.toolset import ToolSet
 
 TOOL_AGENT, SINGLE_TURN_AGENT = "tool_agent", "single_turn_agent"
+EXTERNAL_AGENT = "external_agent"
+"""No loop of ours: `rayapp.rollout.external` plays, for all rows and tasks of a source."""
 AGENTS = (TOOL_AGENT, SINGLE_TURN_AGENT)
 
 
@@ -26,6 +28,9 @@ class NoCalls:
 
     def parse(self, text: str) -> tuple[RawCall, ...]:
         return ()
+
+    def words(self, text: str) -> str:
+        return text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -58,6 +58,8 @@ def to_trajectory(episode: Episode, reward: Reward, *, asked_version: int = 0) -
         max_policy_version=max(newest),
         num_turns=len(episode.turns),
         turns=episode.turns,
+        forks=episode.forks,
+        agent_output=episode.agent_output,
         time_generate_s=sum(turn.queued_s + turn.generate_s for turn in episode.turns),
     )
 

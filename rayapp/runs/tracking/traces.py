@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from rayapp.core.forks import before
 from rayapp.core.types import CallRecord, ExecOutcome, Group, Reward, Trajectory, TurnRecord
 
 Decode = Callable[[Sequence[int]], str]
@@ -111,15 +112,16 @@ def to_span(rollout: TracedRollout, decode: Decode) -> Span:
 
 def _turn(trajectory: Trajectory, number: int, turn: TurnRecord, decode: Decode) -> Span:
     generated_s = turn.started_at_s + turn.queued_s + turn.generate_s
+    read = before(turn.start, trajectory.forks)
     generate = Span(
         name="generate",
         kind="LLM",
         start_s=turn.started_at_s,
         end_s=generated_s,
-        inputs={"text": decode(trajectory.token_ids[: turn.start].tolist())},
+        inputs={"text": decode(trajectory.token_ids[read].tolist())},
         outputs={"text": decode(trajectory.token_ids[turn.start : turn.end].tolist())},
         attributes={
-            "num_input_tokens": turn.start,
+            "num_input_tokens": read.size,
             "num_output_tokens": turn.end - turn.start,
             "finish_reason": turn.finish_reason,
             "policy_version": turn.policy_version,

@@ -6,6 +6,7 @@ sets text and never markup.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from itertools import groupby
 from typing import Any
 
@@ -40,6 +41,8 @@ _GROUP_COLUMNS = (
     "time_score_s",
 )
 _TOKEN_COLUMNS = ("token_ids", "response_mask", "rollout_log_probs")
+FORKS = "forks"
+"""Optional column: where tokens don't go on from those before them."""
 RECORDED_TURNS = "turns"
 """Column with the tool calls of each turn, for episodes of the agent loop."""
 LEARNER_LOG_PROBS = "learner_log_probs"
@@ -67,12 +70,12 @@ def read_trajectory(
         InputError: there is no such trajectory, or its file can't be read.
     """
     filters = [("group_id", "=", group_id), ("index", "=", index)]
-    more = (*_TOKEN_COLUMNS, LEARNER_LOG_PROBS, RECORDED_TURNS, "num_response_tokens")
+    more = (*_TOKEN_COLUMNS, FORKS, LEARNER_LOG_PROBS, RECORDED_TURNS, "num_response_tokens")
     rows = _read(source, step, filters, (*_GROUP_COLUMNS, *more))
     if not rows:
         raise InputError(f"step {step} has no trajectory {index} in group {group_id}")
     row = rows[0]
-    tokens = {name: row.pop(name, None) for name in (*_TOKEN_COLUMNS, LEARNER_LOG_PROBS)}
+    tokens = {name: row.pop(name, None) for name in (*_TOKEN_COLUMNS, FORKS, LEARNER_LOG_PROBS)}
     recorded = [_cut_turn(turn) for turn in row.pop(RECORDED_TURNS, None) or []]
     turns = turns_of(tokens, tokenizer) if tokenizer is not None else untokenized(row, recorded)
     calls_at = {turn["start"]: turn["calls"] for turn in recorded}
@@ -87,7 +90,7 @@ def read_trajectory(
 
 
 def turns_of(tokens: dict[str, Any], tokenizer: Tokenizer) -> list[dict[str, Any]]:
-    """What was read and what was sampled, in turn. A stretch of the mask is a turn.
+    """What was read and what was sampled, in turn. A stretch of the mask between two forks is a turn.
 
     Example: mask FFTTFT -> kinds prompt, sampled, read, sampled; of the sampled ones also every token.
     """
@@ -95,7 +98,12 @@ def turns_of(tokens: dict[str, Any], tokenizer: Tokenizer) -> list[dict[str, Any
     texts = token_texts(tokenizer, ids)
     learner = tokens.get(LEARNER_LOG_PROBS)
     turns: list[dict[str, Any]] = []
-    for sampled, stretch in groupby(range(len(ids)), key=lambda position: bool(tokens["response_mask"][position])):
+    starts = [fork["start"] for fork in tokens.get(FORKS) or []]
+
+    def stretch_of(position: int) -> tuple[bool, int]:
+        return bool(tokens["response_mask"][position]), bisect_right(starts, position)
+
+    for (sampled, _), stretch in groupby(range(len(ids)), key=stretch_of):
         positions = list(stretch)
         first, end = positions[0], positions[-1] + 1
         turn: dict[str, Any] = {

@@ -14,7 +14,7 @@ from rayapp.core.validation import nearest_key, valid_keys
 from rayapp.tasks.loading import load_tasks
 
 ROOT = Path(__file__).parents[3]
-CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
+CONFIGS = sorted([*(ROOT / "configs").glob("*.yaml"), *(ROOT / "configs" / "agents").glob("*.yaml")])
 
 
 def write(folder: Path, text: str, name: str = "c.yaml") -> Path:

@@ -13,13 +13,15 @@ from hypothesis import strategies as st
 
 from rayapp.config.config import Config
 from rayapp.core.errors import LearnerError
+from rayapp.core.forks import path_to
 from rayapp.core.summaries import summarize_group
-from rayapp.core.types import Group, Prompt, Reward, RolloutStatus, Trajectory
+from rayapp.core.types import Completion, Group, Prompt, Reward, RolloutStatus, Trajectory
 from rayapp.learner.batch import TrainItem, make_micro_batch
 from rayapp.learner.build import build_learner
 from rayapp.learner.distributed import end_ranks, start_ranks
 from rayapp.learner.scoring import log_probs_of
 from rayapp.learner.shares import Share
+from rayapp.rollout.gateway.tree import TokenTree
 
 MAX_GRADIENT_ERROR = 2e-6
 """Relative to the gradient's largest entry: float32 has 24 bits, and the sums run over a few hundred terms."""
@@ -102,7 +104,8 @@ def plain_gradient(tiny_model: Path, groups: list[Group]) -> dict[str, torch.Ten
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
-    rows = [(t, a) for group in groups for t, a in zip(group.trajectories, plain_advantages(group), strict=True)]
+    whole = [(t, a) for group in groups for t, a in zip(group.trajectories, plain_advantages(group), strict=True)]
+    rows = [(part, a) for t, a in whole for part in unfolded(t)]
     width = max(t.num_tokens for t, _ in rows)
     tokens = torch.zeros(len(rows), width, dtype=torch.long)
     mask = torch.zeros(len(rows), width)
@@ -119,6 +122,18 @@ def plain_gradient(tiny_model: Path, groups: list[Group]) -> dict[str, torch.Ten
     loss.backward()
     gradients = ((name, p.grad) for name, p in model.named_parameters())
     return {name.rpartition("model.")[2]: grad for name, grad in gradients if grad is not None}
+
+
+def unfolded(t: Trajectory) -> list[Trajectory]:
+    """A rollout that forks as one sequence for each of its turns, in which that turn alone is trained."""
+    if not t.forks:
+        return [t]
+    parts = []
+    for turn in t.turns:
+        path = path_to(turn.end - 1, t.forks)
+        own = path >= turn.start
+        parts.append(replace(t, token_ids=t.token_ids[path], response_mask=own, forks=(), turns=()))
+    return parts
 
 
 def plain_advantages(group: Group) -> np.ndarray:
@@ -170,6 +185,52 @@ def test_any_packing_and_split_gives_the_plain_gradient(
 def test_invalid_trajectories_are_in_neither_the_baseline_nor_the_loss(tiny_model: Path) -> None:
     groups = make_groups(7, with_invalid=True)
     assert_same_gradient(gradient_of_step(make_config(tiny_model), groups), plain_gradient(tiny_model, groups))
+
+
+def forking(group: Group, seed: int) -> Group:
+    """Rollouts that are trees: turns go on from any turn before, are tried again, or begin a conversation."""
+    rng = np.random.default_rng(seed)
+    trajectories = []
+    for t in group.trajectories:
+        tree, ends = TokenTree(), [-1]
+        prompt = group.prompt.token_ids.tolist()
+        for number in range(rng.integers(1, 7)):
+            after = int(rng.choice(ends)) if number else -1
+            read = (
+                prompt[: rng.integers(2, len(prompt) + 1)]
+                if after < 0
+                else rng.integers(2, 90, rng.integers(0, 4)).tolist()
+            )
+            size = int(rng.integers(1, 6))
+            sampled = Completion(
+                token_ids=rng.integers(2, 90, size).astype(np.int32),
+                log_probs=np.full(size, -1.0, np.float32),
+                text="",
+                finish_reason="stop",
+                policy_version=0,
+            )
+            ends += tree.add_turn(after, read, sampled, text="", started_at_s=0.0)
+        trajectories.append(
+            replace(
+                t,
+                token_ids=tree.token_ids,
+                response_mask=tree.response_mask,
+                rollout_log_probs=tree.log_probs,
+                turns=tuple(tree.turns),
+                forks=tuple(tree.forks),
+            )
+        )
+    return replace(group, trajectories=tuple(trajectories))
+
+
+@settings(max_examples=4, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(seed=st.integers(0, 2**16), max_tokens=st.sampled_from([96, 512]), share_prefixes=st.booleans())
+def test_a_rollout_that_forks_trains_each_sampled_token_once_and_weighs_once(
+    tiny_model: Path, seed: int, max_tokens: int, *, share_prefixes: bool
+) -> None:
+    groups = [forking(group, seed + i) for i, group in enumerate(make_groups(seed))]
+    config = make_config(tiny_model, max_tokens_per_microbatch=max_tokens, share_prefixes=share_prefixes)
+    assert_same_gradient(gradient_of_step(config, groups), plain_gradient(tiny_model, groups))
 
 
 def multi_turn(group: Group, seed: int) -> Group:

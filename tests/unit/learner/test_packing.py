@@ -228,7 +228,7 @@ def test_each_response_token_finds_its_position_and_itself() -> None:
             assert batch.packing.token_ids[position] == tokens[at - 1]
             assert batch.packing.position_ids[position] == at - 1
     # the last response token is only ever a target
-    assert all(inputs_of(own).size == own.trajectory.num_tokens - 1 for own in items)
+    assert all(inputs_of(own)[0].size == own.trajectory.num_tokens - 1 for own in items)
 
 
 def test_a_trajectory_longer_than_a_micro_batch_names_the_key_to_raise() -> None:

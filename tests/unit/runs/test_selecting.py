@@ -11,7 +11,8 @@ import pytest
 
 from rayapp.cli.main import run as rayapp
 from rayapp.core.errors import InputError
-from rayapp.core.types import Group, Prompt, Reward, Trajectory
+from rayapp.core.types import Fork, Group, Prompt, Reward, Trajectory
+from rayapp.rollout.demonstrations import _of_tokens
 from rayapp.runs.selecting import Selection, select_from_run
 from rayapp.runs.trajectories import write_trajectories
 from rayapp.testing.learners import sampled
@@ -46,6 +47,22 @@ def test_only_good_trajectories_are_taken_each_once_and_none_that_failed(run: Pa
     rows = pq.read_table(out).to_pylist()
     assert [row["token_ids"] for row in rows] == [[5, 6, 0], [5, 6, 2], [5, 6, 11]]
     assert all(row["response_mask"] == [False, False, True] for row in rows)
+
+
+def test_a_rollout_that_forks_is_learned_from_as_the_tree_that_it_is(tmp_path: Path) -> None:
+    first = group(0, "a", 1.0)
+    tree = replace(first.trajectories[0], forks=(Fork(start=2, after=0),))
+    folder = tmp_path / "run" / "trajectories"
+    folder.mkdir(parents=True)
+    write_trajectories(folder / "step=000001.parquet", 1, [replace(first, trajectories=(tree,))])
+    out = tmp_path / "best.parquet"
+    select_from_run(tmp_path / "run", out, Selection(min_reward=1.0))
+
+    (row,) = pq.read_table(out).to_pylist()
+    assert _of_tokens(row).forks == (Fork(start=2, after=0),)
+    for wrong in ({"start": 3, "after": 0}, {"start": 1, "after": 1}, {"start": 0, "after": -1}):
+        with pytest.raises(ValueError, match="forks must have a start within the tokens"):
+            _of_tokens(row | {"forks": [wrong]})
 
 
 def test_the_command_says_how_many_it_took(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

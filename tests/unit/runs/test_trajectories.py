@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rayapp.core.errors import InputError
-from rayapp.core.types import CallRecord, Group, Prompt, Reward, RolloutStatus, Trajectory, TurnRecord
+from rayapp.core.types import CallRecord, Fork, Group, Prompt, Reward, RolloutStatus, Trajectory, TurnRecord
 from rayapp.runs.trajectories import SCHEMA, read_groups, write_trajectories
 from rayapp.testing.learners import sampled
 
@@ -57,6 +57,8 @@ def trajectories(draw: st.DrawFn, prompt: Prompt) -> Trajectory:
         max_policy_version=draw(st.integers(0, 9)),
         num_turns=draw(st.integers(1, 9)),
         time_generate_s=draw(FLOATS),
+        forks=tuple(Fork(start=start, after=start - 2) for start in draw(st.lists(st.integers(1, 9), max_size=2))),
+        agent_output=draw(TEXT),
     )
 
 

@@ -1,0 +1,234 @@
+"""External agents: a program or an async function of the user's plays each trajectory, through the gateway.
+
+    messages, files -> AgentCall -> command | entry -> calls to the gateway's session -> Episode, its answer
+
+One for each source of a rollout worker that is played so. The verdict is the task's or the data row's, as for any
+agent. A limit (tokens, turns, time) ends a trajectory, and what is there is scored; a program that fails is a failed
+rollout, as is one that never asks the policy.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import tempfile
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from rayapp.config.config import Config
+from rayapp.core.errors import ConfigError, InputError, RayappError
+from rayapp.core.protocols import RolloutEngine, Task
+from rayapp.core.types import Prompt, Reward, SamplingParams
+from rayapp.rollout.agent.cutting import readable
+from rayapp.rollout.agent.episode import Episode
+from rayapp.rollout.agent.outcome import with_terms
+from rayapp.rollout.external.call import AgentCall
+from rayapp.rollout.external.program import Tail, environment, run_program
+from rayapp.rollout.gateway.formats import Formats
+from rayapp.rollout.gateway.session import Session, SessionLimits
+from rayapp.rollout.group import Assignment, Play
+from rayapp.rollout.task_agents import agent_start
+from rayapp.tasks.custom_rewards import load_function
+
+MAX_ANSWER_BYTES = 1 << 20
+Entry = Callable[[AgentCall], Awaitable[Any]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Start:
+    """What all trajectories of a group begin with."""
+
+    task: str
+    messages: tuple[Mapping[str, str], ...]
+    files: Mapping[str, str]
+
+
+@dataclass(slots=True, kw_only=True)
+class _Playing:
+    """One trajectory under way."""
+
+    output: Tail
+    answer: str | None = None
+    failure: str = ""
+    ran_out: bool = False
+
+
+class ExternalAgent:
+    """See the module; `open` one, and `close` it.
+
+    Args:
+        config: of the source.
+        formats: the model's.
+        entry: the user's function; None runs the command.
+    """
+
+    def __init__(self, config: Config, formats: Formats, entry: Entry | None) -> None:
+        from rayapp.rollout.gateway.server import Gateway  # imports aiohttp, which runs without such agents don't need
+
+        self._settings = config.agent.external
+        self._limits = SessionLimits(max_tokens=config.max_model_tokens, max_turns=config.agent.max_assistant_turns)
+        self._formats = formats
+        self._entry = entry
+        self._gateway = Gateway(formats)
+
+    @classmethod
+    async def open(cls, config: Config) -> ExternalAgent:
+        """With the run's model and the section `agent`.
+
+        Raises:
+            ConfigError: the program or the function is not there.
+        """
+        entry = check_agent(config)
+        agent = cls(config, await asyncio.to_thread(Formats.of, config), entry)
+        await agent._gateway.start()
+        return agent
+
+    def prompt_ids(self, messages: Sequence[Mapping[str, Any]], agent_name: str = "") -> list[int]:
+        """What is asked, as the model's template has it, for its length alone: the agent writes prompts of its own."""
+        return self._formats.plain.chat.prompt_ids(messages)
+
+    def assignment(
+        self,
+        name: str,
+        messages: Sequence[Mapping[str, Any]],
+        score: Callable[[Episode], Awaitable[Reward]],
+        files: Mapping[str, str] | None = None,
+    ) -> Assignment:
+        """What the trajectories of a prompt's group are to do.
+
+        Raises:
+            InputError: a message is no text.
+        """
+        return Assignment(
+            prompt=self._prompt(name, messages), play=self._play(name, messages, files or {}), score=score
+        )
+
+    async def prompted(self, tasks: Sequence[Task]) -> list[tuple[Task, Prompt]]:
+        """The tasks, each with what is asked. Raises InputError: an agent can't play one."""
+        return [(task, self._prompt(task.name, agent_start(task).messages)) for task in tasks]
+
+    def play(self, task: Task, prompt: Prompt) -> Play:
+        """How a trajectory of one of the tasks of `prompted` is played. Tools that it brings are for the tool agent."""
+        start = agent_start(task)
+        return self._play(task.name, start.messages, start.files)
+
+    async def score(self, episode: Episode, verdict: Callable[[], Awaitable[Reward]]) -> Reward:
+        """The verdict on the answer; none on an episode that failed."""
+        return with_terms(None if episode.status.is_error else await verdict(), episode)
+
+    async def close(self) -> None:
+        """End all sessions. Idempotent."""
+        await self._gateway.close()
+
+    def _prompt(self, name: str, messages: Sequence[Mapping[str, Any]]) -> Prompt:
+        if not all(isinstance(message.get("content"), str) for message in messages):
+            raise InputError(f"{name}: an external agent is told text alone, and a message has other parts")
+        # It has no token ids: what the policy reads is the agent's to write.
+        return Prompt(task=name, text=self._formats.plain.chat.render(messages), token_ids=np.empty(0, np.int32))
+
+    def _play(self, name: str, messages: Sequence[Mapping[str, Any]], files: Mapping[str, str]) -> Play:
+        told = tuple({"role": str(each["role"]), "content": str(each["content"])} for each in messages)
+        return partial(self._run, _Start(task=name, messages=told, files=files))
+
+    async def _run(self, start: _Start, *, engine: RolloutEngine, sampling: SamplingParams, request_id: str) -> Episode:
+        """One trajectory.
+
+        Raises:
+            EngineError, DeadlineError: the engine can't generate.
+        """
+        playing = _Playing(output=Tail(self._settings.max_output_chars))
+        folders = tempfile.TemporaryDirectory(prefix="rayapp-agent-", ignore_cleanup_errors=True)
+        with folders as folder, self._session(engine, sampling, request_id) as session:
+            call = AgentCall(
+                task=start.task,
+                messages=start.messages,
+                files=start.files,
+                folder=Path(folder),
+                url=self._gateway.url_of(session),
+                api_key=session.key,
+            )
+            await self._played(call, session, playing)
+        if not session.tree.turns and not playing.failure:
+            playing.failure = "the agent ended without a turn of the policy"
+        output = readable(playing.output.text)
+        return session.episode(failure=playing.failure, answer=playing.answer, ran_out=playing.ran_out, output=output)
+
+    def _session(
+        self, engine: RolloutEngine, sampling: SamplingParams, request_id: str
+    ) -> AbstractContextManager[Session]:
+        return self._gateway.session(engine=engine, sampling=sampling, limits=self._limits, request_id=request_id)
+
+    async def _played(self, call: AgentCall, session: Session, playing: _Playing) -> None:
+        acting = asyncio.create_task(self._act(call, playing))
+        try:
+            await asyncio.wait(
+                {acting, session.trouble}, timeout=self._settings.timeout_s, return_when=asyncio.FIRST_COMPLETED
+            )
+            playing.ran_out = not acting.done() and not session.trouble.done()
+        finally:
+            session.end()
+            acting.cancel()
+            await asyncio.gather(acting, return_exceptions=True)
+        error = session.trouble.exception() if session.trouble.done() else None
+        if isinstance(error, RayappError):
+            raise error
+        if error is not None:
+            playing.failure = f"the gateway failed: {type(error).__name__}: {error}"[:500]
+        elif playing.answer is None and self._settings.answer_file and not playing.failure:
+            playing.answer = _answer_in(call.folder / self._settings.answer_file)
+
+    async def _act(self, call: AgentCall, playing: _Playing) -> None:
+        try:
+            call.write()
+            if self._entry is not None:
+                playing.answer = _as_answer(await self._entry(call))
+                return
+            code = await run_program(
+                [call.filled_in(argument) for argument in self._settings.command],
+                folder=call.folder,
+                env=environment(call.folder, call.environment | dict(self._settings.env)),
+                output=playing.output,
+            )
+        except Exception as error:  # boundary: the user's agent
+            playing.failure = f"the agent failed: {type(error).__name__}: {error}"[:500]
+            return
+        if code != 0:
+            playing.failure = f"the agent's program ended with {code}: {playing.output.last_line}"
+
+
+def check_agent(config: Config) -> Entry | None:
+    """The function of `agent.external.entry`; None where a command plays.
+
+    Raises:
+        ConfigError: the function or the program can't be found.
+    """
+    settings = config.agent.external
+    if settings.entry:
+        return load_function(settings.entry, what="agent.external.entry")
+    if shutil.which(settings.command[0]) is None:
+        raise ConfigError(
+            f"agent.external.command: there is no program {settings.command[0]!r} on this machine. Install it on every "
+            "machine with rollout workers, or give its whole path."
+        )
+    return None
+
+
+def _as_answer(found: Any) -> str | None:
+    if found is None or isinstance(found, str):
+        return found
+    raise TypeError(f"it returned a {type(found).__name__}: an agent returns its answer as a str, or None")
+
+
+def _answer_in(path: Path) -> str:
+    """The answer; empty where the agent has left none."""
+    try:
+        with path.open("rb") as file:
+            return file.read(MAX_ANSWER_BYTES).decode("utf-8", "replace")
+    except OSError:
+        return ""

@@ -1,0 +1,94 @@
+"""A program run to its end or until nobody waits for it: what it writes is kept, and its process group is killed.
+
+It runs on the host as the user of the rollout worker. Of the worker's environment it gets only what programs need to
+be found and to speak their language: never a key of the trainer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+_PASSED_ON = ("PATH", "LANG", "LC_ALL", "LC_CTYPE", "TZ", "LD_LIBRARY_PATH", "SSL_CERT_FILE", "SSL_CERT_DIR")
+_AFTER_DEATH_S = 2.0
+"""For what is still in the pipe of a program that has been killed."""
+
+
+class Tail:
+    """The end of what a program writes.
+
+    Args:
+        max_chars: characters that are kept.
+    """
+
+    def __init__(self, max_chars: int) -> None:
+        self._max_chars = max_chars
+        self._bytes = bytearray()
+        self._num_left_out = 0
+
+    def add(self, data: bytes) -> None:
+        self._bytes += data
+        # Four bytes a character at most.
+        excess = len(self._bytes) - 4 * self._max_chars
+        if excess > 0:
+            del self._bytes[:excess]
+            self._num_left_out += excess
+
+    @property
+    def text(self) -> str:
+        whole = self._bytes.decode("utf-8", "replace").replace("\0", "\ufffd")
+        is_whole = not self._num_left_out and len(whole) <= self._max_chars
+        return whole if is_whole else "(truncated)..." + whole[-self._max_chars :]
+
+    @property
+    def last_line(self) -> str:
+        lines = self.text.strip().splitlines()
+        return lines[-1].strip()[:300] if lines else ""
+
+
+def environment(folder: Path, own: Mapping[str, str]) -> dict[str, str]:
+    """All that a program sees: a home of its own, and what it is given."""
+    passed_on = {name: os.environ[name] for name in _PASSED_ON if name in os.environ}
+    here = {"HOME": str(folder), "TMPDIR": str(folder), "NO_PROXY": "127.0.0.1,localhost"}
+    return passed_on | here | {"no_proxy": here["NO_PROXY"]} | dict(own)
+
+
+async def run_program(command: Sequence[str], *, folder: Path, env: Mapping[str, str], output: Tail) -> int:
+    """Its exit status; negative is the signal that ended it. Whatever happens, no process of its group outlives this.
+
+    Raises:
+        OSError: it can't be started.
+    """
+    process = await asyncio.create_subprocess_exec(
+        *command,
+        cwd=folder,
+        env=dict(env),
+        stdin=asyncio.subprocess.DEVNULL,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.STDOUT,
+        start_new_session=True,
+    )
+    assert process.stdout is not None
+    reading = asyncio.create_task(_read(process.stdout, output))
+    try:
+        return await process.wait()
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        await asyncio.shield(_gone(process, reading))
+
+
+async def _gone(process: asyncio.subprocess.Process, reading: asyncio.Task[None]) -> None:
+    await process.wait()
+    # A process that left the group may hold the pipe for ever.
+    await asyncio.wait({reading}, timeout=_AFTER_DEATH_S)
+    reading.cancel()
+
+
+async def _read(stream: asyncio.StreamReader, output: Tail) -> None:
+    while data := await stream.read(1 << 16):
+        output.add(data)

@@ -1,0 +1,191 @@
+"""Anthropic's messages. Pure."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from rayapp.rollout.gateway.conversation import Ask, Choice, Reply, Said, ToolCall
+from rayapp.rollout.gateway.reading import (
+    content,
+    event,
+    neutral,
+    objects,
+    pieces,
+    positive,
+    refuse,
+    text,
+    texts,
+    tool,
+)
+from rayapp.rollout.gateway.refusals import Kind, RefusedError
+
+_TYPES: dict[Kind, str] = {
+    "key": "authentication_error",
+    "unknown": "not_found_error",
+    "too_large": "request_too_large",
+    "busy": "rate_limit_error",
+    "engine": "api_error",
+}
+_SCHEMA = "input_schema"
+
+
+class AnthropicMessages:
+    """See `reading.Dialect`."""
+
+    def read(self, body: Mapping[str, Any]) -> Ask:
+        chosen = body.get("tool_choice") or {}
+        if not isinstance(chosen, Mapping) or chosen.get("type", "auto") not in ("auto", "none"):
+            raise refuse(f"tool_choice {chosen!r:.60} is not offered: the policy is sampled as it is trained")
+        neutral(body, "mcp_servers", [])
+        thinking = body.get("thinking") or {}
+        system = content(body.get("system"), "system")
+        head = (Said(role="system", text=system),) if system else ()
+        said = (each for i, one in enumerate(objects(body.get("messages"), "messages")) for each in _said(one, i))
+        return Ask(
+            messages=(*head, *said),
+            tools=tuple(
+                tool(_own(each, i), f"tools[{i}]", _SCHEMA)
+                for i, each in enumerate(objects(body.get("tools"), "tools"))
+            ),
+            model=text(body.get("model"), "model") or "policy",
+            max_tokens=positive(body.get("max_tokens"), "max_tokens"),
+            stop=texts(body.get("stop_sequences"), "stop_sequences"),
+            reads_calls=chosen.get("type") != "none",
+            is_stream=bool(body.get("stream")),
+            wants_thoughts=isinstance(thinking, Mapping) and thinking.get("type", "disabled") != "disabled",
+        )
+
+    def write(self, reply: Reply, ask: Ask) -> dict[str, Any]:
+        choice = reply.choices[0]
+        return _head(reply) | {
+            "content": _blocks(choice, ask),
+            "stop_reason": _reason(choice),
+            "stop_sequence": choice.is_stopped_by or None,
+            "usage": _usage(reply, reply.num_tokens),
+        }
+
+    def events(self, reply: Reply, ask: Ask) -> Iterator[bytes]:
+        choice = reply.choices[0]
+        start = _head(reply) | {"content": [], "stop_reason": None, "stop_sequence": None, "usage": _usage(reply, 0)}
+        yield _event("message_start", message=start)
+        for index, block in enumerate(_blocks(choice, ask)):
+            empty, deltas = _streamed(block)
+            yield _event("content_block_start", index=index, content_block=empty)
+            for delta in deltas:
+                yield _event("content_block_delta", index=index, delta=delta)
+            yield _event("content_block_stop", index=index)
+        delta = {"stop_reason": _reason(choice), "stop_sequence": choice.is_stopped_by or None}
+        yield _event("message_delta", delta=delta, usage={"output_tokens": reply.num_tokens})
+        yield _event("message_stop")
+
+    def refusal(self, refused: RefusedError) -> dict[str, Any]:
+        # Agents look for these words before they compact their history.
+        message = f"prompt is too long: {refused}" if refused.kind == "tokens" else str(refused)
+        kind = _TYPES.get(refused.kind, "invalid_request_error")
+        return {"type": "error", "error": {"type": kind, "message": message}}
+
+    def refusal_event(self, refused: RefusedError) -> bytes:
+        return event(self.refusal(refused), "error")
+
+
+def _own(given: Mapping[str, Any], index: int) -> Mapping[str, Any]:
+    """A tool that the agent runs itself."""
+    if given.get("type") not in (None, "custom"):
+        raise refuse(f"tools[{index}]: tools of the API's own ({given.get('type')!r:.40}) are not offered")
+    return given
+
+
+def _said(message: Mapping[str, Any], index: int) -> Iterator[Said]:
+    where, role, given = f"messages[{index}]", message.get("role"), message.get("content")
+    if role not in ("user", "assistant", "system"):
+        raise refuse(f"{where}: role must be user or assistant, not {role!r:.40}")
+    if role == "assistant":
+        yield _assistant(given, where)
+        return
+    if given is None or isinstance(given, str):
+        yield Said(role=str(role), text=given or "")
+        return
+    words = list[Mapping[str, Any]]()
+    for block in objects(given, f"{where}.content"):
+        if block.get("type") == "tool_result":
+            result = content(block.get("content"), f"{where}: tool_result")
+            yield Said(role="tool", text=result, call_id=text(block.get("tool_use_id"), f"{where}.tool_use_id"))
+        else:
+            words.append(block)
+    if words:
+        yield Said(role=str(role), text=content(words, where))
+
+
+def _assistant(given: Any, where: str) -> Said:
+    if given is None or isinstance(given, str):
+        return Said(role="assistant", text=given or "")
+    blocks = objects(given, f"{where}.content")
+    words = [block for block in blocks if block.get("type") not in ("tool_use", "thinking", "redacted_thinking")]
+    return Said(
+        role="assistant",
+        text=content(words, where),
+        calls=tuple(_made(block, where) for block in blocks if block.get("type") == "tool_use"),
+    )
+
+
+def _made(block: Mapping[str, Any], where: str) -> ToolCall:
+    return ToolCall(
+        id=text(block.get("id"), f"{where}.tool_use.id"),
+        name=text(block.get("name"), f"{where}.tool_use.name"),
+        arguments=json.dumps(block.get("input") or {}, ensure_ascii=False),
+    )
+
+
+def _head(reply: Reply) -> dict[str, Any]:
+    return {"id": f"msg_{reply.id}", "type": "message", "role": "assistant", "model": reply.model}
+
+
+def _blocks(choice: Choice, ask: Ask) -> list[dict[str, Any]]:
+    blocks = list[dict[str, Any]]()
+    if choice.thoughts and ask.wants_thoughts:
+        blocks.append({"type": "thinking", "thinking": choice.thoughts, "signature": ""})
+    if choice.text or not choice.calls:
+        blocks.append({"type": "text", "text": choice.text})
+    for call in choice.calls:
+        given = call.parsed if isinstance(call.parsed, dict) else {}
+        blocks.append({"type": "tool_use", "id": f"toolu_{call.id}", "name": call.name, "input": given})
+    return blocks
+
+
+def _streamed(block: dict[str, Any]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """A block without what it holds, and that in deltas."""
+    match block["type"]:
+        case "thinking":
+            return block | {"thinking": ""}, [
+                {"type": "thinking_delta", "thinking": piece} for piece in pieces(block["thinking"])
+            ]
+        case "text":
+            return block | {"text": ""}, [{"type": "text_delta", "text": piece} for piece in pieces(block["text"])]
+        case _:
+            whole = json.dumps(block["input"], ensure_ascii=False)
+            return block | {"input": {}}, [
+                {"type": "input_json_delta", "partial_json": piece} for piece in pieces(whole)
+            ]
+
+
+def _reason(choice: Choice) -> str:
+    if choice.calls:
+        return "tool_use"
+    if choice.finish_reason == "length":
+        return "max_tokens"
+    return "stop_sequence" if choice.is_stopped_by else "end_turn"
+
+
+def _usage(reply: Reply, num_tokens: int) -> dict[str, int]:
+    return {
+        "input_tokens": reply.num_prompt_tokens - reply.num_cached_tokens,
+        "cache_read_input_tokens": reply.num_cached_tokens,
+        "cache_creation_input_tokens": 0,
+        "output_tokens": num_tokens,
+    }
+
+
+def _event(kind: str, **fields: Any) -> bytes:
+    return event({"type": kind, **fields}, kind)

@@ -1,0 +1,137 @@
+"""The chat template and the tool parser for each set of tools that agents bring: made once, as they come.
+
+Used by sessions. One for a process: an agent brings the same tools to all its trajectories.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rayapp.config.config import Config
+from rayapp.core.errors import ConfigError
+from rayapp.rollout.agent.build import MakeParser, sample_of, vllm_parser
+from rayapp.rollout.agent.chat import ChatFormat, load_template
+from rayapp.rollout.agent.loops import NoCalls
+from rayapp.rollout.agent.parsing import PARSING
+from rayapp.rollout.gateway.conversation import Key, Said
+from rayapp.rollout.gateway.refusals import RefusedError
+from rayapp.storage.models.tokenizer import load_tokenizer
+from rayapp.tools.base import ToolSchema
+from rayapp.tools.calls import ToolCallParser
+
+_MOST_KEPT = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Format:
+    """How conversations with one set of tools are written and read."""
+
+    key: Key
+    chat: ChatFormat
+    parser: ToolCallParser
+
+
+class Formats:
+    """See the module.
+
+    Args:
+        model: its name, for messages.
+        parser: vLLM's name of the tool parser.
+        template: Jinja text in place of the tokenizer's own; empty keeps that.
+        make_parser: in place of vLLM's; for tests and benchmarks.
+    Raises:
+        ConfigError: the model has no chat template that can be used.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        *,
+        model: str,
+        parser: str = "hermes",
+        template: str = "",
+        make_parser: MakeParser = vllm_parser,
+    ) -> None:
+        self._tokenizer, self._model, self._parser = tokenizer, model, parser
+        self._template, self._make_parser = template, make_parser
+        self._made: OrderedDict[Key, Format] = OrderedDict()
+        self.plain = Format(key=(), chat=ChatFormat(tokenizer, (), template=template, name=model), parser=NoCalls())
+
+    @classmethod
+    def of(cls, config: Config) -> Formats:
+        """With the run's model, template and parser."""
+        agent = config.agent
+        template = load_template(agent.chat_template) if agent.chat_template else ""
+        tokenizer: Any = load_tokenizer(config)
+        return cls(tokenizer, model=config.model.path, parser=agent.tool_parser, template=template)
+
+    async def with_tools(self, tools: Sequence[ToolSchema]) -> Format:
+        """The format for these tools.
+
+        Raises:
+            RefusedError: the model's template or the parser can't take them.
+        """
+        if not tools:
+            return self.plain
+        key = (json.dumps([tool.as_openai() for tool in tools], sort_keys=True),)
+        if key not in self._made:
+            # The thread of all parsers: importing vLLM takes seconds, and parsers keep state.
+            self._made[key] = await asyncio.get_running_loop().run_in_executor(PARSING, self._make, key, tuple(tools))
+        while len(self._made) > _MOST_KEPT:
+            self._made.popitem(last=False)
+        self._made.move_to_end(key)
+        return self._made[key]
+
+    def _make(self, key: Key, tools: tuple[ToolSchema, ...]) -> Format:
+        try:
+            chat = ChatFormat(self._tokenizer, tools, template=self._template, name=self._model)
+            parser = self._make_parser(self._parser, self._tokenizer, tools, sample_of(chat, self._parser))
+        except ConfigError as error:
+            raise RefusedError("invalid", f"these tools can't be told to the policy: {error}") from error
+        return Format(key, chat, parser)
+
+
+def rendered(chat: ChatFormat, messages: Sequence[Said]) -> list[int]:
+    """A whole conversation as the model's template writes it, for the policy to go on.
+
+    Raises:
+        RefusedError: the template refuses it.
+    """
+    try:
+        return chat.prompt_ids([chat.harmless(message) for message in as_template_reads(messages)])
+    except ConfigError as error:
+        raise RefusedError("invalid", str(error)) from error
+
+
+def continued(chat: ChatFormat, sampled_ids: Sequence[int], reply: Said, messages: Sequence[Said]) -> list[int]:
+    """What others said after a sampled turn, as it follows that.
+
+    Raises:
+        RefusedError: the template can't write it.
+    """
+    told = as_template_reads([reply, *messages])[1:]
+    try:
+        return chat.continuation_ids(sampled_ids, told)
+    except Exception as error:  # boundary: a template is a program, and reads what a tool has said
+        raise RefusedError("invalid", f"the chat template can't write these messages: {error}") from error
+
+
+def as_template_reads(messages: Sequence[Said]) -> list[dict[str, Any]]:
+    """OpenAI's form with arguments as data. Ids are nine letters and digits, as Mistral's templates demand."""
+    ids, names, told = dict[str, str](), dict[str, str](), list[dict[str, Any]]()
+    for said in messages:
+        message: dict[str, Any] = {"role": said.role, "content": said.text}
+        for call in said.calls:
+            ids[call.id], names[call.id] = f"call{len(ids):05d}", call.name
+            function = {"name": call.name, "arguments": call.parsed}
+            message.setdefault("tool_calls", []).append({"id": ids[call.id], "type": "function", "function": function})
+        if said.role == "tool":
+            call_id = said.call_id
+            message |= {"name": names.get(call_id, "unknown"), "tool_call_id": ids.get(call_id, "call00000")}
+        told.append(message)
+    return told

@@ -1,0 +1,155 @@
+"""OpenAI's chat completions. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from rayapp.rollout.gateway.conversation import Ask, Choice, Reply, Said, ToolCall
+from rayapp.rollout.gateway.reading import (
+    content,
+    event,
+    neutral,
+    objects,
+    pieces,
+    positive,
+    refuse,
+    text,
+    texts,
+    tool,
+)
+from rayapp.rollout.gateway.refusals import Kind, RefusedError
+from rayapp.tools.base import ToolSchema
+
+_CODES: dict[Kind, tuple[str, str | None]] = {
+    "key": ("authentication_error", "invalid_api_key"),
+    "unknown": ("invalid_request_error", "session_not_found"),
+    "over": ("invalid_request_error", "session_over"),
+    "turns": ("invalid_request_error", "turn_limit_reached"),
+    "tokens": ("invalid_request_error", "context_length_exceeded"),
+    "busy": ("rate_limit_error", "too_many_calls"),
+    "engine": ("server_error", "policy_unavailable"),
+}
+
+
+class OpenAIChat:
+    """See `reading.Dialect`."""
+
+    def read(self, body: Mapping[str, Any]) -> Ask:
+        neutral(body, "response_format", {"type": "text"})
+        neutral(body, "tool_choice", "auto", "none")
+        for name in ("functions", "function_call", "audio", "logit_bias"):
+            neutral(body, name, {}, [])
+        for name in ("frequency_penalty", "presence_penalty", "logprobs"):
+            neutral(body, name, 0, False)
+        stream = body.get("stream_options") or {}
+        return Ask(
+            messages=tuple(_said(message, i) for i, message in enumerate(objects(body.get("messages"), "messages"))),
+            tools=tuple(_tool(each, i) for i, each in enumerate(objects(body.get("tools"), "tools"))),
+            model=text(body.get("model"), "model") or "policy",
+            num_choices=positive(body.get("n"), "n") or 1,
+            max_tokens=positive(body.get("max_completion_tokens", body.get("max_tokens")), "max_tokens"),
+            stop=texts(body.get("stop"), "stop"),
+            reads_calls=body.get("tool_choice") != "none",
+            is_stream=bool(body.get("stream")),
+            wants_usage=isinstance(stream, Mapping) and bool(stream.get("include_usage")),
+        )
+
+    def write(self, reply: Reply, ask: Ask) -> dict[str, Any]:
+        choices = [
+            {"index": i, "message": _message(choice), "logprobs": None, "finish_reason": _reason(choice)}
+            for i, choice in enumerate(reply.choices)
+        ]
+        return _head(reply, "chat.completion") | {"choices": choices, "usage": _usage(reply)}
+
+    def events(self, reply: Reply, ask: Ask) -> Iterator[bytes]:
+        head = _head(reply, "chat.completion.chunk") | ({"usage": None} if ask.wants_usage else {})
+
+        def chunk(index: int, delta: Mapping[str, Any], reason: str | None = None) -> bytes:
+            choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": reason}
+            return event(head | {"choices": [choice]})
+
+        for index, choice in enumerate(reply.choices):
+            yield chunk(index, {"role": "assistant", "content": ""})
+            for piece in pieces(choice.thoughts):
+                yield chunk(index, {"reasoning_content": piece})
+            for piece in pieces(choice.text):
+                yield chunk(index, {"content": piece})
+            for number, call in enumerate(choice.calls):
+                yield chunk(index, {"tool_calls": [{"index": number} | _call(call)]})
+            yield chunk(index, {}, _reason(choice))
+        if ask.wants_usage:
+            yield event(head | {"choices": [], "usage": _usage(reply)})
+        yield b"data: [DONE]\n\n"
+
+    def refusal(self, refused: RefusedError) -> dict[str, Any]:
+        kind, code = _CODES.get(refused.kind, ("invalid_request_error", None))
+        return {"error": {"message": str(refused), "type": kind, "param": None, "code": code}}
+
+    def refusal_event(self, refused: RefusedError) -> bytes:
+        return event(self.refusal(refused))
+
+
+def _said(message: Mapping[str, Any], index: int) -> Said:
+    where, role = f"messages[{index}]", message.get("role")
+    if role not in ("system", "developer", "user", "assistant", "tool"):
+        raise refuse(f"{where}: role must be system, developer, user, assistant or tool, not {role!r:.40}")
+    said = content(message.get("content"), where, ("text", "refusal"))
+    if role == "tool":
+        return Said(role="tool", text=said, call_id=text(message.get("tool_call_id"), f"{where}.tool_call_id"))
+    if role == "assistant":
+        made = objects(message.get("tool_calls"), f"{where}.tool_calls")
+        return Said(role="assistant", text=said, calls=tuple(_made(call, where) for call in made))
+    return Said(role="system" if role == "developer" else str(role), text=said)
+
+
+def _made(call: Mapping[str, Any], where: str) -> ToolCall:
+    function = call.get("function")
+    if not isinstance(function, Mapping):
+        raise refuse(f"{where}: a tool call has a function with name and arguments")
+    return ToolCall(
+        id=text(call.get("id"), f"{where}.tool_calls.id"),
+        name=text(function.get("name"), f"{where}.tool_calls.function.name"),
+        arguments=text(function.get("arguments"), f"{where}.tool_calls.function.arguments"),
+    )
+
+
+def _tool(given: Mapping[str, Any], index: int) -> ToolSchema:
+    function = given.get("function")
+    if given.get("type") != "function" or not isinstance(function, Mapping):
+        raise refuse(f"tools[{index}]: only tools of type function are offered, not {given.get('type')!r:.40}")
+    return tool(function, f"tools[{index}].function")
+
+
+def _head(reply: Reply, kind: str) -> dict[str, Any]:
+    return {"id": f"chatcmpl-{reply.id}", "object": kind, "created": reply.created_s, "model": reply.model}
+
+
+def _message(choice: Choice) -> dict[str, Any]:
+    message: dict[str, Any] = {"role": "assistant", "content": choice.text, "refusal": None}
+    if choice.thoughts:
+        message["reasoning_content"] = choice.thoughts
+    if choice.calls:
+        message |= {"content": choice.text or None, "tool_calls": [_call(call) for call in choice.calls]}
+    return message
+
+
+def _call(call: ToolCall) -> dict[str, Any]:
+    return {
+        "id": f"call_{call.id}",
+        "type": "function",
+        "function": {"name": call.name, "arguments": call.arguments},
+    }
+
+
+def _reason(choice: Choice) -> str:
+    return "tool_calls" if choice.calls else choice.finish_reason
+
+
+def _usage(reply: Reply) -> dict[str, Any]:
+    return {
+        "prompt_tokens": reply.num_prompt_tokens,
+        "completion_tokens": reply.num_tokens,
+        "total_tokens": reply.num_prompt_tokens + reply.num_tokens,
+        "prompt_tokens_details": {"cached_tokens": reply.num_cached_tokens},
+    }

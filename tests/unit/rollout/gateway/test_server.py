@@ -1,0 +1,348 @@
+"""The gateway over HTTP, asked by the real SDKs: what they send is served, and what they get they can read."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import aiohttp
+import anthropic
+import openai
+import pytest
+
+from rayapp.core.types import Completion, SamplingParams
+from rayapp.rollout.agent.chat import load_template
+from rayapp.rollout.gateway import server
+from rayapp.rollout.gateway.formats import Formats
+from rayapp.rollout.gateway.server import Gateway
+from rayapp.rollout.gateway.session import Session, SessionLimits
+from rayapp.testing.engine import ScriptedEngine
+from rayapp.testing.hermes import HermesParser
+
+SCHEMA = {"type": "object", "properties": {"t": {"type": "string"}}}
+OPENAI_TOOL: Any = {"type": "function", "function": {"name": "echo", "description": "d", "parameters": SCHEMA}}
+ANTHROPIC_TOOL: Any = {"name": "echo", "description": "d", "input_schema": SCHEMA}
+HI: Any = [{"role": "user", "content": "hi"}]
+CALL = '<tool_call>\n{"name": "echo", "arguments": {"t": "a"}}\n</tool_call>'
+
+
+@dataclass
+class Served:
+    """A session that is served."""
+
+    gateway: Gateway
+    session: Session
+    engine: ScriptedEngine
+    tokenizer: Any
+
+    @property
+    def url(self) -> str:
+        return self.gateway.url_of(self.session)
+
+    def openai(self, key: str = "") -> openai.AsyncOpenAI:
+        return openai.AsyncOpenAI(base_url=f"{self.url}/v1", api_key=key or self.session.key, max_retries=0)
+
+    def anthropic(self, key: str = "") -> anthropic.AsyncAnthropic:
+        return anthropic.AsyncAnthropic(base_url=self.url, api_key=key or self.session.key, max_retries=0)
+
+    def read(self, number: int) -> str:
+        return str(self.tokenizer.decode(self.engine.requests[number][1], skip_special_tokens=False))
+
+
+@pytest.fixture
+def serve(chat_tokenizer: Any) -> Any:
+    @asynccontextmanager
+    async def serving(*script: str | Sequence[int], max_turns: int = 100, **limits: int) -> AsyncIterator[Served]:
+        said: Iterator[Any] = iter(script)
+        engine = ScriptedEngine(
+            lambda text: chat_tokenizer.encode(text, add_special_tokens=False),
+            chat_tokenizer.decode,
+            lambda name, ids: next(said),
+            end_id=chat_tokenizer.eos_token_id,
+        )
+        engine.record = True
+        template = load_template("chatml_hermes")
+        gateway = Gateway(
+            Formats(chat_tokenizer, model="tiny", template=template, make_parser=lambda *parts: HermesParser())
+        )
+        await gateway.start()
+        try:
+            with gateway.session(
+                engine=engine,
+                sampling=SamplingParams(max_tokens=10_000),
+                limits=SessionLimits(**{"max_tokens": 100_000, "max_turns": max_turns} | limits),
+                request_id="t",
+            ) as session:
+                yield Served(gateway, session, engine, chat_tokenizer)
+        finally:
+            await gateway.close()
+
+    return serving
+
+
+async def test_openais_chat_has_tools_usage_and_goes_on(serve: Any) -> None:
+    async with serve("<think>hm</think>let me " + CALL, "done") as served, served.openai() as client:
+        first = await client.chat.completions.create(model="any", messages=HI, tools=[OPENAI_TOOL], temperature=0.2)
+        message = first.choices[0].message
+        (call,) = message.tool_calls or ()
+        result: Any = {"role": "tool", "tool_call_id": call.id, "content": "A"}
+        second = await client.chat.completions.create(
+            model="any", messages=[*HI, message, result], tools=[OPENAI_TOOL], max_completion_tokens=40
+        )
+
+        assert (first.choices[0].finish_reason, message.content, first.model) == ("tool_calls", "let me", "any")
+        assert message.model_extra is not None
+        assert message.model_extra["reasoning_content"] == "hm"
+        assert (call.function.name, json.loads(call.function.arguments)) == ("echo", {"t": "a"})
+        assert (second.choices[0].finish_reason, second.choices[0].message.content) == ("stop", "done")
+        assert served.session.tree.forks == []
+        first_size, second_size = (len(request[1]) for request in served.engine.requests)
+        assert second.usage is not None
+        assert second.usage.prompt_tokens_details is not None
+        assert first.usage is not None
+        assert second.usage.prompt_tokens_details.cached_tokens == first_size + first.usage.completion_tokens
+        assert (second.usage.prompt_tokens, second.usage.completion_tokens) == (second_size, len("done") + 1)
+        # The run's temperature, at which the policy is trained; the agent's number of tokens.
+        assert [(asked[2].temperature, asked[2].max_tokens) for asked in served.engine.requests][1] == (1.0, 40)
+
+
+async def test_openais_stream_is_the_same_reply_in_pieces(serve: Any) -> None:
+    async with serve("x" * 700 + CALL) as served, served.openai() as client:
+        stream = client.chat.completions.stream(
+            model="any", messages=HI, tools=[OPENAI_TOOL], stream_options={"include_usage": True}
+        )
+        async with stream as events:
+            texts = [event.delta async for event in events if event.type == "content.delta" and event.delta]
+            whole = await events.get_final_completion()
+
+        message = whole.choices[0].message
+        assert len(texts) == 3
+        assert message.content == "".join(texts) == "x" * 700
+        assert message.tool_calls is not None
+        assert message.tool_calls[0].function.arguments == '{"t": "a"}'
+        assert whole.usage is not None
+        assert whole.usage.completion_tokens == served.session.tree.response_mask.sum()
+
+
+async def test_openais_choices_stop_and_length(serve: Any) -> None:
+    async with serve("one STOP no", "two", "x" * 50) as served, served.openai() as client:
+        many = await client.chat.completions.create(model="any", messages=HI, n=2, stop="STOP")
+        cut = await client.chat.completions.create(model="any", messages=HI, max_tokens=5)
+
+        assert [choice.message.content for choice in many.choices] == ["one ", "two"]
+        assert (cut.choices[0].message.content, cut.choices[0].finish_reason) == ("xxxxx", "length")
+
+
+async def test_anthropics_messages_have_tools_thoughts_and_go_on(serve: Any) -> None:
+    async with serve("<think>hm</think>let me " + CALL, "done") as served, served.anthropic() as client:
+        asked: Any = {"model": "claude", "max_tokens": 100, "tools": [ANTHROPIC_TOOL], "system": "Be brief."}
+        thinking: Any = {"type": "enabled", "budget_tokens": 1024}
+        first = await client.messages.create(messages=HI, thinking=thinking, **asked)
+        result: Any = {"type": "tool_result", "tool_use_id": first.content[-1].id, "content": "A"}  # type: ignore[union-attr]
+        history: Any = [*HI, {"role": "assistant", "content": first.content}, {"role": "user", "content": [result]}]
+        second = await client.messages.create(messages=history, **asked)
+
+        assert [block.type for block in first.content] == ["thinking", "text", "tool_use"]
+        assert (first.stop_reason, first.content[-1].input) == ("tool_use", {"t": "a"})  # type: ignore[union-attr]
+        assert (second.stop_reason, second.content[0].text) == ("end_turn", "done")  # type: ignore[union-attr]
+        assert served.session.tree.forks == []
+        assert second.usage.cache_read_input_tokens == first.usage.input_tokens + first.usage.output_tokens
+        count = await client.messages.count_tokens(
+            model="claude", messages=HI, system="Be brief.", tools=[ANTHROPIC_TOOL]
+        )
+        assert count.input_tokens == len(served.engine.requests[0][1])
+
+
+async def test_anthropics_stream_is_the_same_reply_in_pieces(serve: Any) -> None:
+    async with serve("x" * 700 + CALL) as served, served.anthropic() as client:
+        async with client.messages.stream(
+            model="claude", max_tokens=2000, messages=HI, tools=[ANTHROPIC_TOOL]
+        ) as stream:
+            texts = [text async for text in stream.text_stream]
+            whole = await stream.get_final_message()
+
+        assert len(texts) == 3
+        assert whole.content[0].text == "".join(texts) == "x" * 700  # type: ignore[union-attr]
+        assert (whole.content[1].input, whole.stop_reason) == ({"t": "a"}, "tool_use")  # type: ignore[union-attr]
+        assert whole.usage.output_tokens == served.session.tree.response_mask.sum()
+
+
+async def test_openais_responses_have_tools_and_go_on_by_items_or_by_id(serve: Any) -> None:
+    tool: Any = {"type": "function", "name": "echo", "parameters": SCHEMA, "strict": False}
+    async with serve("let me " + CALL, "done", "again") as served, served.openai() as client:
+        first = await client.responses.create(model="m", instructions="Be brief.", input="hi", tools=[tool])
+        call = first.output[-1]
+        result: Any = {"type": "function_call_output", "call_id": call.call_id, "output": "A"}  # type: ignore[union-attr]
+        items: Any = [*HI, *first.output, result]
+        second = await client.responses.create(model="m", instructions="Be brief.", input=items, tools=[tool])
+        third = await client.responses.create(
+            model="m", instructions="Be brief.", input="more", tools=[tool], previous_response_id=second.id
+        )
+
+        assert [item.type for item in first.output] == ["message", "function_call"]
+        assert (first.output_text, second.output_text, third.output_text) == ("let me", "done", "again")
+        assert served.session.tree.forks == []
+        assert third.usage is not None
+        assert third.usage.input_tokens == len(served.engine.requests[2][1])
+
+
+async def test_openais_responses_stream_is_the_same_reply_in_pieces(serve: Any) -> None:
+    tool: Any = {"type": "function", "name": "echo", "parameters": SCHEMA, "strict": False}
+    async with serve("x" * 700 + CALL) as served, served.openai() as client:
+        async with client.responses.stream(model="m", input="hi", tools=[tool]) as stream:
+            texts = [event.delta async for event in stream if event.type == "response.output_text.delta"]
+            whole = await stream.get_final_response()
+
+        assert len(texts) == 3
+        assert whole.output_text == "".join(texts) == "x" * 700
+        assert whole.output[-1].arguments == '{"t": "a"}'  # type: ignore[union-attr]
+        assert whole.status == "completed"
+
+
+async def test_a_key_opens_its_own_session_and_nothing_else(serve: Any) -> None:
+    async with serve("yes") as served:
+        other = served.gateway.session(
+            engine=served.engine,
+            sampling=served.session.sampling,
+            limits=served.session.limits,
+            request_id="other",
+        )
+        with other as neighbour:
+            for key in ("wrong", neighbour.key):
+                with pytest.raises(openai.AuthenticationError, match="does not open this session"):
+                    await served.openai(key).chat.completions.create(model="any", messages=HI)
+                with pytest.raises(anthropic.AuthenticationError, match="does not open this session"):
+                    await served.anthropic(key).messages.create(model="any", max_tokens=5, messages=HI)
+        assert served.engine.requests == []
+        assert [model.id async for model in served.openai().models.list()] == ["policy"]
+        async with aiohttp.ClientSession() as client:
+            for path in ("", "/", "/metrics", f"/{served.session.id}", f"/{served.session.id}/v1/files"):
+                async with client.get(served.gateway.url + path) as answer:
+                    assert answer.status == 404
+
+
+async def test_calls_after_the_end_get_a_clear_refusal_that_clients_do_not_retry(serve: Any) -> None:
+    async with serve() as served:
+        with served.gateway.session(
+            engine=served.engine, sampling=served.session.sampling, limits=served.session.limits, request_id="2"
+        ) as late:
+            url = f"{served.gateway.url_of(late)}/v1"
+        client = openai.AsyncOpenAI(base_url=url, api_key=late.key, max_retries=5)
+
+        with pytest.raises(openai.APIStatusError, match="this session is over: its trajectory has ended") as refused:
+            await client.chat.completions.create(model="any", messages=HI)
+
+        assert refused.value.status_code == 410
+
+
+async def test_what_is_not_offered_is_refused_in_the_apis_form(serve: Any) -> None:
+    refused: list[tuple[dict[str, Any], str]] = [
+        ({"tool_choice": "required"}, "tool_choice 'required' is not offered: the policy is sampled as it is trained"),
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"frequency_penalty": 0.5}, "frequency_penalty 0.5"),
+        ({"logprobs": True}, "logprobs"),
+        ({"n": 0}, "n must be an integer of at least 1"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "the policy reads text alone"),
+        ({"messages": [{"role": "robot", "content": ""}]}, "role must be system, developer, user, assistant or tool"),
+        ({"messages": []}, "the last message must be"),
+        ({"tools": [{"type": "web_search"}]}, "only tools of type function"),
+    ]
+    async with serve() as served, served.openai() as client:
+        for fields, problem in refused:
+            with pytest.raises(openai.BadRequestError) as told:
+                await client.chat.completions.create(**{"model": "any", "messages": HI} | fields)
+            assert problem in told.value.message
+        with pytest.raises(anthropic.BadRequestError, match="tool_choice"):
+            await served.anthropic().messages.create(
+                model="any", max_tokens=5, messages=HI, tools=[ANTHROPIC_TOOL], tool_choice={"type": "any"}
+            )
+        assert served.engine.requests == []
+
+
+async def test_limits_are_told_in_words_that_agents_look_for(serve: Any) -> None:
+    async with serve("one", max_turns=1) as served, served.openai() as client:
+        await client.chat.completions.create(model="any", messages=HI)
+        with pytest.raises(openai.BadRequestError) as turns:
+            await client.chat.completions.create(model="any", messages=HI)
+    long: Any = [{"role": "user", "content": "x" * 400}]
+    async with serve(max_tokens=300) as served:
+        with pytest.raises(openai.BadRequestError) as tokens:
+            await served.openai().chat.completions.create(model="any", messages=long)
+        with pytest.raises(anthropic.BadRequestError, match="prompt is too long"):
+            await served.anthropic().messages.create(model="any", max_tokens=5, messages=long)
+
+    assert (turns.value.code, tokens.value.code) == ("turn_limit_reached", "context_length_exceeded")
+
+
+@pytest.mark.parametrize(
+    ("body", "status"),
+    [
+        (b"{", 400),
+        (b"[]", 400),
+        (b"\xff\xfe", 400),
+        (b"[" * 200_000, 400),
+        (json.dumps({"messages": [{"role": "user", "content": {"a": 1}}]}).encode(), 400),
+        (json.dumps({"messages": [{"role": "assistant", "tool_calls": [{"function": 3}]}]}).encode(), 400),
+        (b" " * (server.MAX_BODY_BYTES + 1), 413),
+    ],
+)
+async def test_a_body_that_is_nonsense_or_too_large_is_refused_and_the_session_goes_on(
+    serve: Any, body: bytes, status: int
+) -> None:
+    async with serve("yes") as served:
+        headers = {"Authorization": f"Bearer {served.session.key}"}
+        url = f"{served.url}/v1/chat/completions"
+        async with aiohttp.ClientSession(headers=headers) as client, client.post(url, data=body) as answer:
+            assert answer.status == status
+            assert (await answer.json())["error"]["message"]
+        assert (await served.openai().chat.completions.create(model="any", messages=HI)).choices[0].message.content
+
+
+class Waits:
+    """An engine that answers when it is told to."""
+
+    def __init__(self, engine: ScriptedEngine) -> None:
+        self.engine = engine
+        self.asked, self.may = asyncio.Event(), asyncio.Event()
+        self.given_up = asyncio.Event()
+
+    async def generate(self, request_id: str, prompt_ids: Sequence[int], sampling: SamplingParams) -> Completion:
+        self.asked.set()
+        try:
+            await self.may.wait()
+        except asyncio.CancelledError:
+            self.given_up.set()
+            raise
+        return await self.engine.generate(request_id, prompt_ids, sampling)
+
+
+async def test_a_dropped_connection_gives_its_turn_up_and_a_retry_is_served(serve: Any) -> None:
+    async with serve("yes") as served, served.openai() as client:
+        served.session.engine = waits = Waits(served.engine)
+        call = asyncio.create_task(client.chat.completions.create(model="any", messages=HI))
+        await waits.asked.wait()
+        call.cancel()
+        await waits.given_up.wait()
+
+        waits.may.set()
+        reply = await client.chat.completions.create(model="any", messages=HI)
+
+        assert reply.choices[0].message.content == "yes"
+        assert len(served.session.tree.turns) == 1
+
+
+async def test_a_stream_that_waits_long_begins_with_comments_and_tells_errors_as_events(
+    serve: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server, "PATIENCE_S", 0.01)
+    async with serve() as served, served.openai() as client:
+        served.session.engine = Waits(served.engine)
+        stream = await client.chat.completions.create(model="any", messages=HI, stream=True)
+        served.session.end()
+        with pytest.raises(openai.APIError, match="this session is over"):
+            async for _ in stream:
+                pass

@@ -1,0 +1,111 @@
+"""The tree of a rollout's tokens: what was read after what, each token once, and its branches as plain sequences."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rayapp.core.forks import before, branches, path_to
+from rayapp.core.types import Completion, Fork, VersionSpan
+from rayapp.rollout.gateway.tree import TokenTree, cut_completion
+
+
+def completion(ids: Sequence[int]) -> Completion:
+    return Completion(
+        token_ids=np.array(ids, np.int32),
+        log_probs=-np.arange(1, len(ids) + 1, dtype=np.float32),
+        text="",
+        finish_reason="stop",
+        policy_version=3,
+    )
+
+
+def add(tree: TokenTree, after: int, read: Sequence[int], sampled: Sequence[int]) -> int:
+    return tree.add_turn(after, read, completion(sampled), text="", started_at_s=0.0)[1]
+
+
+def test_a_conversation_that_goes_on_is_one_line() -> None:
+    tree = TokenTree()
+
+    last = add(tree, add(tree, -1, [1, 2], [3]), [4], [5, 6])
+
+    assert tree.token_ids.tolist() == tree.context(last) == [1, 2, 3, 4, 5, 6]
+    assert tree.response_mask.tolist() == [False, False, True, False, True, True]
+    assert tree.log_probs.tolist() == [0, 0, -1, 0, -1, -2]
+    assert tree.forks == []
+
+
+def test_a_retry_reads_nothing_again_and_is_a_turn_of_its_own() -> None:
+    tree = TokenTree()
+    add(tree, -1, [1, 2], [3, 4])
+
+    last = add(tree, -1, [1, 2], [3, 5])
+
+    assert tree.token_ids.tolist() == [1, 2, 3, 4, 3, 5]
+    assert tree.forks == [Fork(start=4, after=1)]
+    assert tree.context(last) == [1, 2, 3, 5]
+
+
+def test_a_helper_with_its_own_prompt_begins_a_conversation_and_the_first_goes_on() -> None:
+    tree = TokenTree()
+    main = add(tree, -1, [1, 2], [3])
+    add(tree, -1, [7], [8])
+
+    last = add(tree, main, [4], [5])
+
+    assert tree.context(last) == [1, 2, 3, 4, 5]
+    assert tree.forks == [Fork(start=3, after=-1), Fork(start=5, after=2)]
+    assert [branch.tolist() for branch in branches(tree.size, tree.forks)] == [[3, 4], [0, 1, 2, 5, 6]]
+
+
+def test_what_an_agent_sends_again_from_the_start_is_there_once_up_to_where_it_differs() -> None:
+    tree = TokenTree()
+    add(tree, add(tree, -1, [1, 2], [3]), [4, 9], [5])
+
+    assert tree.num_new(-1, [1, 2, 3, 4, 8]) == 1
+    last = add(tree, -1, [1, 2, 3, 4, 8], [6])
+
+    assert tree.context(last) == [1, 2, 3, 4, 8, 6]
+    assert tree.token_ids.tolist() == [1, 2, 3, 4, 9, 5, 8, 6]
+    assert before(6, tree.forks).tolist() == [0, 1, 2, 3]
+
+
+def test_a_cut_sample_is_one_of_fewer_tokens() -> None:
+    spans = (VersionSpan(policy_version=1, num_tokens=2), VersionSpan(policy_version=2, num_tokens=2))
+    whole = Completion(**{**_fields(completion([1, 2, 3, 4])), "version_spans": spans})
+
+    kept = cut_completion(whole, 1)
+
+    assert (kept.token_ids.tolist(), kept.finish_reason) == ([1], "length")
+    assert kept.version_spans == (VersionSpan(policy_version=1, num_tokens=1),)
+    assert cut_completion(whole, 4) is whole
+
+
+def _fields(value: Completion) -> dict[str, object]:
+    return {name: getattr(value, name) for name in value.__slots__}
+
+
+Steps = list[tuple[int, list[int], list[int]]]
+IDS = st.lists(st.integers(0, 3), min_size=1, max_size=6)
+
+
+@given(st.lists(st.tuples(st.integers(0, 99), IDS, IDS), min_size=1, max_size=20))
+def test_any_tree_keeps_every_context_and_every_sample_once(steps: Steps) -> None:
+    """Prompts over four letters share much by chance, and each step goes on from any turn or token before it."""
+    tree, contexts, ends = TokenTree(), [list[int]()], [-1]
+    for chosen, read, sampled in steps:
+        parent = chosen % len(contexts)
+        last = add(tree, ends[parent], read, sampled)
+        contexts.append(contexts[parent] + read + sampled)
+        ends.append(last)
+
+    ids = tree.token_ids
+    for context, last, turn in zip(contexts[1:], ends[1:], tree.turns, strict=True):
+        assert tree.context(last) == context
+        assert ids[before(turn.start, tree.forks)].tolist() == context[: len(context) - (turn.end - turn.start)]
+    assert tree.response_mask.sum() == sum(len(sampled) for _, _, sampled in steps)
+    assert sorted({i for branch in branches(tree.size, tree.forks) for i in branch.tolist()}) == list(range(tree.size))
+    assert path_to(-1, tree.forks).size == 0

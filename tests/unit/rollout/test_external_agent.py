@@ -1,0 +1,419 @@
+"""External agents: real programs and functions that ask a scripted policy over HTTP, from the task to the verdict."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import textwrap
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import openai
+import psutil
+import pytest
+
+from rayapp.config.config import Config
+from rayapp.config.sandbox import SandboxConfig
+from rayapp.core.errors import ConfigError, EngineError, InputError, StaleVersionError
+from rayapp.core.types import Completion, Group, GroupSummary, RolloutStatus, SamplingParams, Trajectory
+from rayapp.rollout.agent.chat import load_template
+from rayapp.rollout.data_groups import assignment_of
+from rayapp.rollout.external.agent import ExternalAgent
+from rayapp.rollout.external.call import AgentCall
+from rayapp.rollout.external.program import Tail
+from rayapp.rollout.gateway.formats import Formats
+from rayapp.rollout.group import Assignment, run_group
+from rayapp.rollout.order import GroupRequest
+from rayapp.rollout.task_groups import TaskGroups
+from rayapp.runs.trajectories import read_groups, write_trajectories
+from rayapp.sandbox.pool.in_process import open_pool
+from rayapp.sandbox.providers.fake import FakeProvider
+from rayapp.tasks.answers import AnswerRewards
+from rayapp.tasks.coding import CodingTask
+from rayapp.tasks.data.data_row import DataRow
+from rayapp.testing.engine import ScriptedEngine
+from rayapp.testing.hermes import HermesParser
+
+ASKS = textwrap.dedent(
+    """
+    import json, os, sys, urllib.request
+
+    def ask(*messages):
+        url = os.environ["OPENAI_BASE_URL"] + "/chat/completions"
+        body = json.dumps({"model": os.environ["RAYAPP_MODEL"], "messages": messages}).encode()
+        headers = {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"], "Content-Type": "application/json"}
+        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+        with opener.open(urllib.request.Request(url, body, headers)) as answer:
+            return json.load(answer)["choices"][0]["message"]
+    """
+)
+ROW = DataRow(
+    messages=({"role": "user", "content": "6 x 7?"},),
+    data_source="openai/gsm8k",
+    ground_truth="42",
+    agent_name="single_turn_agent",
+)
+TASK = CodingTask(
+    name="double",
+    prompt="Write a Python function `double(x)` that returns twice the integer x.",
+    func_name="double",
+    signature="def double(x):",
+    tests=("0", "-3", "rng.randint(100, 999)"),
+    reference="2 * x",
+    files={"notes/read.me": "twice is 2 *"},
+)
+
+
+@dataclass
+class Played:
+    group: Group
+    summary: GroupSummary
+
+    @property
+    def first(self) -> Trajectory:
+        return self.group.trajectories[0]
+
+
+@dataclass
+class Bench:
+    tokenizer: Any
+    script: Callable[[str, Sequence[int]], str | Sequence[int]]
+
+    def engine(self) -> ScriptedEngine:
+        engine = ScriptedEngine(
+            lambda text: self.tokenizer.encode(text, add_special_tokens=False),
+            self.tokenizer.decode,
+            self.script,
+            end_id=self.tokenizer.eos_token_id,
+        )
+        engine.record = True
+        return engine
+
+    @asynccontextmanager
+    async def agent(
+        self, entry: Callable[[AgentCall], Awaitable[Any]] | None = None, *, max_turns: int = 9, **external: Any
+    ) -> AsyncIterator[ExternalAgent]:
+        given = {"entry": "tests:unused"} if entry is not None else {}
+        section = {
+            "default_agent": "external_agent",
+            "task_agent": "external_agent",
+            "max_assistant_turns": max_turns,
+            "external": {**given, **external},
+        }
+        config = Config.model_validate({"agent": section, "rollout": {"max_completion_tokens": 4000}})
+        formats = Formats(
+            self.tokenizer,
+            model="tiny",
+            template=load_template("chatml_hermes"),
+            make_parser=lambda *parts: HermesParser(),
+        )
+        agent = ExternalAgent(config, formats, entry)
+        await agent._gateway.start()
+        try:
+            yield agent
+        finally:
+            await agent.close()
+
+    async def play(self, assignment: Assignment, *, group_size: int = 1, engine: Any = None) -> Played:
+        return Played(
+            *await run_group(
+                GroupRequest(group_id=3, policy_version=0),
+                assignment,
+                engine=engine or self.engine(),
+                sampling=SamplingParams(max_tokens=2000),
+                group_size=group_size,
+                seed=0,
+                deadline_s=60.0,
+            )
+        )
+
+    async def row(self, agent: ExternalAgent, **options: Any) -> Played:
+        async with open_pool(SandboxConfig(), "t", local=FakeProvider()) as (sandboxes, _):
+            return await self.play(assignment_of(ROW, agent, AnswerRewards(), sandboxes), **options)
+
+
+@pytest.fixture
+def bench(chat_tokenizer: Any) -> Callable[..., Bench]:
+    def make(*turns: str) -> Bench:
+        def script(name: str, ids: Sequence[int]) -> str:
+            # Turn 0 is the seat in the cohort, which nobody reads.
+            number = int(name.rpartition("=")[2])
+            return turns[min(number, len(turns)) - 1] if number else "unread"
+
+        return Bench(chat_tokenizer, script)
+
+    return make
+
+
+def program(tmp_path: Path, text: str) -> list[str]:
+    path = tmp_path / "agent.py"
+    path.write_text(ASKS + textwrap.dedent(text))
+    return [sys.executable, "-I", str(path)]
+
+
+async def test_a_program_plays_a_data_row_and_the_rows_rule_scores_what_the_policy_said_last(
+    bench: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "the trainer's")
+    monkeypatch.setenv("HF_TOKEN", "the trainer's")
+    command = program(
+        tmp_path,
+        """
+        told = json.load(open(os.environ["RAYAPP_TASK_FILE"]))
+        first = ask({"role": "user", "content": sys.argv[1]})
+        ask({"role": "user", "content": sys.argv[1]}, first, {"role": "user", "content": "sure?"})
+        print(told["task"], told["prompt"] == sys.argv[1], os.getcwd() == os.path.realpath(os.environ["HOME"]))
+        print(sorted(os.environ))
+        """,
+    )
+    b: Bench = bench("let me think", "#### 42")
+    async with b.agent(command=[*command, "{prompt}"]) as agent:
+        played = await b.row(agent)
+
+    assert played.first.reward.value == 1.0
+    assert played.first.status is RolloutStatus.COMPLETED
+    assert played.first.agent_output.startswith("openai/gsm8k True True\n")
+    assert "AWS_SECRET_ACCESS_KEY" not in played.first.agent_output
+    assert "HF_TOKEN" not in played.first.agent_output
+    assert [turn.text for turn in played.first.turns] == ["let me think", "#### 42"]
+    path = tmp_path / "step=000001.parquet"
+    write_trajectories(path, 1, [played.group])
+    (read,) = read_groups(path)
+    assert read.trajectories[0].agent_output == played.first.agent_output
+    assert read.prompt.token_ids.size == 0
+
+
+async def test_a_task_gives_its_files_and_scores_the_file_that_the_agent_names(bench: Any, tmp_path: Path) -> None:
+    command = program(
+        tmp_path,
+        """
+        notes = open("notes/read.me").read()
+        said = ask({"role": "user", "content": notes})["content"]
+        open("solution.py", "w").write("def double(x):\\n    return " + said)
+        """,
+    )
+    b: Bench = bench("2 * x", "x ** 2")
+    async with (
+        open_pool(SandboxConfig(), "t") as (sandboxes, _),
+        b.agent(command=command, answer_file="solution.py") as agent,
+    ):
+        tasks = await agent.prompted([TASK])
+        groups = TaskGroups(tasks, (), sandboxes, agent)
+        request = GroupRequest(group_id=0, policy_version=0)
+        played = await b.play(await groups.assignment(request, seed=0), group_size=2)
+
+    assert played.summary.rewards.tolist() == [1.0, 1.0]
+    assert played.group.trajectories[0].completion_text == "def double(x):\n    return 2 * x"
+    assert played.group.prompt.text.count("twice the integer") == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "detail"),
+    [
+        ("ask({'role': 'user', 'content': 'hi'}); sys.exit('no luck')", "the agent's program ended with 1: no luck"),
+        ("ask({'role': 'user', 'content': 'hi'}); os.kill(os.getpid(), 9)", "the agent's program ended with -9: "),
+        ("pass", "the agent ended without a turn of the policy"),
+    ],
+)
+async def test_a_program_that_fails_is_a_failed_rollout_without_a_reward(
+    bench: Any, tmp_path: Path, text: str, detail: str
+) -> None:
+    b: Bench = bench("#### 42")
+    async with b.agent(command=program(tmp_path, text)) as agent:
+        played = await b.row(agent)
+        assert agent._gateway.num_sessions == 0
+
+    assert played.first.status is RolloutStatus.ERROR_TASK
+    assert not played.first.reward.valid
+    assert played.first.reward.detail == detail
+    assert played.summary.valid.tolist() == [False]
+
+
+async def test_time_that_is_up_ends_the_whole_process_group_and_what_is_there_is_scored(
+    bench: Any, tmp_path: Path
+) -> None:
+    command = program(
+        tmp_path,
+        """
+        import subprocess
+        child = subprocess.Popen([sys.executable, "-I", "-c", "import time; time.sleep(600)"])
+        ask({"role": "user", "content": "hi"})
+        print(os.getpid(), child.pid, flush=True)
+        child.wait()
+        """,
+    )
+    b: Bench = bench("#### 42")
+    async with b.agent(command=command, timeout_s=5.0) as agent:
+        played = await b.row(agent)
+
+    assert played.first.status is RolloutStatus.MAX_TURNS
+    assert played.first.reward.value == 1.0
+    pids = [int(pid) for pid in played.first.agent_output.split()]
+    assert len(pids) == 2
+    assert [pid for pid in pids if psutil.pid_exists(pid) and psutil.Process(pid).status() != "zombie"] == []
+
+
+async def test_an_agent_that_runs_out_of_turns_is_scored_on_what_it_has(bench: Any, tmp_path: Path) -> None:
+    command = program(tmp_path, "while True: ask({'role': 'user', 'content': 'hi'})")
+    b: Bench = bench("no", "#### 42")
+    async with b.agent(command=command, max_turns=2) as agent:
+        played = await b.row(agent)
+
+    assert played.first.status is RolloutStatus.MAX_TURNS
+    assert played.first.reward.value == 1.0
+    assert "HTTP Error 400" in played.first.agent_output
+
+
+async def test_an_async_function_plays_with_the_sdk_and_its_helpers_are_branches_of_one_rollout(bench: Any) -> None:
+    async def agent(call: AgentCall) -> str:
+        async with openai.AsyncOpenAI(base_url=call.openai_base_url, api_key=call.api_key) as client:
+
+            async def ask(text: str) -> str:
+                messages: Any = [*call.messages, {"role": "user", "content": text}]
+                reply = await client.chat.completions.create(model=call.model, messages=messages)
+                return reply.choices[0].message.content or ""
+
+            said = await asyncio.gather(*(ask(name) for name in ("one", "two", "three")))
+            return f"#### {sum(map(int, said))}"
+
+    b: Bench = bench("14")
+    async with b.agent(agent) as external:
+        played = await b.row(external, group_size=3)
+
+    assert played.summary.rewards.tolist() == [1.0] * 3
+    assert played.first.completion_text == "#### 42"
+    assert len(played.first.forks) == 2
+    assert played.first.num_response_tokens == 3 * 3
+    assert played.first.reward.terms["num_turns"] == 3.0
+
+
+async def test_a_function_that_raises_or_returns_nonsense_is_a_failed_rollout(bench: Any) -> None:
+    async def raises(call: AgentCall) -> str:
+        raise KeyError("no such thing")
+
+    async def nonsense(call: AgentCall) -> int:
+        return 42
+
+    b: Bench = bench("14")
+    for entry, detail in ((raises, "the agent failed: KeyError"), (nonsense, "it returned a int: an agent returns")):
+        async with b.agent(entry) as external:
+            played = await b.row(external)
+        assert played.first.status is RolloutStatus.ERROR_TASK
+        assert detail in played.first.reward.detail
+
+
+class Fails:
+    """An engine that serves the seat and then fails."""
+
+    def __init__(self, error: EngineError) -> None:
+        self.error = error
+
+    async def generate(self, request_id: str, prompt_ids: Sequence[int], sampling: SamplingParams) -> Completion:
+        raise self.error
+
+
+async def test_an_engine_that_fails_ends_the_agent_at_once_and_is_told_as_for_any_agent(
+    bench: Any, tmp_path: Path
+) -> None:
+    forever = program(tmp_path, "import time\ntry: ask({'role': 'user', 'content': 'hi'})\nfinally: time.sleep(600)")
+    b: Bench = bench("unused")
+    async with b.agent(command=forever) as agent:
+        played = await b.row(agent, engine=Fails(EngineError("out of memory")))
+        with pytest.raises(StaleVersionError):
+            await b.row(agent, engine=Fails(StaleVersionError("it has version 3")))
+
+    assert played.first.status is RolloutStatus.ERROR_ENGINE
+    assert played.first.reward.detail == "out of memory"
+
+
+async def test_a_file_that_leads_out_of_the_agents_folder_is_not_written(bench: Any, tmp_path: Path) -> None:
+    b: Bench = bench("x")
+    async with b.agent(command=program(tmp_path, "")) as agent:
+
+        async def score(episode: Any) -> Any:
+            return await agent.score(episode, None)  # type: ignore[arg-type]
+
+        row = agent.assignment("t", ROW.messages, score, {"../../escaped": "x"})
+        played = await b.play(row)
+
+    assert "leads out of the agent's folder" in played.first.reward.detail
+
+
+def test_the_end_of_what_a_program_writes_is_kept() -> None:
+    tail = Tail(10)
+    for _ in range(1000):
+        tail.add("äöü\n".encode() * 100)
+
+    assert tail.text == "(truncated)..." + ("äöü\n" * 3)[-10:]
+    assert tail.last_line == "äöü"
+
+
+def test_arguments_are_filled_in_once() -> None:
+    call = AgentCall(
+        task="t",
+        messages=({"role": "user", "content": "what is {url} {prompt}?"},),
+        folder=Path("/f"),
+        url="http://here",
+        api_key="k",
+    )
+
+    assert call.filled_in("--task={prompt} at {url}{x}") == "--task=what is {url} {prompt}? at http://here{x}"
+
+
+@pytest.mark.parametrize(
+    ("values", "problem"),
+    [
+        ({"agent": {"task_agent": "external_agent"}}, "neither a command nor an entry"),
+        (
+            {"agent": {"task_agent": "external_agent", "external": {"command": ["a"], "entry": "b:c"}}},
+            "both a command and an entry",
+        ),
+        ({"agent": {"external": {"command": ["a"]}}}, "agent.task_agent is single_turn_agent: nobody would run it"),
+        (
+            {"agent": {"task_agent": "external_agent", "external": {"command": ["a"], "inside": True}}},
+            "agents can't be run in sandboxes yet",
+        ),
+        (
+            {
+                "agent": {"task_agent": "external_agent", "external": {"command": ["a"]}},
+                "learner": {"share_prefixes": False},
+            },
+            "whose trajectories may fork, and learner.share_prefixes is false",
+        ),
+        (
+            {"agent": {"task_agent": "external_agent", "tool_file": "t.yaml", "external": {"command": ["a"]}}},
+            "an external agent brings tools of its own",
+        ),
+    ],
+)
+def test_settings_that_contradict_are_refused(values: dict[str, Any], problem: str) -> None:
+    with pytest.raises(ValueError, match=problem):
+        Config.model_validate(values)
+
+
+@pytest.mark.parametrize(
+    ("external", "problem"),
+    [
+        ({"command": ["no-such-agent", "-v"]}, "there is no program 'no-such-agent' on this machine"),
+        ({"entry": "no_such_module:agent"}, "agent.external.entry 'no_such_module:agent' can't be imported"),
+        ({"entry": "json:no_such_name"}, "json has no function 'no_such_name'"),
+    ],
+)
+async def test_an_agent_that_is_not_there_is_told_before_anything_starts(
+    external: dict[str, Any], problem: str
+) -> None:
+    config = Config.model_validate({"agent": {"task_agent": "external_agent", "external": external}})
+    with pytest.raises(ConfigError, match=problem):
+        await ExternalAgent.open(config)
+
+
+def test_a_row_with_images_is_refused(chat_tokenizer: Any) -> None:
+    config = Config.model_validate({"agent": {"task_agent": "external_agent", "external": {"entry": "a:b"}}})
+    formats = Formats(chat_tokenizer, model="tiny", template=load_template("chatml_hermes"))
+    agent = ExternalAgent(config, formats, None)
+
+    with pytest.raises(InputError, match="an external agent is told text alone"):
+        agent.assignment("t", [{"role": "user", "content": [{"type": "image"}]}], None)  # type: ignore[arg-type]
