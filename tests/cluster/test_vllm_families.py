@@ -1,4 +1,4 @@
-"""The real vLLM on CPU, one engine a family: it loads `final/`, and after two syncs computes the learner's log-probs.
+"""The real vLLM on CPU, one engine a family: it loads `final/`, and after two syncs has the learner's log-probs.
 
 `rayapp models check FAMILY` does the same.
 """

@@ -106,7 +106,7 @@ def checks_of(subject: Subject, *, engine: bool) -> Iterator[Check]:
         yield _tried("adapters", lambda: _adapters(subject, models[0], groups, plain))
         yield _tried("final/", lambda: _final(models[1], Path(folder) / "final", groups))
         if engine:
-            yield _tried("engine", lambda: _engine(models, groups, Path(folder) / "served"))
+            yield _tried("engine", lambda: _engine(subject, models, groups, Path(folder) / "served"))
 
 
 def _tried(what: str, check: Callable[[], tuple[bool, str]]) -> Check:
@@ -159,13 +159,15 @@ def _final(folder: Path, final: Path, groups: Any) -> tuple[bool, str]:
     return torch.equal(expected, found), "reloads in transformers; its logits are the learner's to the last bit"
 
 
-def _engine(models: list[Path], groups: Any, final: Path) -> tuple[bool, str]:
+def _engine(subject: Subject, models: list[Path], groups: Any, final: Path) -> tuple[bool, str]:
     from rayapp.learner.families.engine_trial import MAX_ENGINE_ERROR, engine_errors
 
-    configs = (trial.trial_config(models[0]), trial.trial_config(models[1]))
-    errors = asyncio.run(engine_errors(configs, groups, final))
+    # vLLM keeps sinks in bfloat16, and its CPU kernel wants all else in that, too.
+    dtype = "bfloat16" if "sinks" in subject.family.needs else "float32"
+    first, second = (trial.trial_config(model, server={"dtype": dtype}) for model in models)
+    errors = asyncio.run(engine_errors((first, second), groups, final))
     after = " and ".join(f"{error:.1e}" for error in errors.after_syncs)
     return (
-        errors.largest <= MAX_ENGINE_ERROR,
-        f"log-probs differ by {errors.at_start:.1e} with final/, {after} after two syncs",
+        errors.largest <= MAX_ENGINE_ERROR[dtype],
+        f"log-probs differ by {errors.at_start:.1e} with final/, {after} after two syncs ({dtype})",
     )

@@ -6,10 +6,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -26,6 +27,7 @@ from rayapp.learner.scoring import log_probs_of
 from rayapp.learner.shares import deal
 from rayapp.learner.step import PolicyLearner
 
+NOTHING: Mapping[str, Any] = MappingProxyType({})
 GROUP_SIZE, PROMPT_TOKENS, RESPONSE_TOKENS = 4, 12, 16
 MAX_LOG_PROB_ERROR, MAX_GRADIENT_ERROR = 2e-5, 5e-6
 """Of float32: the latter relative to the largest entry of all gradients."""
@@ -75,7 +77,7 @@ def randomize(causal_lm: Any, *, seed: int) -> None:
                 buffer.add_((0.1 * torch.randn(buffer.shape, generator=others)).bfloat16())
 
 
-def trial_config(folder: Path, **learner: Any) -> Config:
+def trial_config(folder: Path, *, server: Mapping[str, Any] = NOTHING, **learner: Any) -> Config:
     """A run's config over that folder, in float32 on one CPU."""
     rollout = {"group_size": GROUP_SIZE, "max_prompt_tokens": 32, "max_completion_tokens": 32}
     section = {
@@ -90,7 +92,7 @@ def trial_config(folder: Path, **learner: Any) -> Config:
             "cluster": {"device": "cpu"},
             "rollout": rollout,
             "learner": section | learner,
-            "server": {"kv_cache_gib": 1, "dtype": "float32", "cpu_threads": 1, "max_num_seqs": 8},
+            "server": {"kv_cache_gib": 1, "dtype": "float32", "cpu_threads": 1, "max_num_seqs": 8, **server},
         }
     )
 
