@@ -61,6 +61,7 @@ for command in (train, sft, evaluate, score, view, doctor, plan, jobs, sync, plu
     app.add_typer(command.app)
 for name, group in GROUPS.items():
     app.add_typer(group.app, name=name)
+app.add_typer(model.app, name="models", hidden=True)
 
 
 def main() -> None:

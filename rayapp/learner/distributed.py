@@ -93,7 +93,7 @@ def start_ranks(config: Config, rank: int, world_size: int, master_address: str,
         mesh=mesh,
         cpu_group=cpu_group,
         save_group=save_group,
-        sequence=_sequence_group(config.learner.sequence_parallel, rank),
+        sequence=_sequence_group(config.learner.sequence_parallel, rank, timeout),
     )
 
 
@@ -105,11 +105,11 @@ def learner_mesh(device_type: str, world_size: int, replicas: int) -> DeviceMesh
     return init_device_mesh(device_type, (replicas, world_size // replicas), mesh_dim_names=("replicate", "shard"))
 
 
-def _sequence_group(size: int, rank: int) -> SequenceGroup | None:
+def _sequence_group(size: int, rank: int, timeout: timedelta) -> SequenceGroup | None:
     """Neighbouring ranks, `size` at a time. Collective."""
     if size == 1:
         return None
-    group, _ = dist.new_subgroups(group_size=size)
+    group, _ = dist.new_subgroups(group_size=size, timeout=timeout)
     assert isinstance(group, dist.ProcessGroup)
     return SequenceGroup(group=group, rank=rank % size, size=size)
 

@@ -12,7 +12,6 @@ import copy
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -23,15 +22,18 @@ from rayapp.config.config import Config
 from rayapp.core.errors import InputError, RayappError
 from rayapp.core.imports import large_imports
 from rayapp.learner.attention import ATTENTION_NAME, plan_attention, register_attention
+from rayapp.learner.families.head import head_rule
+from rayapp.learner.families.mixers import give_borders
+from rayapp.learner.families.rope import pin_positions
 from rayapp.learner.packing import pack
+from rayapp.storage.models.families import FAMILIES
 
 MAX_DIFFERENCE = 1e-2
 """Limit for float32 log-probs: families computed rightly differ by 2e-4 at most, wrong ones by 0.65 and more."""
-ATTENTIONS = ("full_attention", "sliding_attention")
-RENAMED_IN_TRANSFORMERS = ("mixtral",)
-"""Families whose experts have other names in transformers 5 than on the hub; vLLM knows only the hub's names."""
 _LAYERS, _HEADS, _VOCABULARY, _WIDTH = 6, 4, 64, 32
 _SHARED_TOKENS, _OWN_TOKENS = 8, (6, 9)
+_WINDOW = 5
+"""Shorter than the prompt, so that windows matter in both sequences."""
 
 
 def read_architecture(config: Config) -> Any:
@@ -47,7 +49,7 @@ def read_architecture(config: Config) -> Any:
     except (OSError, ValueError, KeyError) as error:
         raise InputError(f"model.path {config.model.path!r} can't be loaded: {error}") from error
     for section in _sections(architecture):
-        for name in [name for name, value in vars(section).items() if _is_noise(name) and value]:
+        for name in [name for name, value in vars(section).items() if _is_noise(section, name) and value]:
             setattr(section, name, 0.0)
     return architecture
 
@@ -55,19 +57,12 @@ def read_architecture(config: Config) -> Any:
 def check_family(architecture: Any, config: Config) -> None:
     """Raises InputError: the learner would compute another model than this one."""
     text = architecture.get_text_config()
-    if text.model_type in RENAMED_IN_TRANSFORMERS:
-        raise InputError(
-            f"model_type {text.model_type!r} can't be trained: transformers 5 has other names for its weights than "
-            "vLLM, so a server would refuse them at the first sync."
-        )
-    others = sorted(set(getattr(text, "layer_types", None) or ()) - set(ATTENTIONS))
-    if others:
-        raise InputError(
-            f"model_type {text.model_type!r} can't be trained: it has layers of type {', '.join(others)}, and the "
-            "learner packs sequences for full and sliding attention only: others would read their neighbours' tokens."
-        )
+    known = FAMILIES.get(text.model_type)
+    if known is not None and known.refused:
+        raise InputError(f"model_type {text.model_type!r} can't be trained: {known.refused}.")
+    _check_class(architecture, config)
     try:
-        difference = largest_difference(text, num_tokens=config.max_model_tokens - 1)
+        difference = largest_difference(text, num_tokens=config.max_model_tokens)
     except RayappError as error:
         raise InputError(f"model_type {text.model_type!r} can't be trained: {error}") from error
     except Exception as error:  # boundary: any model's code
@@ -82,34 +77,75 @@ def check_family(architecture: Any, config: Config) -> None:
         )
 
 
+def _check_class(architecture: Any, config: Config) -> None:
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    if config.model.trust_remote_code or type(architecture) in MODEL_FOR_CAUSAL_LM_MAPPING:
+        return
+    raise InputError(
+        f"model_type {architecture.model_type!r} can't be trained: transformers has no causal language model of it, "
+        f"only models that read more than text. Take a release of its language model "
+        f"({architecture.get_text_config().model_type}) alone."
+    )
+
+
 def largest_difference(text: Any, *, num_tokens: int) -> float:
     """Largest difference of log-probs between packed and plain computation of a small model.
 
     Args:
         text: config of the language model.
-        num_tokens: tokens of the longest sequence that training will have, for attention that asks how long it may be.
+        num_tokens: tokens of the longest sequence that there may be, for positions that depend on it.
     Raises:
         LearnerError: the attention has an option that packing does not do.
     """
     with _one_thread(), torch.random.fork_rng(devices=[]):
-        return _difference(_small_model(text), num_tokens)
+        causal_lm = _small_model(text)
+        if not isinstance(getattr(causal_lm.get_decoder(), "layers", None), nn.ModuleList):
+            raise InputError("its decoder has no list of `layers`, which the learner shards one by one")
+        return _difference(fit_to_packing(causal_lm, num_tokens))
 
 
-def _difference(causal_lm: Any, num_tokens: int) -> float:
+def fit_to_packing(causal_lm: Any, num_tokens: int) -> Any:
+    """The same model, which computes packed tokens as it would plain ones. Call it once, before it is sharded.
+
+    Args:
+        num_tokens: of the longest sequence that there may be.
+    """
+    give_borders(causal_lm)
+    pin_positions(causal_lm, num_tokens)
+    return causal_lm
+
+
+def _difference(causal_lm: Any) -> float:
     first, second = _sequences()
     plain = [_plain(causal_lm, tokens) for tokens in (first, second)]
     causal_lm.set_attn_implementation(ATTENTION_NAME)
     packing = pack([[first, second]], share_prefixes=True)
-    plan = replace(plan_attention(packing, torch.device("cpu")), max_length=num_tokens)
     with torch.no_grad():
-        hidden = causal_lm.train().get_decoder()(
+        hidden = training_mode(causal_lm).get_decoder()(
             input_ids=torch.from_numpy(packing.token_ids)[None],
             position_ids=torch.from_numpy(packing.position_ids)[None],
             use_cache=False,
-            plan=plan,
+            plan=plan_attention(packing, torch.device("cpu")),
         )
-        packed = _scores(hidden.last_hidden_state[0] @ causal_lm.get_output_embeddings().weight.t())
+        packed = _scores(_logits(causal_lm, hidden.last_hidden_state[0]))
     return max(float((packed[path] - own).abs().max()) for path, own in zip(packing.paths, plain, strict=True))
+
+
+def training_mode(causal_lm: Any) -> Any:
+    """The model with its layers as in training, which checkpointing asks for, and without noise: the smallest parts,
+    such as routers and dropout, as in the engine."""
+    causal_lm.train()
+    for module in causal_lm.modules():
+        if not any(True for _ in module.children()):
+            module.eval()
+    return causal_lm
+
+
+def _logits(causal_lm: Any, hidden: Tensor) -> Tensor:
+    rule = head_rule(causal_lm)
+    logits = (hidden @ causal_lm.get_output_embeddings().weight.t()) * rule.factor
+    return logits if rule.softcap is None else rule.softcap * torch.tanh(logits / rule.softcap)
 
 
 @contextmanager
@@ -131,7 +167,9 @@ def _sections(architecture: Any) -> Iterator[Any]:
             yield from _sections(section)
 
 
-def _is_noise(name: str) -> bool:
+def _is_noise(section: Any, name: str) -> bool:
+    if section.model_type == "phimoe" and name == "router_jitter_noise":
+        return False  # its router looks at it in the engine, too: which experts are so close that they count as equal
     return "dropout" in name or "jitter" in name or name.endswith(("_pdrop", "layerdrop"))
 
 
@@ -148,7 +186,7 @@ def _small_model(text: Any) -> Any:
 
     register_attention()
     causal_lm: nn.Module = AutoModelForCausalLM.from_config(
-        _small(text), dtype=torch.float32, attn_implementation="eager"
+        small_config(text), dtype=torch.float32, attn_implementation="eager"
     )
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
@@ -165,10 +203,10 @@ def persistent_buffers(module: nn.Module) -> dict[str, Tensor]:
     return {name: buffer for name, buffer in module.named_buffers() if name in names}
 
 
-def _small(text: Any) -> Any:
+def small_config(text: Any) -> Any:
     """The config with few layers, heads and words. Heads keep their width, which scales of positions are lists over."""
     small = copy.deepcopy(text)
-    num_layers, heads = min(text.num_hidden_layers, _LAYERS), text.num_attention_heads
+    num_layers, heads = _num_layers(text), text.num_attention_heads
     key_heads = getattr(text, "num_key_value_heads", None) or heads
     changed: dict[str, Any] = {
         "num_hidden_layers": num_layers,
@@ -187,10 +225,20 @@ def _small(text: Any) -> Any:
             changed[name] = _WIDTH
         elif name.endswith("_token_id"):
             changed[name] = None if name == "pad_token_id" else 0
+        elif name == "sliding_window" and value:
+            changed[name] = _WINDOW
     for name, value in changed.items():
         if hasattr(text, name):
             setattr(small, name, value)
     return small
+
+
+def _num_layers(text: Any) -> int:
+    """As many as it takes until a layer of each type is there."""
+    lists = [value for value in vars(text).values() if isinstance(value, list) and len(value) == text.num_hidden_layers]
+    kinds = [kinds for kinds in lists if all(isinstance(kind, str) for kind in kinds)]
+    firsts = [layers.index(kind) for layers in kinds for kind in layers]
+    return min(int(text.num_hidden_layers), max([_LAYERS, *(first + 1 for first in firsts)]))
 
 
 def _plain(causal_lm: Any, tokens: Sequence[int]) -> Tensor:

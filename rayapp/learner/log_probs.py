@@ -33,6 +33,8 @@ class HeadOptions:
 
     temperature: float
     chunk_rows: int
+    softcap: float | None = None
+    """Logits become cap * tanh(logit / cap), before the temperature; None: they stay."""
     entropy_needs_grad: bool = False
     needs_sum_pi_squared: bool = False
 
@@ -61,7 +63,9 @@ class _TokenLogProbs(torch.autograd.Function):
         ctx: Any, hidden: Tensor, weight: Tensor, rows: Tensor, token_ids: Tensor, options: HeadOptions
     ) -> tuple[Tensor, Tensor, Tensor]:
         needs_grad = ctx.needs_input_grad[0] or ctx.needs_input_grad[1]
-        keep_rows = options.chunk_rows * 4 // weight.element_size() if needs_grad else 0
+        # The slope of a cap needs logits again, which probabilities don't tell.
+        keeps = needs_grad and options.softcap is None
+        keep_rows = options.chunk_rows * 4 // weight.element_size() if keeps else 0
         num_rows = hidden.shape[0]
         log_probs = hidden.new_empty(rows.shape[0], dtype=torch.float32)
         entropy, squares = hidden.new_zeros(2, num_rows, dtype=torch.float32)
@@ -99,6 +103,9 @@ class _TokenLogProbs(torch.autograd.Function):
             pairs = (rows[first:last] - start, token_ids[first:last])
             entropy_grads = None if grad_entropy is None else (entropy[start:stop], grad_entropy[start:stop])
             grad_logits = _grad_logits(probs, pairs, grad_log_probs[first:last], entropy_grads, options)
+            if options.softcap is not None:
+                # d (cap * tanh(x / cap)) = 1 - tanh(x / cap)^2
+                grad_logits.mul_(1 - (inner @ weight.t()).div_(options.softcap).tanh_().square_())
             if grad_hidden is not None:
                 torch.mm(grad_logits, weight, out=grad_hidden[start:stop])
             if ctx.needs_input_grad[1]:
@@ -130,9 +137,7 @@ def _to_probabilities(
     rows, token_ids = pairs
     log_probs, entropy, squares = outputs
     for start, stop in _chunks(logits.shape[0], CACHE_ROWS if logits.device.type == "cpu" else logits.shape[0]):
-        scaled = logits[start:stop].float()
-        if options.temperature != 1.0:
-            scaled = scaled / options.temperature
+        scaled = _scaled(logits[start:stop], options)
         probs = torch.softmax(scaled, dim=-1)
         # log Z from the largest probability: that one is at least 1 / V, so its log never underflows.
         index = scaled.argmax(dim=-1, keepdim=True)
@@ -147,6 +152,14 @@ def _to_probabilities(
         logits[start:stop] = probs
 
 
+def _scaled(logits: Tensor, options: HeadOptions) -> Tensor:
+    """Logits in float32 as they go into the softmax."""
+    scaled = logits.float()
+    if options.softcap is not None:
+        scaled = (scaled / options.softcap).tanh_().mul_(options.softcap)
+    return scaled / options.temperature if options.temperature != 1.0 else scaled
+
+
 def _row_dots(first: Tensor, second: Tensor) -> Tensor:
     """Dot products of rows (C, V) -> (C,), without the temporary that a product and a sum would make."""
     return torch.bmm(first.unsqueeze(1), second.unsqueeze(2)).view(-1)
@@ -156,7 +169,7 @@ def _probabilities(hidden: Tensor, weight: Tensor, options: HeadOptions) -> Tens
     """Softmax of a chunk again, (C, V) in the model's dtype."""
     logits = hidden @ weight.t()
     for start, stop in _chunks(logits.shape[0], CACHE_ROWS if logits.device.type == "cpu" else logits.shape[0]):
-        logits[start:stop] = torch.softmax(logits[start:stop].float() / options.temperature, dim=-1)
+        logits[start:stop] = torch.softmax(_scaled(logits[start:stop], options), dim=-1)
     return logits
 
 

@@ -31,7 +31,8 @@ from rayapp.learner.compute.sequence import (
     own_tokens,
     register_sequence_attention,
 )
-from rayapp.learner.family import check_family, read_architecture
+from rayapp.learner.families.head import head_rule
+from rayapp.learner.family import check_family, fit_to_packing, read_architecture, training_mode
 from rayapp.learner.log_probs import HeadOptions, Targets, token_log_probs
 from rayapp.learner.state.lora import add_adapters
 from rayapp.learner.state.pretrained import generation_config, load_pretrained, start_adapters
@@ -105,6 +106,7 @@ class PolicyModel(nn.Module):
     def __init__(self, causal_lm: nn.Module) -> None:
         super().__init__()
         self.causal_lm = causal_lm
+        self._head = head_rule(causal_lm)
 
     def forward(self, batch: DeviceBatch, options: HeadOptions) -> TokenScores:
         """Score every response token of the micro-batch."""
@@ -114,7 +116,7 @@ class PolicyModel(nn.Module):
         )
         hidden = outputs.last_hidden_state[0].index_select(0, batch.head_positions)  # (M, H)
         weight = model.get_output_embeddings().weight
-        log_probs, entropy, squares = token_log_probs(hidden, weight, batch.targets, options)
+        log_probs, entropy, squares = token_log_probs(hidden, weight, batch.targets, self._head.applied_to(options))
         if batch.part is not None:
             log_probs = batch.part.gather_pairs(log_probs)
             entropy, squares = (batch.part.gather_heads(values) for values in (entropy, squares))
@@ -139,7 +141,7 @@ def load_policy(config: Config, mesh: DeviceMesh, *, trainable: bool) -> PolicyM
     It is built without memory and sharded, and then each rank reads its own part.
 
     Raises:
-        InputError: the model can't be loaded, or has a head that the learner does not compute.
+        InputError: the model can't be loaded, or is of a family that the learner does not compute.
     """
     # The check computes a small model: once is enough.
     causal_lm = build_causal_lm(config, is_checked=trainable and mesh.get_rank() == 0)
@@ -149,12 +151,14 @@ def load_policy(config: Config, mesh: DeviceMesh, *, trainable: bool) -> PolicyM
     if section.activation_checkpointing and trainable:
         causal_lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     model = PolicyModel(causal_lm)
-    model.train(trainable).requires_grad_(trainable)
+    model.eval().requires_grad_(trainable)
+    if trainable:
+        training_mode(causal_lm)
     if trainable and section.lora.rank > 0:
         with torch.device("meta"):
             add_adapters(causal_lm, section.lora)
     shard(model, mesh, compute_dtype=DTYPES[section.compute_dtype], cpu_offload=section.cpu_offload)
-    _give_memory(model, torch.device("cpu" if section.cpu_offload else mesh.device_type))
+    _give_memory(model, torch.device(mesh.device_type), on_host=section.cpu_offload)
     load_pretrained(causal_lm, config.model.path)
     start_adapters(causal_lm, config.run.seed)
     return model
@@ -176,10 +180,6 @@ def build_causal_lm(config: Config, *, is_checked: bool = True) -> Any:
     architecture = read_architecture(config)
     if is_checked:
         check_family(architecture, config)
-    if getattr(architecture, "quantization_config", None):
-        raise InputError(
-            f"model.path {config.model.path!r} holds quantized weights, which can't be trained. Name the bfloat16 one."
-        )
     try:
         with torch.device("meta"):
             causal_lm = AutoModelForCausalLM.from_config(
@@ -190,7 +190,7 @@ def build_causal_lm(config: Config, *, is_checked: bool = True) -> Any:
             )
     except (OSError, ValueError, KeyError) as error:
         raise InputError(f"model.path {config.model.path!r} can't be loaded: {error}") from error
-    check_head(causal_lm)
+    fit_to_packing(causal_lm, config.max_model_tokens)
     check_sequence_parallel(causal_lm, config)
     if is_checked and getattr(causal_lm.config.get_text_config(), "router_aux_loss_coef", 0.0):
         log.info("the model's config has router_aux_loss_coef: routers are trained by the policy's loss alone")
@@ -199,25 +199,20 @@ def build_causal_lm(config: Config, *, is_checked: bool = True) -> Any:
     return causal_lm
 
 
-def _give_memory(model: PolicyModel, device: torch.device) -> None:
-    """Memory for a sharded model on the meta device; what its buffers hold is computed, parameters stay unset."""
-    model.to_empty(device=device)
+def _give_memory(model: PolicyModel, device: torch.device, *, on_host: bool) -> None:
+    """Memory for a sharded model on the meta device; what its buffers hold is computed, parameters stay unset.
+
+    Args:
+        on_host: its parameters are in host memory; buffers are where it computes.
+    """
+    model.to_empty(device="cpu" if on_host else device)
     causal_lm: Any = model.causal_lm
     causal_lm.tie_weights()  # each name got memory of its own
     for parameter in causal_lm.parameters():
         parameter._is_hf_initialized = True  # noqa: SLF001 - how transformers knows what is not to be set
     causal_lm.initialize_weights()
-
-
-def check_head(causal_lm: Any) -> None:
-    """Raises InputError for heads that do more than multiply by the output embedding."""
-    if getattr(causal_lm.get_output_embeddings(), "bias", None) is not None:
-        raise InputError(f"{type(causal_lm).__name__} has a bias in its output embedding, which the learner lacks")
-    text = causal_lm.config.get_text_config()
-    for name, neutral in (("final_logit_softcapping", None), ("logits_scaling", 1.0), ("logit_scale", 1.0)):
-        value = getattr(text, name, neutral)
-        if value not in (None, neutral):
-            raise InputError(f"{type(causal_lm).__name__} sets {name} = {value}, which the learner does not compute")
+    for module in causal_lm.modules():
+        module._buffers.update({name: b.to(device) for name, b in module._buffers.items() if b is not None})  # noqa: SLF001
 
 
 def shard(

@@ -32,6 +32,7 @@ FREE_KEYS = (
     "server.request_timeout_s",
     "server.sync_timeout_s",
     "learner.step_timeout_s",
+    "learner.offload_when_idle",
     "rollout.group_deadline_s",
     "rollout.max_failed_ratio",
 )

@@ -42,9 +42,11 @@ from rayapp.runs.trajectories import read_groups
 
 models, trajectories, out = json.loads(sys.argv[1]), sys.argv[2], Path(sys.argv[3])
 CASES = {
-    1: [("tiny", "one", {}), ("six_heads", "one", {}), ("experts", "one", {}), ("tiny", "resumed", {})],
+    1: [("tiny", "one", {}), ("six_heads", "one", {}), ("experts", "one", {}), ("tiny", "resumed", {}),
+        ("gpt_oss", "one", {}), ("gemma2", "one", {})],
     2: [("tiny", "two", {}), ("tiny", "tokens", {"sequence_parallel": 2, "max_tokens_per_microbatch": 16}),
         ("six_heads", "tokens", {"sequence_parallel": 2}), ("experts", "two", {}),
+        ("gpt_oss", "tokens", {"sequence_parallel": 2}), ("gemma2", "tokens", {"sequence_parallel": 2}),
         ("tiny", "checkpointed", {"sequence_parallel": 2, "activation_checkpointing": True})],
     4: [("tiny", "tokens", {"sequence_parallel": 4, "max_tokens_per_microbatch": 16}),
         ("tiny", "replicas", {"replicas": 2}), ("tiny", "both", {"replicas": 2, "sequence_parallel": 2}),
@@ -145,11 +147,13 @@ BY_TOKENS = [
     ("tiny-tokens-2", "tiny-one-1"),
     ("tiny-checkpointed-2", "tiny-one-1"),
     ("six_heads-tokens-2", "six_heads-one-1"),
+    ("gpt_oss-tokens-2", "gpt_oss-one-1"),
+    ("gemma2-tokens-2", "gemma2-one-1"),
     ("tiny-tokens-4", "tiny-one-1"),
     ("tiny-both-4", "tiny-one-1"),
 ]
-"""Two ranks and two key heads; as many ranks as make two ranks share one; three key heads on two ranks; tokens and
-replicas at once."""
+"""Two ranks and two key heads; as many ranks as make two ranks share one; three key heads on two ranks; windows with
+sinks, and with caps on scores and logits; tokens and replicas at once."""
 
 BY_RANKS = [("tiny", "two", 2), ("experts", "two", 2), ("experts", "four", 4)]
 
@@ -164,6 +168,8 @@ def found(
         "tiny": tiny_model,
         "six_heads": saved(out / "six_heads", tiny_model, num_attention_heads=6, num_key_value_heads=3),
         "experts": saved_experts(out / "experts", tiny_model),
+        "gpt_oss": saved_family(out / "gpt_oss"),
+        "gemma2": saved_family(out / "gemma2"),
     }
     paths = json.dumps({name: str(path) for name, path in models.items()})
     command = [sys.executable, "-c", RANKS, paths, str(write_groups(seed=5)), str(out)]
@@ -203,6 +209,17 @@ def saved_experts(folder: Path, tiny_model: Path) -> Path:
         bias.copy_(torch.randn(bias.shape))
     model.save_pretrained(folder)
     return with_tokenizer(folder, tiny_model)
+
+
+def saved_family(folder: Path) -> Path:
+    from transformers import CONFIG_MAPPING
+
+    from rayapp.learner.families.trial import save_tiny
+    from rayapp.storage.models.families import FAMILIES, TINY
+
+    tiny = TINY | {"vocab_size": 97} | dict(FAMILIES[folder.name].tiny)
+    save_tiny(CONFIG_MAPPING[folder.name](**tiny), folder)
+    return folder
 
 
 def with_tokenizer(folder: Path, tiny_model: Path) -> Path:

@@ -6,6 +6,7 @@ import copy
 import json
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +15,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rayapp.cli.doctor import fitness
+from rayapp.cli.main import run
 from rayapp.config.config import Config
 from rayapp.core.errors import ConfigError
+from rayapp.core.types import SamplingParams
 from rayapp.rollout.agent.chat import ChatFormat
+from rayapp.rollout.agent.episode import AgentLimits, AgentPrompt, EpisodeEnd
+from rayapp.rollout.agent.loop import AgentLoop
+from rayapp.testing.engine import ScriptedEngine
 from rayapp.testing.hermes import HermesParser
-from rayapp.tools.base import ToolSchema
+from rayapp.tools.base import ToolBase, ToolOutput, ToolSchema
 from rayapp.tools.calls import MAX_CALLS, ToolCallParser
+from rayapp.tools.harmony import HarmonyParser
+from rayapp.tools.toolset import ToolSet
 
 TOOLS = [ToolSchema(name="add", parameters={"type": "object", "properties": {"a": {"type": "number"}}})]
 
@@ -76,6 +84,12 @@ def test_no_text_makes_a_parser_raise(text: str, vllm_parser: ToolCallParser) ->
         assert all(call.problem or call.name for call in parser.parse(text))
 
 
+HARMONY_CALL = (
+    "<|channel|>analysis<|message|>I could write to=functions.sub, but no.<|end|>"
+    '<|start|>assistant<|channel|>commentary to=functions.add <|constrain|>json<|message|>{"a": 1}'
+)
+
+
 def probed(family: Any, parser: str) -> ToolCallParser:
     from rayapp.engine.vllm_tool_parser import load_parser
 
@@ -91,6 +105,13 @@ def probed(family: Any, parser: str) -> ToolCallParser:
         ("qwen3_coder", "qwen3_coder", None),
         ("glm45", "glm45", None),
         ("mistral", "mistral", '[TOOL_CALLS] [{"name": "add", "arguments": {"a": 1}}]'),
+        ("gpt_oss", "openai", HARMONY_CALL),
+        ("gpt_oss", "auto", HARMONY_CALL),
+        ("llama", "auto", '{"name": "add", "parameters": {"a": 1}}'),
+        ("deepseek_v3", "auto", None),
+        ("qwen3_coder", "auto", None),
+        ("glm45", "auto", None),
+        ("mistral", "auto", '[TOOL_CALLS] [{"name": "add", "arguments": {"a": 1}}]'),
     ],
 )
 def test_a_parser_that_fits_its_family_finds_the_calls_its_template_writes(
@@ -113,7 +134,7 @@ def test_a_parser_that_fits_its_family_finds_the_calls_its_template_writes(
         ("qwen3_coder", "hermes", r"'hermes' doesn't find a call.*<function=add>.*one that does: .*qwen3_coder"),
         ("llama", "hermes", r"'hermes' doesn't find a call.*one that does: llama3_json"),
         ("deepseek_v3", "deepseek_v31", r"'deepseek_v31' doesn't find.*one that does: deepseek_v3"),
-        ("gpt_oss", "openai", r"'openai' doesn't find.*one that does: vLLM has none"),
+        ("gpt_oss", "hermes", r"'hermes' doesn't find.*one that does: openai"),
     ],
 )
 def test_a_parser_that_does_not_fit_is_refused_with_those_that_do(
@@ -168,6 +189,91 @@ def test_the_doctor_finds_a_parser_that_does_not_fit_the_model(
 def test_a_turn_of_nothing_but_calls_is_read_up_to_a_limit(vllm_parser: ToolCallParser) -> None:
     for parser in (HermesParser(), vllm_parser):
         assert len(parser.parse(block('{"name": "add", "arguments": {}}') * 5000)) == MAX_CALLS + 1
+
+
+class Add(ToolBase):
+    """Adds one."""
+
+    schema = ToolSchema(name="add", parameters={"type": "object", "properties": {"a": {"type": "integer"}}})
+    timeout_s = 5.0
+
+    async def execute(self, state: Any, arguments: Mapping[str, Any]) -> ToolOutput:
+        return ToolOutput(text=f"the sum is {arguments['a'] + 1}")
+
+
+TURNS = {
+    "llama": ('{"name": "add", "parameters": {"a": 3}}', "<|eom_id|>"),
+    "deepseek_v3": ("", "<｜end▁of▁sentence｜>"),
+    "qwen3_coder": ("", "<|im_end|>"),
+    "glm45": ("", "<|observation|>"),
+    "mistral": ('[TOOL_CALLS] [{"name": "add", "arguments": {"a": 3}}]', "</s>"),
+    "gpt_oss": (HARMONY_CALL.replace("1", "3"), "<|call|>"),
+}
+"""By family: a turn that calls, empty for the one that its template writes; and the token that ends it."""
+
+
+@pytest.mark.parametrize("family", TURNS)
+async def test_a_family_calls_a_tool_in_its_own_form_and_reads_the_result(
+    chat_family: Any, vllm_parser: ToolCallParser, family: str
+) -> None:
+    from rayapp.engine.vllm_tool_parser import load_parser
+
+    model, (said, end) = chat_family(family), TURNS[family]
+    chat = ChatFormat(model.tokenizer, [Add.schema], template=model.template)
+    sample = chat.sample_call()
+    assert sample is not None
+    assert sample.arguments == {"a": 3}
+    said = said or sample.texts[0]
+    loop = AgentLoop(
+        chat=chat,
+        parser=load_parser("auto", model.tokenizer, [Add.schema], sample),
+        tools=ToolSet([Add()]),
+        limits=AgentLimits(max_response_tokens=100_000),
+    )
+    turns = iter([chat.tokenizer.encode(text + end, add_special_tokens=False) for text in (said, "It is 4.")])
+    engine = ScriptedEngine(chat.tokenizer.encode, chat.tokenizer.decode, lambda *_: next(turns), end_id=0)
+    engine.record = True
+    prompt = AgentPrompt(token_ids=tuple(chat.prompt_ids([{"role": "user", "content": "3 + 1?"}])))
+    episode = await loop.run(prompt, engine=engine, sampling=SamplingParams(max_tokens=10_000), request_id="t")
+    assert episode.end is EpisodeEnd.ANSWERED
+    (first, second) = (list(prompt_ids) for _, prompt_ids, _ in engine.requests)
+    sampled = chat.tokenizer.encode(said + end, add_special_tokens=False)
+    assert second[: len(first) + len(sampled)] == first + sampled
+    read = chat.tokenizer.decode(second[len(first) + len(sampled) :])
+    assert "the sum is 4" in read
+    ends = ("<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|call|>", "<|return|>", "</s>", "<｜end▁of▁sentence｜>")
+    assert not read.startswith((*ends, "<|observation|>")), "the end of the turn is there twice"
+
+
+def test_models_check_names_the_parser_of_a_model_folder(
+    chat_family: Any, vllm_parser: ToolCallParser, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from transformers import CONFIG_MAPPING
+
+    from rayapp.storage.models.families import FAMILIES, TINY
+
+    tokenizer = copy.deepcopy(chat_family("qwen3_coder").tokenizer)
+    tokenizer.chat_template = chat_family("qwen3_coder").template
+    tokenizer.save_pretrained(tmp_path)
+    CONFIG_MAPPING["qwen3_5_text"](**(TINY | dict(FAMILIES["qwen3_5_text"].tiny))).save_pretrained(tmp_path)
+    assert run(["models", "check", str(tmp_path), "--no-engine"]) == 0
+    printed = capsys.readouterr().out
+    assert "ok  learner" in printed
+    assert "qwen3_coder reads the calls that the template writes" in printed
+
+
+def test_without_tools_any_model_has_a_parser(chat_tokenizer: Any, vllm_parser: ToolCallParser) -> None:
+    from rayapp.engine.vllm_tool_parser import load_parser
+
+    assert load_parser("auto", chat_tokenizer, []).parse("The answer is 4.") == ()
+
+
+def test_calls_of_gpt_oss_are_messages_with_a_recipient() -> None:
+    read = HarmonyParser().parse
+    assert [(call.name, call.arguments) for call in read(HARMONY_CALL)] == [("add", '{"a": 1}')]
+    assert read(" to=functions.add<|channel|>commentary json<|message|>{}<|call|>")[0].name == "add"
+    assert read("<|channel|>final<|message|>Write to=functions.add<|return|>") == ()
+    assert len(read("<|start|>assistant to=f<|message|>{}<|call|>" * 5000)) == MAX_CALLS + 1
 
 
 def test_unknown_parser_is_refused_with_those_there_are(chat_tokenizer: Any, vllm_parser: ToolCallParser) -> None:

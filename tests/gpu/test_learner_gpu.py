@@ -20,10 +20,12 @@ import torch
 from rayapp.config.config import Config
 from rayapp.core.summaries import summarize_group
 from rayapp.core.types import Group, Prompt
+from rayapp.learner.attention import packed_attention, plan_attention
 from rayapp.learner.distributed import Ranks
 from rayapp.learner.log_probs import HeadOptions, Targets, token_log_probs
 from rayapp.learner.memory.plan import RUNTIME_BYTES, model_shape, plan_learner
 from rayapp.learner.memory.token_budget import find_token_budget, measure_need
+from rayapp.learner.packing import pack
 from rayapp.learner.shares import Share
 from rayapp.learner.state.checkpoint import begin_save, load_learner
 from rayapp.learner.step import PolicyLearner
@@ -152,6 +154,33 @@ def test_varlen_packing_gives_the_padded_gradient(model: Path, *, share_prefixes
     # Packed attention on a GPU computes in bfloat16, so it is measured by what bfloat16 costs without any packing.
     assert distance(found, exact) <= 1.5 * distance(narrow, exact)
     assert distance(narrow, exact) < 0.1
+
+
+@pytest.mark.parametrize("window", [None, 64])
+@pytest.mark.parametrize("softcap", [None, 5.0])
+@pytest.mark.parametrize("has_sinks", [False, True])
+def test_windows_caps_and_sinks_are_those_of_the_cpu(
+    window: int | None, softcap: float | None, has_sinks: bool
+) -> None:
+    rng = np.random.default_rng(0)
+    prompt = rng.integers(0, 99, 100)
+    rows = [np.concatenate([prompt, rng.integers(0, 99, 60)]).astype(np.int32) for _ in range(4)]
+    packing, results = pack([rows], share_prefixes=True), []
+    generator = torch.Generator().manual_seed(0)
+    exact = [torch.randn(1, heads, packing.num_tokens, 64, generator=generator).bfloat16() for heads in (8, 2, 2)]
+    exact += [torch.randn(8, generator=generator).bfloat16()] if has_sinks else []
+    slopes = torch.randn(1, packing.num_tokens, 8, 64, generator=generator).bfloat16()
+    for device, dtype in (("cpu", torch.float32), ("cuda", torch.bfloat16)):
+        inputs = [tensor.to(device, dtype).requires_grad_() for tensor in exact]
+        output, _ = packed_attention(
+            torch.nn.Identity(), inputs[0], inputs[1], inputs[2], None,
+            plan=plan_attention(packing, torch.device(device)), scaling=0.125, sliding_window=window, softcap=softcap,
+            s_aux=inputs[3] if has_sinks else None,
+        )  # fmt: skip
+        gradients = torch.autograd.grad(output, inputs, slopes.to(device, dtype))
+        results.append([tensor.detach().float().cpu() for tensor in (output, *gradients)])
+    for wide, narrow in zip(*results, strict=True):
+        assert float((wide - narrow).abs().max()) < 0.02 * float(wide.abs().max())
 
 
 def whole_weights(learner: PolicyLearner) -> dict[str, torch.Tensor]:

@@ -24,13 +24,10 @@ from rayapp.config.config import Config
 from rayapp.core.errors import InputError
 from rayapp.learner.attention import AttentionPlan, packed_attention
 from rayapp.learner.batch import MicroBatch
+from rayapp.learner.families.mixers import mixers_of
 from rayapp.learner.packing import Packing, Segment
 
 SEQUENCE_ATTENTION = "rayapp_packed_over_ranks"
-LOOKS_AT_LENGTH = ("dynamic", "longrope")
-"""Kinds of RoPE whose angles depend on the longest position that a rank sees."""
-TOKEN_WISE = ("full_attention", "sliding_attention")
-"""Types of layers whose attention goes through transformers' attention function, and so through ours."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,26 +71,11 @@ def check_sequence_parallel(causal_lm: Any, config: Config) -> None:
             f"{where} {heads} attention heads, which {size} ranks can't share evenly. Use one of "
             f"{', '.join(str(number) for number in range(1, heads + 1) if heads % number == 0)}."
         )
-    others = set(getattr(text, "layer_types", None) or ()) - set(TOKEN_WISE)
-    # Mixers begin with a convolution, whatever their layers are called.
-    others |= {type(module).__name__ for module in causal_lm.modules() if isinstance(module, nn.Conv1d)}
-    if others:
+    if mixers := {type(mixer).__name__ for mixer in mixers_of(causal_lm)}:
         raise InputError(
-            f"{where} layers that read their neighbours' tokens outside of attention ({', '.join(sorted(others))}): a "
+            f"{where} layers that read their neighbours' tokens outside of attention ({', '.join(sorted(mixers))}): a "
             "rank has not got those. Use 1."
         )
-    if kinds := sorted(_rope_kinds(text) & set(LOOKS_AT_LENGTH)):
-        raise InputError(
-            f"{where} positions of type {', '.join(kinds)}, which depend on the longest sequence: ranks would compute "
-            "them from different ones. Use 1."
-        )
-
-
-def _rope_kinds(text: Any) -> set[str]:
-    """Of the whole model, or of each type of layer."""
-    parameters = getattr(text, "rope_parameters", None) or {}
-    nested = [value for value in parameters.values() if isinstance(value, dict)]
-    return {str(each.get("rope_type")) for each in (parameters, *nested)}
 
 
 def padded(packing: Packing, size: int) -> Packing:

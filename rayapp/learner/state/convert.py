@@ -20,11 +20,12 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from rayapp.config.config import Config
 from rayapp.config.learner import LoraSection
 from rayapp.core.errors import CheckpointError
+from rayapp.learner.families.hub_names import hub_tensors, sources_of
 from rayapp.learner.family import persistent_buffers
 from rayapp.learner.policy import build_causal_lm
-from rayapp.learner.state.hf_folder import EXPORT_DTYPE, hf_layout, hub_tensors, write_file
+from rayapp.learner.state.hf_folder import EXPORT_DTYPE, hf_layout, write_file
 from rayapp.learner.state.lora import ADAPTER, BASE, add_adapters, merged_weight
-from rayapp.learner.state.pretrained import WeightFiles, read_whole
+from rayapp.learner.state.pretrained import WeightFiles, read_whole, tensors_of
 
 _WEIGHTS = "model."
 
@@ -44,15 +45,17 @@ def checkpoint_to_hf(config: Config, learner_folder: Path, out: Path) -> None:
         with torch.device("meta"):
             add_adapters(causal_lm, config.learner.lora)
     trained = {name for name, _ in causal_lm.named_parameters() if config.learner.lora.rank == 0 or ADAPTER in name}
-    layout, files = hf_layout(config, causal_lm), WeightFiles(config.model.path)
+    files = WeightFiles(config.model.path)
+    sources = sources_of(causal_lm, files, tensors_of(causal_lm))
+    layout = hf_layout(config, causal_lm)
     try:
         _check_names({f"{_WEIGHTS}{name}" for name in trained}, learner_folder)
         for file in layout.files:
             tensors: dict[str, Tensor] = {}
-            for part in file.parts:
-                held = _from_checkpoint(causal_lm, trained, set(part), learner_folder)
-                held |= read_whole(causal_lm, files, {name for name in part if name not in held})
-                tensors |= hub_tensors(causal_lm, _exported(causal_lm, held, part, config.learner.lora))
+            for group in file.groups:
+                held = _from_checkpoint(causal_lm, trained, set(group), learner_folder)
+                held |= read_whole(causal_lm, sources, files, {name for name in group if name not in held})
+                tensors |= hub_tensors(causal_lm, _exported(causal_lm, held, group, config.learner.lora))
             write_file(out / file.name, tensors)
     except (CheckpointException, OSError, ValueError, RuntimeError, KeyError) as error:
         raise CheckpointError(
@@ -62,9 +65,9 @@ def checkpoint_to_hf(config: Config, learner_folder: Path, out: Path) -> None:
     layout.describe(out)
 
 
-def _from_checkpoint(causal_lm: Any, trained: set[str], part: set[str], folder: Path) -> dict[str, Tensor]:
+def _from_checkpoint(causal_lm: Any, trained: set[str], group: set[str], folder: Path) -> dict[str, Tensor]:
     """The trained float32 tensors of these weights and of their adapters, by the names that they have in the model."""
-    named = {name: p.shape for name, p in causal_lm.named_parameters() if name in trained and _weight_of(name) in part}
+    named = {name: p.shape for name, p in causal_lm.named_parameters() if name in trained and _weight_of(name) in group}
     held = {f"{_WEIGHTS}{name}": torch.empty(shape) for name, shape in named.items()}
     if held:
         load(held, checkpoint_id=folder, no_dist=True)
@@ -77,12 +80,12 @@ def _weight_of(name: str) -> str:
     return f"{module}.weight" if is_adapter else name
 
 
-def _exported(causal_lm: Any, held: dict[str, Tensor], part: Iterable[str], lora: LoraSection) -> dict[str, Tensor]:
-    """The part as it is written: adapters merged in, parameters in bfloat16."""
+def _exported(causal_lm: Any, held: dict[str, Tensor], group: Iterable[str], lora: LoraSection) -> dict[str, Tensor]:
+    """The group as it is written: adapters merged in, parameters in bfloat16."""
     buffers = persistent_buffers(causal_lm)
     adapted = {name.partition(ADAPTER)[0] for name in held if ADAPTER in name}
     whole: dict[str, Tensor] = {}
-    for name in part:
+    for name in group:
         if name in buffers:
             whole[name] = held[name].to(buffers[name].dtype)
             continue

@@ -6,7 +6,7 @@ each its own files of it, so that none has the whole model; `hf_folder` says whi
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,10 +19,11 @@ from rayapp.config.learner import LoraSection
 from rayapp.core.errors import CheckpointError
 from rayapp.engine.weights.buckets import WeightBucket, pack
 from rayapp.learner.distributed import Ranks
+from rayapp.learner.families.hub_names import groups_of, hub_tensors
 from rayapp.learner.family import persistent_buffers
 from rayapp.learner.policy import PolicyModel, named_weights
-from rayapp.learner.state.hf_folder import EXPORT_DTYPE, HfFile, HfLayout, hf_layout, hub_tensors, write_file
-from rayapp.learner.state.lora import ADAPTER, BASE, adapter_weights, merged_weight, merged_weights
+from rayapp.learner.state.hf_folder import EXPORT_DTYPE, HfFile, HfLayout, hf_layout, write_file
+from rayapp.learner.state.lora import ADAPTER, BASE, adapter_weights, merged_weight
 
 
 def export_buckets(
@@ -123,64 +124,62 @@ def _gathered_file(config: Config, model: PolicyModel, file: HfFile, *, is_own: 
     names = {name.replace(BASE, ""): name for name in parameters}
     buffers = persistent_buffers(model.causal_lm)
     tensors: dict[str, Tensor] = {}
-    for part in file.parts:
-        # The other ranks gather too and keep nothing.
-        whole = ((name, _whole(parameters, names[name], config.learner.lora)) for name in part if name in names)
-        kept = {name: weight for name, weight in whole if is_own}
+    for group in file.groups:
+        # The other ranks gather too, and copy nothing to the host.
+        whole = ((name, _whole(parameters, names[name], config.learner.lora)) for name in group if name in names)
+        kept = {name: weight.cpu() for name, weight in whole if is_own}
         if is_own:
-            kept |= {name: buffers[name].to("cpu", copy=True) for name in part if name in buffers}
+            kept |= {name: buffers[name].to("cpu", copy=True) for name in group if name in buffers}
             tensors |= hub_tensors(model.causal_lm, kept)
     return tensors if is_own else None
 
 
 def sent_weights(model: PolicyModel, lora: LoraSection) -> Iterator[tuple[str, Tensor]]:
-    """The bfloat16 host tensors for the servers: all weights under their Hugging Face names, or the adapters under
-    peft's. Collective."""
+    """The bfloat16 host tensors for the servers: all weights as the hub names them, or the adapters under peft's names.
+    Collective."""
     if lora.sends_adapter:
         return ((name, weight.to(EXPORT_DTYPE).cpu()) for name, weight in adapter_weights(model.causal_lm, lora))
-    return whole_weights(model, lora)
-
-
-def whole_weights(model: PolicyModel, lora: LoraSection) -> Iterator[tuple[str, Tensor]]:
-    """Every weight in bfloat16 on the host, adapters merged in. Collective."""
     parameters = dict(named_weights(model))
-    names = (name for name in parameters if ADAPTER not in name)
-    yield from ((name.replace(BASE, ""), _whole(parameters, name, lora)) for name in names)
+    return _as_on_the_hub(model, lambda name: _whole(parameters, name, lora).cpu())
 
 
 def weight_shapes(model: PolicyModel) -> list[tuple[str, torch.Size]]:
     """Names and whole shapes of what `device_weights` yields, in its order, without gathering anything."""
-    named = ((name, parameter) for name, parameter in named_weights(model) if ADAPTER not in name)
-    return [(name.replace(BASE, ""), parameter.shape) for name, parameter in named]
+    shapes = {name: parameter.shape for name, parameter in named_weights(model)}
+    empty = _as_on_the_hub(model, lambda name: torch.empty(shapes[name], dtype=EXPORT_DTYPE, device="meta"))
+    return [(name, tensor.shape) for name, tensor in empty]
 
 
 def device_weights(model: PolicyModel, lora: LoraSection, device: torch.device) -> Iterator[tuple[str, Tensor]]:
-    """Every weight in bfloat16 on the device where the learner computes, adapters merged in, one at a time.
+    """Every weight as the hub names it, in bfloat16 on the device where the learner computes, adapters merged in, a few
+    at a time.
 
     Collective. Weights that live in host memory (`learner.cpu_offload`) are moved there first: it gathers faster.
     """
-    if lora.rank > 0:
-        merged = merged_weights(model.causal_lm, lora)
-        yield from ((name, weight.to(EXPORT_DTYPE).to(device)) for name, weight in merged)
-        return
-    yield from ((name, _gathered(parameter, device)) for name, parameter in named_weights(model))
+    parameters = dict(named_weights(model))
+    return _as_on_the_hub(model, lambda name: _whole(parameters, name, lora, device))
 
 
-def _gathered(parameter: torch.nn.Parameter, device: torch.device | None = None) -> Tensor:
-    """The full tensor in bfloat16. It is cast before it is gathered, so that half the bytes travel."""
-    narrow: Any = parameter.detach().to(EXPORT_DTYPE)
-    if device is not None:
-        narrow = narrow.to(device)
+def _as_on_the_hub(model: PolicyModel, weight_of: Callable[[str], Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """What `weight_of` gives for each of the policy's weights, as the hub has them."""
+    own = {name.replace(BASE, ""): name for name, _ in named_weights(model) if ADAPTER not in name}
+    for group in groups_of(model.causal_lm, own):
+        yield from hub_tensors(model.causal_lm, {name: weight_of(own[name]) for name in group}).items()
+
+
+def _whole(
+    parameters: Mapping[str, nn.Parameter], name: str, lora: LoraSection, device: torch.device | None = None
+) -> Tensor:
+    """The full tensor in bfloat16, with its adapter merged in; without a device on that of its shards.
+
+    Never the learner's own memory.
+    """
+    # Adapters are merged in float32 and rounded once, as weights are that are trained directly; those are cast before
+    # they are gathered, so that half the bytes travel.
+    own: Any = merged_weight(parameters, name, lora) if lora.rank > 0 else parameters[name].detach()
+    narrow = own.to(EXPORT_DTYPE).to(device or own.device)
     full: Tensor = narrow.full_tensor() if hasattr(narrow, "full_tensor") else narrow
     return full
-
-
-def _whole(parameters: Mapping[str, nn.Parameter], name: str, lora: LoraSection) -> Tensor:
-    """The full tensor in bfloat16 on the host, with its adapter merged in. Never the learner's own memory."""
-    if lora.rank > 0:
-        # Merge in float32 and round once, as for weights that are trained directly.
-        return merged_weight(parameters, name, lora).to(EXPORT_DTYPE).cpu()
-    return _gathered(parameters[name]).cpu()
 
 
 def _local(parameter: Tensor) -> Tensor:

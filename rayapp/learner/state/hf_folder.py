@@ -1,17 +1,15 @@
 """A Hugging Face folder of the policy: which file holds which tensors under which names, and all that is no weight.
 
-A file holds whole layers, as transformers may make several of the hub's tensors out of one of the model's, or one of
-several (fused experts), and never across layers. So any process can write any file with no more than that in memory.
+A file holds whole groups of tensors: transformers makes several of the hub's out of one of the model's (fused experts),
+or one of several. So any process can write any file with no more than that in memory.
 """
 
 from __future__ import annotations
 
 import copy
 import json
-import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +18,12 @@ from torch import Tensor
 
 from rayapp.config.config import Config
 from rayapp.core.errors import CheckpointError
+from rayapp.learner.families.hub_names import groups_of, hub_tensors
 from rayapp.learner.state.pretrained import tensors_of
 
 EXPORT_DTYPE = torch.bfloat16
 FILE_BYTES = 5 * 10**9
-"""Of a file, unless one layer alone has more."""
+"""Of a file, unless one group of tensors alone has more."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,8 +31,8 @@ class HfFile:
     """One file of weights."""
 
     name: str
-    parts: tuple[tuple[str, ...], ...]
-    """Names of the model's tensors (without adapters), by layer: a part becomes the hub's tensors by itself."""
+    groups: tuple[tuple[str, ...], ...]
+    """Names of the model's tensors (without adapters): a group becomes the hub's tensors by itself."""
     hub: Mapping[str, Tensor]
     """The hub's names, with tensors on the meta device."""
 
@@ -80,8 +79,8 @@ class HfLayout:
 def hf_layout(config: Config, causal_lm: Any, file_bytes: int = FILE_BYTES) -> HfLayout:
     """The folder of this model; nothing is gathered or read."""
     shapes = {name: _outline(name, tensor) for name, tensor in _exported(causal_lm)}
-    parts = list(_parts(causal_lm, shapes))
-    hubs = [hub_tensors(causal_lm, {name: shapes[name] for name in part}) for part in parts]
+    groups = groups_of(causal_lm, shapes)
+    hubs = [hub_tensors(causal_lm, {name: shapes[name] for name in group}) for group in groups]
     chosen: list[list[int]] = []
     filled = 0
     for number, hub in enumerate(hubs):
@@ -94,7 +93,7 @@ def hf_layout(config: Config, causal_lm: Any, file_bytes: int = FILE_BYTES) -> H
     files = tuple(
         HfFile(
             name=name if len(chosen) > 1 else "model.safetensors",
-            parts=tuple(parts[number] for number in numbers),
+            groups=tuple(groups[number] for number in numbers),
             hub={key: tensor for number in numbers for key, tensor in hubs[number].items()},
         )
         for name, numbers in zip(names, chosen, strict=True)
@@ -119,27 +118,6 @@ def _exported(causal_lm: Any) -> Iterator[tuple[str, Tensor]]:
 def _outline(name: str, tensor: Tensor) -> Tensor:
     dtype = EXPORT_DTYPE if isinstance(tensor, torch.nn.Parameter) else tensor.dtype
     return torch.empty(tensor.shape, dtype=dtype, device="meta")
-
-
-def _parts(causal_lm: Any, names: Mapping[str, Tensor]) -> Iterator[tuple[str, ...]]:
-    """The names by layer, and each of the others alone."""
-    layers = next(name for name, module in causal_lm.named_modules() if module is causal_lm.get_decoder().layers)
-    of_layer = re.compile(rf"{re.escape(layers)}\.\d+\.")
-
-    def part_of(name: str) -> str:
-        found = of_layer.match(name)
-        return found.group() if found else name
-
-    for _, members in groupby(sorted(names, key=part_of), key=part_of):
-        yield tuple(members)
-
-
-def hub_tensors(causal_lm: Any, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The hub's tensors that a part of the model's stands for, each contiguous."""
-    from transformers.core_model_loading import revert_weight_conversion
-
-    found = revert_weight_conversion(causal_lm, dict(tensors))
-    return {name: tensor.contiguous() for name, tensor in found.items()}
 
 
 def write_file(path: Path, tensors: dict[str, Tensor]) -> None:

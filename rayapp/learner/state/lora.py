@@ -1,13 +1,13 @@
 """LoRA: the learner trains low-rank adapters (peft) on frozen weights, and sends them alone or merged in.
 
 `load_policy` adds the adapters. `adapter_weights` gives them to servers that hold the model's own weights;
-`merged_weights` takes them out again under the model's own names, for Hugging Face folders and for servers that have no
-LoRA (`learner.lora.send: merged`). Checkpoints hold the adapters only: the frozen weights are those of model.path.
+`merged_weight` merges them into the weights, for Hugging Face folders and for servers that have no LoRA
+(`learner.lora.send: merged`). Checkpoints hold the adapters only: the frozen weights are those of model.path.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -16,6 +16,7 @@ from rayapp.config.learner import LoraSection
 from rayapp.core.errors import InputError
 
 ADAPTER, BASE = ".lora_", ".base_layer"
+ROUTERS = {"gate", "router"}
 PEFT_PREFIX = "base_model.model."
 
 
@@ -27,35 +28,36 @@ def add_adapters(causal_lm: nn.Module, section: LoraSection) -> None:
     """
     from peft import LoraConfig, inject_adapter_in_model
 
-    targets: Any = "all-linear" if section.target_modules == ("all-linear",) else list(section.target_modules)
-    if targets == "all-linear":
-        targets = linear_names(causal_lm)
+    targets = chosen_linears(causal_lm, section.target_modules)
     settings = LoraConfig(r=section.rank, lora_alpha=section.alpha, target_modules=targets, lora_dropout=0.0)
-    try:
-        inject_adapter_in_model(settings, causal_lm)
-    except ValueError as error:
-        raise InputError(
-            f"learner.lora.target_modules {list(section.target_modules)} do not fit {type(causal_lm).__name__}: {error}"
-        ) from error
+    # Hide the model's config, by which peft would adapt experts as well, whose parameters are no linear layers'.
+    inject_adapter_in_model(settings, nn.ModuleDict({"model": causal_lm}))
     for name, parameter in causal_lm.named_parameters():
         parameter.requires_grad_(ADAPTER in name)
 
 
-def linear_names(causal_lm: Any) -> list[str]:
-    """Last names of the decoder's linear layers. Without the head, which may be shared with the embedding."""
-    decoder = causal_lm.get_decoder()
-    return sorted({name.rpartition(".")[2] for name, m in decoder.named_modules() if isinstance(m, nn.Linear)})
+def chosen_linears(causal_lm: Any, target_modules: Sequence[str]) -> list[str]:
+    """Full names of the linear layers of the decoder that have these last names; `all-linear` chooses all.
 
+    Without the head, which may be shared with the embedding; and without those whose weights are read past them, so
+    that an adapter would do nothing: routers, and what mamba's kernels have fused.
 
-def merged_weights(causal_lm: nn.Module, section: LoraSection) -> Iterator[tuple[str, Tensor]]:
-    """Whole float32 weights under their Hugging Face names, with the adapters merged in.
-
-    Gathering is collective: every rank iterates.
+    Raises:
+        InputError: none of them has one of the names.
     """
-    parameters = dict(causal_lm.named_parameters())
-    for name in parameters:
-        if ADAPTER not in name:
-            yield name.replace(BASE, ""), merged_weight(parameters, name, section)
+    decoder, inside = causal_lm.get_decoder(), {id(part) for part in causal_lm.get_decoder().modules()}
+    past = {id(m.out_proj) for m in decoder.modules() if hasattr(m, "cuda_kernels_forward") and hasattr(m, "out_proj")}
+    linears = {name for name, m in causal_lm.named_modules() if type(m) is nn.Linear and id(m) in inside - past}
+    names = sorted(name for name in linears if not ROUTERS & set(name.split(".")))
+    if target_modules == ("all-linear",):
+        return names
+    ends = {name.rpartition(".")[2] for name in names}
+    if missing := [target for target in target_modules if target not in ends]:
+        raise InputError(
+            f"learner.lora.target_modules: {type(causal_lm).__name__} has no linear layer {', '.join(missing)}; it has "
+            f"{', '.join(sorted(ends))}"
+        )
+    return [name for name in names if name.rpartition(".")[2] in target_modules]
 
 
 def merged_weight(parameters: Mapping[str, Tensor], name: str, section: LoraSection) -> Tensor:

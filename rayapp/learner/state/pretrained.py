@@ -7,11 +7,9 @@ time. Experts that are stacked into one tensor are read one by one, each by the 
 
 from __future__ import annotations
 
-import copy
 import logging
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -20,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from rayapp.core.errors import InputError
+from rayapp.learner.families.hub_names import Source, sources_of
 from rayapp.learner.family import persistent_buffers
 from rayapp.learner.state.lora import ADAPTER, BASE
 
@@ -76,16 +75,6 @@ def _opened(file: str) -> Iterator[tuple[str, Any]]:
         yield name, opened.get_slice(name)
 
 
-@dataclass(slots=True)
-class _Source:
-    """What one or more of the model's tensors are made of."""
-
-    converter: Any = None
-    """A `WeightConverter` of transformers; None where the file's tensor is the model's, maybe under another name."""
-    names: dict[str, list[str]] = field(default_factory=dict)
-    """Names in the files, by the pattern of the converter's that they match."""
-
-
 def load_pretrained(causal_lm: Any, path: str) -> None:
     """Fill this rank's part of every parameter but those of adapters, and all persistent buffers.
 
@@ -98,7 +87,7 @@ def load_pretrained(causal_lm: Any, path: str) -> None:
     """
     files, targets = WeightFiles(path), tensors_of(causal_lm)
     num_read, filled = 0, set[int]()
-    for first, source in _sources(causal_lm, files, targets).items():
+    for first, source in sources_of(causal_lm, files, targets).items():
         for name, rows in _read(causal_lm, first, source, files, targets):
             num_read += rows.numel()
             filled.add(id(targets[name]))
@@ -119,45 +108,21 @@ def tensors_of(causal_lm: Any) -> dict[str, Tensor]:
     return {name.replace(BASE, ""): tensor for name, tensor in named.items() if ADAPTER not in name}
 
 
-def read_whole(causal_lm: Any, files: WeightFiles, names: set[str]) -> dict[str, Tensor]:
+def read_whole(causal_lm: Any, sources: Mapping[str, Source], files: WeightFiles, names: set[str]) -> dict[str, Tensor]:
     """Some of the model's tensors, whole, in the dtype of the files.
 
     Args:
         causal_lm: a model on the meta device.
+        sources: of all its tensors.
+        names: all of a group (`hub_names.groups_of`), or tensors that are converted alone.
     """
     targets = tensors_of(causal_lm)
-    found: dict[str, Tensor] = {}
-    for first, source in _sources(causal_lm, files, targets).items():
-        if first in names or (source.converter is not None and len(source.converter.target_patterns) > 1):
-            found |= {name: t for name, t in _read(causal_lm, first, source, files, targets) if name in names}
-    return found
-
-
-def _sources(causal_lm: Any, files: Mapping[str, Any], targets: dict[str, Tensor]) -> dict[str, _Source]:
-    """By the first of the model's tensors that it gives. What the model has no place for is left out: layers for
-    speculation, for example. As `transformers.core_model_loading` does it for models that fit into one process."""
-    from transformers.conversion_mapping import get_model_conversion_mapping
-    from transformers.core_model_loading import WeightConverter, dot_natural_key, rename_source_key
-
-    conversions = get_model_conversion_mapping(causal_lm)
-    converters = [each for each in conversions if isinstance(each, WeightConverter)]
-    renamings = [each for each in conversions if not isinstance(each, WeightConverter)]
-    by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
-    prefix, sources = causal_lm.base_model_prefix, dict[str, _Source]()
-    for name in sorted(files, key=dot_natural_key):
-        target, pattern = rename_source_key(name, renamings, converters, prefix, targets)
-        if target not in targets and name in targets:
-            target, pattern = name, None
-        if target in targets:
-            source = sources.setdefault(target, _Source(copy.deepcopy(by_pattern[pattern]) if pattern else None))
-            source.names.setdefault(pattern or name, []).append(name)
-    # What was used here is what an export has to undo.
-    causal_lm._weight_conversions = [each for each in conversions if each.was_used()]  # noqa: SLF001 - read by transformers
-    return sources
+    firsts = [name for name in names if name in sources]
+    return {name: t for first in firsts for name, t in _read(causal_lm, first, sources[first], files, targets)}
 
 
 def _read(
-    causal_lm: Any, first: str, source: _Source, files: Mapping[str, Any], targets: dict[str, Tensor]
+    causal_lm: Any, first: str, source: Source, files: Mapping[str, Any], targets: dict[str, Tensor]
 ) -> Iterator[tuple[str, Tensor]]:
     """This rank's rows of the model's tensors that come from this source."""
     rows, converter = own_rows(targets[first]), source.converter

@@ -69,7 +69,7 @@ async def open_agent_loop(
     model: str,
     tool_file: str | Path = "",
     brought: Sequence[str] = (),
-    parser: str = "hermes",
+    parser: str = "auto",
     chat_template: str = "",
     context: ToolContext | None = None,
     make_parser: MakeParser = vllm_parser,
@@ -80,7 +80,7 @@ async def open_agent_loop(
         model: its name, for messages.
         tool_file: see docs/tools.md; empty is none.
         brought: tools besides the file's; with neither the policy has none.
-        parser: vLLM's name of the tool parser.
+        parser: vLLM's name of the tool parser, or auto.
         chat_template: a .jinja file or a shipped template's name; empty keeps the model's own.
         make_parser: in place of vLLM's; for tests and benchmarks.
     Raises:
@@ -108,14 +108,17 @@ def check_template(tokenizer: Any, *, model: str, chat_template: str) -> ChatFor
     return ChatFormat(tokenizer, [_ANY_TOOL], template=template, name=model)
 
 
-def check_parser(tokenizer: Any, *, model: str, parser: str, chat_template: str) -> None:
+def check_parser(tokenizer: Any, *, model: str, parser: str, chat_template: str) -> str:
     """`check_template`, and the parser too, for which vLLM is imported: seconds.
 
+    Returns:
+        The parser's name.
     Raises:
         ConfigError: the template has no place for tools, or the parser doesn't read what it writes.
     """
     chat = check_template(tokenizer, model=model, chat_template=chat_template)
-    vllm_parser(parser, tokenizer, [_ANY_TOOL], sample_of(chat, parser))
+    found = vllm_parser(parser, tokenizer, [_ANY_TOOL], sample_of(chat, parser))
+    return str(getattr(found, "name", parser))
 
 
 def sample_of(chat: ChatFormat, parser: str) -> SampleCall | None:

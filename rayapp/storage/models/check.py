@@ -10,10 +10,11 @@ from typing import Any
 
 from rayapp.config.config import Config
 from rayapp.core.errors import ConfigError, InputError
+from rayapp.storage.models.families import FAMILIES, text_type
 
 MAX_HEADER_BYTES = 100 << 20
-_ROPES_OF_COMPANY = ("longrope", "su", "dynamic")
-"""Rotary positions whose frequencies depend on the longest sequence computed together."""
+_ROPE_OF_COMPANY = "dynamic"
+"""Rotary positions whose frequencies depend on the longest sequence computed together, and on another one in vLLM."""
 
 
 def check_model(config: Config) -> None:
@@ -33,7 +34,21 @@ def check_model(config: Config) -> None:
         raise InputError(f"model.path {config.model.path!r}: there is no such folder.{hint}")
     else:
         architecture = _hub_config(config.model.path)
+    _check_family(architecture, config)
     _check_fits(architecture, config)
+
+
+def _check_family(architecture: dict[str, Any], config: Config) -> None:
+    kind = text_type(architecture)
+    if (family := FAMILIES.get(kind)) is not None and family.refused:
+        raise InputError(f"model.path {config.model.path!r} is a {kind}, which can't be trained: {family.refused}.")
+    if architecture.get("quantization_config"):
+        method = architecture["quantization_config"].get("quant_method", "unknown")
+        raise InputError(
+            f"model.path {config.model.path!r} has quantized weights ({method}): the learner trains, and sends, "
+            "bfloat16. Use a bfloat16 release, or write one: load it with transformers and a quantization_config that "
+            "says dequantize=True (Mxfp4Config, FineGrainedFP8Config), then save_pretrained."
+        )
 
 
 def _read_config(folder: Path, trust_remote_code: bool) -> dict[str, Any]:
@@ -142,12 +157,8 @@ def _check_fits(architecture: dict[str, Any], config: Config) -> None:
         )
     longest = text.get("max_position_embeddings")
     _check_length(longest, config, "reads at most {}")
-    if (window := _window(text)) is not None:
-        # The last token is never read.
-        why = f"has a sliding window of {window}, and the learner attends to all tokens: it can have at most {{}}"
-        _check_length(window + 1, config, why)
     for rope in _ropes(text):
-        if rope.get("rope_type", rope.get("type")) in _ROPES_OF_COMPANY:
+        if rope.get("rope_type", rope.get("type")) == _ROPE_OF_COMPANY:
             name = "original_max_position_embeddings"
             why = "turns positions by the longest sequence of the batch as soon as one has more than {}"
             _check_length(rope.get(name) or text.get(name) or longest, config, why)
@@ -160,16 +171,6 @@ def _check_length(limit: int | None, config: Config, why: str) -> None:
             f"rollout.max_prompt_tokens {rollout.max_prompt_tokens} + rollout.max_completion_tokens "
             f"{rollout.max_completion_tokens} = {needed} tokens, but {config.model.path} {why.format(limit)}."
         )
-
-
-def _window(text: dict[str, Any]) -> int | None:
-    """Tokens that a layer sees, where one sees less than all."""
-    layers = text.get("layer_types")
-    is_used = text.get("use_sliding_window") is not False and (layers is None or "sliding_attention" in layers)
-    # Qwen's layers before this one see everything.
-    first = text.get("max_window_layers")
-    is_used = is_used and (first is None or layers is not None or first < text.get("num_hidden_layers", first + 1))
-    return text.get("sliding_window") if is_used else None
 
 
 def _ropes(text: dict[str, Any]) -> list[dict[str, Any]]:

@@ -57,6 +57,57 @@ def test_the_weights_of_a_checkpoint_without_a_model_folder_are_made_one(tmp_pat
     assert not made.exists()
 
 
+def with_experts(folder: Path, tiny_model: Path) -> Path:
+    """Experts that transformers fuses, and a correction bias that is no parameter."""
+    import torch
+    from transformers import Glm4MoeConfig, Glm4MoeForCausalLM
+
+    torch.manual_seed(0)
+    shape: dict[str, Any] = {
+        "vocab_size": 97, "hidden_size": 32, "intermediate_size": 32, "moe_intermediate_size": 16, "head_dim": 8,
+        "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "n_routed_experts": 4,
+        "num_experts_per_tok": 2, "first_k_dense_replace": 1,
+    }  # fmt: skip
+    model = Glm4MoeForCausalLM(Glm4MoeConfig(**shape))
+    bias = model.model.layers[1].mlp.gate.e_score_correction_bias
+    bias.copy_(torch.randn(bias.shape))
+    model.save_pretrained(folder)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (folder / name).write_bytes((tiny_model / name).read_bytes())
+    return folder
+
+
+@pytest.mark.parametrize("lora_rank", [0, 4])
+@pytest.mark.parametrize("model", ["plain", "experts"])
+def test_it_is_the_folder_that_the_learners_would_have_written(
+    model: str, lora_rank: int, tmp_path: Path, tiny_model: Path
+) -> None:
+    from safetensors.torch import load_file
+    from torch.distributed.checkpoint.state_dict_saver import save
+
+    from rayapp.learner.state.checkpoint import _state
+    from rayapp.learner.state.convert import checkpoint_to_hf
+    from rayapp.learner.state.export import export_hf
+    from rayapp.testing.learners import learner_alone
+
+    base = tiny_model if model == "plain" else with_experts(tmp_path / "base", tiny_model)
+    learner = {"cpu_threads": 1, "lora": {"rank": lora_rank, "target_modules": ["q_proj", "o_proj"]}}
+    config = Config.model_validate(config_of(base).model_dump() | {"learner": learner})
+    with learner_alone(config) as (policy, ranks):
+        for parameter in policy.model.parameters():
+            parameter.data.add_(0.25) if parameter.requires_grad else None
+        save(_state(policy), checkpoint_id=tmp_path / "learner", no_dist=True)
+        export_hf(config, policy.model, tmp_path / "exported", ranks)
+
+    checkpoint_to_hf(config, tmp_path / "learner", tmp_path / "made")
+
+    found, expected = (load_file(tmp_path / folder / "model.safetensors") for folder in ("made", "exported"))
+    assert found.keys() == expected.keys() == load_file(base / "model.safetensors").keys()
+    assert all(found[name].equal(tensor) for name, tensor in expected.items())
+    made, exported = (sorted(file.name for file in (tmp_path / folder).iterdir()) for folder in ("made", "exported"))
+    assert made == exported
+
+
 def test_a_checkpoint_with_a_model_folder_is_evaluated_as_it_is(tmp_path: Path, tiny_model: Path) -> None:
     path = checkpoint(tmp_path, tiny_model)
     (path / "hf_model").mkdir()

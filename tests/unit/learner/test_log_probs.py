@@ -18,9 +18,16 @@ from rayapp.learner.log_probs import HeadOptions, Targets, token_log_probs
     chunk_rows=st.sampled_from([1, 4, 7, 64]),
     temperature=st.sampled_from([0.6, 1.0, 1.7]),
     with_entropy=st.booleans(),
+    softcap=st.none() | st.sampled_from([0.7, 20.0]),
 )
 def test_values_and_gradients_are_those_of_whole_logits(
-    seed: int, num_rows: int, num_pairs: int, chunk_rows: int, temperature: float, with_entropy: bool
+    seed: int,
+    num_rows: int,
+    num_pairs: int,
+    chunk_rows: int,
+    temperature: float,
+    with_entropy: bool,
+    softcap: float | None,
 ) -> None:
     generator = torch.Generator().manual_seed(seed)
     hidden = torch.randn(num_rows, 8, generator=generator).requires_grad_()
@@ -28,10 +35,15 @@ def test_values_and_gradients_are_those_of_whole_logits(
     rows = torch.randint(0, num_rows, (num_pairs,), generator=generator).sort().values
     targets = Targets(rows=rows, token_ids=torch.randint(0, 23, (num_pairs,), generator=generator))
     options = HeadOptions(
-        temperature=temperature, chunk_rows=chunk_rows, entropy_needs_grad=with_entropy, needs_sum_pi_squared=True
+        temperature=temperature,
+        chunk_rows=chunk_rows,
+        softcap=softcap,
+        entropy_needs_grad=with_entropy,
+        needs_sum_pi_squared=True,
     )
     found = token_log_probs(hidden, weight, targets, options)
-    whole = (hidden @ weight.t() / temperature).log_softmax(-1)
+    logits = hidden @ weight.t()
+    whole = ((logits if softcap is None else softcap * torch.tanh(logits / softcap)) / temperature).log_softmax(-1)
     expected = (whole[rows, targets.token_ids], -(whole.exp() * whole).sum(-1), whole.exp().square().sum(-1))
     for ours, theirs in zip(found, expected, strict=True):
         torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)

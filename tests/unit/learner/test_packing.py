@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -11,6 +13,9 @@ from hypothesis import strategies as st
 from rayapp.core.errors import LearnerError
 from rayapp.learner.attention import packed_attention, plan_attention
 from rayapp.learner.batch import TrainItem, inputs_of, make_micro_batch, split
+from rayapp.learner.families import masked_blocks
+from rayapp.learner.families.flex import flex_tree_attention, tree_mask
+from rayapp.learner.families.mixers import MAX_PADDING, lay_out, paths_of
 from rayapp.learner.packing import Packing, pack
 from rayapp.testing.learners import sampled
 
@@ -69,28 +74,100 @@ def test_groups_never_share_even_equal_prompts() -> None:
     assert pack([[same], [same]], share_prefixes=True).num_tokens == 12
 
 
-@settings(max_examples=25, deadline=None)
-@given(trees=st.lists(tree, min_size=1, max_size=2), share=st.booleans(), seed=st.integers(0, 99))
+def plain_attention(
+    packing: Packing,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *,
+    window: int | None,
+    softcap: float | None,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
+    """With all scores at once, at a scale of 0.3."""
+    scores = query @ key.repeat_interleave(2, 1).transpose(2, 3) * 0.3
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    seen = torch.from_numpy(visible(packing))
+    if window is not None:
+        positions = torch.from_numpy(packing.position_ids)
+        seen &= positions[:, None] - positions[None] < window
+    scores = scores.masked_fill(~seen, -torch.inf)
+    if sinks is not None:
+        scores = torch.cat([scores, sinks.view(1, -1, 1, 1).expand(*scores.shape[:3], 1)], -1)
+    weights = scores.softmax(-1)[..., : packing.num_tokens]
+    return (weights @ value.repeat_interleave(2, 1)).transpose(1, 2)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    trees=st.lists(tree, min_size=1, max_size=2),
+    share=st.booleans(),
+    seed=st.integers(0, 99),
+    window=st.none() | st.integers(1, 9),
+    softcap=st.none() | st.just(1.5),
+    has_sinks=st.booleans(),
+    max_rows=st.sampled_from([3, 256]),
+)
 def test_attention_and_its_gradient_are_those_of_the_mask(
-    trees: list[tuple[list[int], list[list[int]]]], share: bool, seed: int
+    trees: list[tuple[list[int], list[list[int]]]],
+    share: bool,
+    seed: int,
+    window: int | None,
+    softcap: float | None,
+    has_sinks: bool,
+    max_rows: int,
 ) -> None:
     packing = pack(sequences_of(trees), share_prefixes=share)
     generator = torch.Generator().manual_seed(seed)
     shapes = [(1, heads, packing.num_tokens, 8) for heads in (4, 2, 2)]
     query, key, value = (torch.randn(shape, generator=generator).requires_grad_() for shape in shapes)
+    sinks = torch.randn(4, generator=generator).requires_grad_() if has_sinks else None
+    inputs = [query, key, value] if sinks is None else [query, key, value, sinks]
     plan = plan_attention(packing, torch.device("cpu"))
-    found, _ = packed_attention(torch.nn.Identity(), query, key, value, None, plan=plan, scaling=0.3)
-    scores = query @ key.repeat_interleave(2, 1).transpose(2, 3) * 0.3
-    scores = scores.masked_fill(~torch.from_numpy(visible(packing)), -torch.inf)
-    expected = (scores.softmax(-1) @ value.repeat_interleave(2, 1)).transpose(1, 2)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(masked_blocks, "MAX_ROWS", max_rows)
+        found, _ = packed_attention(
+            torch.nn.Identity(), query, key, value, None,
+            plan=plan, scaling=0.3, sliding_window=window, softcap=softcap, s_aux=sinks,
+        )  # fmt: skip
+    expected = plain_attention(packing, query, key, value, window=window, softcap=softcap, sinks=sinks)
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
     slopes = torch.randn(found.shape, generator=generator)
     for ours, theirs in zip(
-        torch.autograd.grad(found, (query, key, value), slopes),
-        torch.autograd.grad(expected, (query, key, value), slopes),
-        strict=True,
+        torch.autograd.grad(found, inputs, slopes), torch.autograd.grad(expected, inputs, slopes), strict=True
     ):
         torch.testing.assert_close(ours, theirs, atol=2e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize(("window", "softcap"), [(None, None), (4, None), (4, 1.5)])
+def test_what_a_gpu_computes_for_sinks_and_caps_is_the_same(window: int | None, softcap: float | None) -> None:
+    packing = pack(sequences_of([([1, 2, 0, 1, 1], [[1, 2, 2, 0, 1], [1, 2, 0], [2] * 9])]), share_prefixes=True)
+    generator = torch.Generator().manual_seed(0)
+    query, key, value = (torch.randn(1, heads, packing.num_tokens, 8, generator=generator) for heads in (4, 2, 2))
+    options: dict[str, Any] = {"softcap": softcap, "sinks": torch.randn(4, generator=generator)}
+    tree = tree_mask(packing, torch.device("cpu"))
+    rule = masked_blocks.Rule(scale=0.3, window=window, softcap=softcap)
+    found = flex_tree_attention(query, key, value, options["sinks"], tree, rule)
+    expected = plain_attention(packing, query, key, value, window=window, **options)
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+
+
+@settings(max_examples=60, deadline=None)
+@given(trees=st.lists(tree, min_size=1, max_size=3), share=st.booleans())
+def test_rows_of_sequences_hold_every_token_behind_all_that_comes_before_it(
+    trees: list[tuple[list[int], list[list[int]]]], share: bool
+) -> None:
+    packing = pack(sequences_of(trees), share_prefixes=share)
+    rows, place = lay_out(paths_of(packing.segments))
+    assert np.concatenate([index.ravel() for index in rows])[place].tolist() == list(range(packing.num_tokens))
+    paths = {tuple(path[:n]) for path in packing.paths for n in range(1, path.size + 1)}
+    starts = np.cumsum([0, *(index.size for index in rows)])
+    for where in place:
+        bunch = int(np.searchsorted(starts, where, side="right")) - 1
+        row, column = divmod(int(where - starts[bunch]), rows[bunch].shape[1])
+        assert tuple(rows[bunch][row, : column + 1]) in paths
+    assert sum(index.size for index in rows) <= MAX_PADDING * sum(path.size for path in paths_of(packing.segments))
 
 
 def test_the_bfloat16_gradient_of_a_shared_prompt_is_the_float32_one_to_three_digits() -> None:
@@ -111,15 +188,6 @@ def test_the_bfloat16_gradient_of_a_shared_prompt_is_the_float32_one_to_three_di
     for wide, narrow in zip(*gradients, strict=True):
         # bfloat16 keeps 8 bits: 2^-8 of the largest entry, and the sums over a few blocks of rounded numbers
         assert float((narrow.float() - wide).abs().max()) < 0.01 * float(wide.abs().max())
-
-
-def test_what_packed_attention_does_not_do_is_refused() -> None:
-    packing = pack([[np.arange(1, 9, dtype=np.int32)]], share_prefixes=True)
-    tensors = [torch.zeros(1, 2, 8, 4)] * 3
-    plan = plan_attention(packing, torch.device("cpu"))
-    with pytest.raises(LearnerError, match="sliding window of 4 tokens, and sequences may have 8"):
-        packed_attention(torch.nn.Identity(), *tensors, None, plan=plan, sliding_window=4)
-    packed_attention(torch.nn.Identity(), *tensors, None, plan=plan, sliding_window=8)
 
 
 completions = st.lists(st.tuples(st.integers(0, 2), st.lists(token, min_size=1, max_size=8)), min_size=1, max_size=12)
@@ -164,5 +232,5 @@ def test_each_response_token_finds_its_position_and_itself() -> None:
 
 
 def test_a_trajectory_longer_than_a_micro_batch_names_the_key_to_raise() -> None:
-    with pytest.raises(LearnerError, match=r"has 12 tokens, but learner\.max_tokens_per_microbatch is 10"):
+    with pytest.raises(LearnerError, match=r"has 12 tokens, but learner\.max_tokens_per_microbatch .* is 10"):
         split([item(0, 0, [1] * 10, [2, 2, 2])], max_tokens=10, share_prefixes=True)

@@ -220,11 +220,7 @@ def with_architecture(model: Path, changes: dict[str, Any], *, nested: bool) -> 
     ("architecture", "message"),
     [
         ({"max_position_embeddings": 127}, r"64 \+ rollout\.max_completion_tokens 64 = 128 tokens, .* at most 127"),
-        (
-            {"sliding_window": 126},
-            "sliding window of 126, and the learner attends to all tokens: it can have at most 127",
-        ),
-        ({"rope_scaling": {"type": "longrope"}, "original_max_position_embeddings": 100}, "one has more than 100"),
+        ({"rope_scaling": {"type": "dynamic"}, "original_max_position_embeddings": 100}, "one has more than 100"),
         ({"rope_parameters": {"full_attention": {"rope_type": "dynamic"}}, "max_position_embeddings": 90}, "90"),
     ],
 )
@@ -238,17 +234,29 @@ def test_what_a_model_can_do_only_with_shorter_sequences_is_refused(
 @pytest.mark.parametrize(
     "architecture",
     [
-        {"sliding_window": 127},
-        {"sliding_window": 8, "use_sliding_window": False},
-        {"sliding_window": 8, "layer_types": ["full_attention"]},
-        {"sliding_window": 8, "use_sliding_window": True, "max_window_layers": 28, "num_hidden_layers": 28},
-        {"rope_scaling": {"rope_type": "longrope"}, "original_max_position_embeddings": 128},
+        {"sliding_window": 8},
+        {"rope_scaling": {"rope_type": "longrope"}, "original_max_position_embeddings": 8},
+        {"rope_scaling": {"rope_type": "dynamic"}, "original_max_position_embeddings": 128},
     ],
 )
-def test_windows_and_positions_that_no_sequence_reaches_are_no_trouble(
+def test_windows_and_positions_that_are_computed_rightly_are_no_trouble(
     model: Path, architecture: dict[str, Any]
 ) -> None:
     check_model(config_of(with_architecture(model, architecture, nested=False)))
+
+
+@pytest.mark.parametrize(
+    ("architecture", "message"),
+    [
+        ({"model_type": "bloom"}, "is a bloom, which can't be trained: its attention adds a bias by distance"),
+        ({"quantization_config": {"quant_method": "mxfp4"}}, r"quantized weights \(mxfp4\).*dequantize=True"),
+    ],
+)
+def test_a_model_that_can_not_be_trained_is_refused_before_anything_starts(
+    model: Path, architecture: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(InputError, match=message):
+        check_model(config_of(with_architecture(model, architecture, nested=False)))
 
 
 def test_checking_a_local_folder_loads_neither_torch_nor_vllm(model: Path) -> None:

@@ -1,0 +1,173 @@
+"""`rayapp models check`: a family made tiny, and everything that training needs of it tried out, in about a minute.
+
+What is tried: the learner against eager transformers on padded rows, packed and with shared prefixes; the same with
+adapters; `final/` in transformers; vLLM with `final/`, and after two syncs; the tool parser with the model's template.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rayapp.core.errors import InputError, RayappError
+from rayapp.learner.families import trial
+from rayapp.learner.families.rope import pin_positions
+from rayapp.learner.family import small_config
+from rayapp.learner.state.export import export_hf
+from rayapp.storage.models.families import FAMILIES, TINY, Family, text_type
+
+VOCABULARY = 61
+EXACT_GRADIENT = {"gemma4_text": 2 * trial.MAX_GRADIENT_ERROR}
+"""Limits of families that need others. Gemma 4 does not scale its scores by the root of the width: they are several
+times as large, and float32 as much coarser."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Check:
+    """One thing that was tried."""
+
+    what: str
+    holds: bool
+    detail: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Subject:
+    """What is checked."""
+
+    kind: str
+    """`model_type` of the language model."""
+    architecture: Any
+    """Its config, made small."""
+
+    @property
+    def family(self) -> Family:
+        return FAMILIES.get(self.kind, Family())
+
+    @property
+    def max_gradient_error(self) -> float:
+        return EXACT_GRADIENT.get(self.kind, trial.MAX_GRADIENT_ERROR)
+
+
+def subject_of(name: str) -> Subject:
+    """A model folder, or a family by its `model_type`.
+
+    Raises:
+        InputError: there is neither.
+    """
+    from transformers import CONFIG_MAPPING, AutoConfig
+
+    if (folder := Path(name)).is_dir():
+        kind = text_type(_config_of(folder))
+        _check_refused(kind)
+        return Subject(kind=kind, architecture=small_config(AutoConfig.from_pretrained(folder).get_text_config()))
+    if name not in FAMILIES or name not in CONFIG_MAPPING:
+        raise InputError(f"{name!r} is neither a model folder nor a family we know: {', '.join(sorted(FAMILIES))}")
+    _check_refused(name)
+    values = TINY | {"vocab_size": VOCABULARY} | dict(FAMILIES[name].tiny)
+    return Subject(kind=name, architecture=CONFIG_MAPPING[name](**values))
+
+
+def _config_of(folder: Path) -> dict[str, Any]:
+    try:
+        found: dict[str, Any] = json.loads((folder / "config.json").read_text())
+    except (OSError, ValueError) as error:
+        raise InputError(f"{folder} has no config.json that can be read: {error}") from error
+    return found
+
+
+def _check_refused(kind: str) -> None:
+    if kind in FAMILIES and FAMILIES[kind].refused:
+        raise InputError(f"{kind} can't be trained: {FAMILIES[kind].refused}.")
+
+
+def checks_of(subject: Subject, *, engine: bool) -> Iterator[Check]:
+    """All checks but that of the tool parser, each as it is done.
+
+    Args:
+        engine: try vLLM, which is most of the time.
+    """
+    with tempfile.TemporaryDirectory(prefix="rayapp-models-check-") as folder:
+        models = [Path(folder) / "first", Path(folder) / "second"]
+        for seed, model in enumerate(models):
+            trial.save_tiny(subject.architecture, model, seed=seed)
+        vocabulary = subject.architecture.get_text_config().vocab_size
+        groups = trial.trial_groups(vocabulary)
+        config = trial.trial_config(models[0])
+        plain = trial.plain_scores(plain_model(models[0], config.max_model_tokens), groups)
+        yield _tried("learner", lambda: _learner(subject, models[0], groups, plain))
+        yield _tried("adapters", lambda: _adapters(subject, models[0], groups, plain))
+        yield _tried("final/", lambda: _final(models[1], Path(folder) / "final", groups))
+        if engine:
+            yield _tried("engine", lambda: _engine(subject, models, groups, Path(folder) / "served"))
+
+
+def _tried(what: str, check: Callable[[], tuple[bool, str]]) -> Check:
+    try:
+        holds, detail = check()
+    except RayappError as error:
+        return Check(what=what, holds=False, detail=str(error))
+    except Exception as error:  # boundary: any model's code
+        return Check(what=what, holds=False, detail=f"{type(error).__name__}: {error}")
+    return Check(what=what, holds=holds, detail=detail)
+
+
+def plain_model(folder: Path, num_tokens: int) -> Any:
+    """The model by transformers, eager and in float32, for sequences of so many tokens at most."""
+    from transformers import AutoModelForCausalLM
+
+    causal_lm: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    pin_positions(causal_lm, num_tokens)
+    return causal_lm
+
+
+def _learner(subject: Subject, folder: Path, groups: Any, plain: trial.Scores) -> tuple[bool, str]:
+    errors, shares = [], False
+    for share in (False, True):
+        with trial.learner_of(trial.trial_config(folder, share_prefixes=share)) as learner:
+            found = trial.learner_scores(learner, groups)
+            shares = learner.config.learner.share_prefixes
+        errors.append((trial.log_prob_error(found, plain), trial.gradient_error(found, plain)))
+    holds = all(a <= trial.MAX_LOG_PROB_ERROR and b <= subject.max_gradient_error for a, b in errors)
+    (a, b), how = map(max, zip(*errors, strict=True)), "with shared prefixes" if shares else "without shared prefixes"
+    return holds, f"log-probs differ by {a:.1e}, gradients by {b:.1e} of the largest; packed {how}"
+
+
+def _adapters(subject: Subject, folder: Path, groups: Any, plain: trial.Scores) -> tuple[bool, str]:
+    with trial.learner_of(trial.trial_config(folder, lora={"rank": 4})) as learner:
+        found = trial.learner_scores(learner, groups)
+        expected = trial.adapter_gradients(learner, plain)
+    assert expected is not None
+    error = trial.gradient_error(found, expected)
+    return error <= 2 * subject.max_gradient_error, f"gradients differ by {error:.1e} of the largest"
+
+
+def _final(folder: Path, final: Path, groups: Any) -> tuple[bool, str]:
+    config = trial.trial_config(folder)
+    with trial.learner_of(config) as learner:
+        export_hf(config, learner.model, final, learner.ranks)
+    tokens = torch.tensor([group.trajectories[0].token_ids.tolist()[:8] for group in groups])
+    with torch.no_grad():
+        expected, found = (plain_model(path, config.max_model_tokens)(tokens).logits for path in (folder, final))
+    return torch.equal(expected, found), "reloads in transformers; its logits are the learner's to the last bit"
+
+
+def _engine(subject: Subject, models: list[Path], groups: Any, final: Path) -> tuple[bool, str]:
+    from rayapp.learner.families.engine_trial import MAX_ENGINE_ERROR, engine_errors
+
+    # vLLM keeps sinks in bfloat16, and its CPU kernel wants all else in that, too.
+    dtype = "bfloat16" if "sinks" in subject.family.needs else "float32"
+    first, second = (trial.trial_config(model, server={"dtype": dtype}) for model in models)
+    errors = asyncio.run(engine_errors((first, second), groups, final))
+    after = " and ".join(f"{error:.1e}" for error in errors.after_syncs)
+    return (
+        errors.largest <= MAX_ENGINE_ERROR[dtype],
+        f"log-probs differ by {errors.at_start:.1e} with final/, {after} after two syncs ({dtype})",
+    )

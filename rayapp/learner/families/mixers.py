@@ -1,0 +1,133 @@
+"""Layers that read along the sequence by other means than attention: linear attention, short convolutions, mamba.
+
+They would run over the whole row of packed tokens, from one sequence into the next. So each of them gets what it was
+written for: every sequence in a row of its own, padded on the right, which nothing causal can see. That is exact with
+any kernel, and with shared prefixes too: a token that several sequences share is computed in each of their rows, and
+read from the first. Whoever makes a model calls `give_borders`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from rayapp.core.errors import LearnerError
+from rayapp.learner.packing import Segment
+
+MAX_PADDING = 2
+"""Rows that are computed together are at most this many times as long as the shortest of them."""
+
+
+class Borders:
+    """Where the sequences of the running forward begin and end, for all mixers of a model.
+
+    It stays until the next forward: a layer that is computed again during the backward needs it there.
+    """
+
+    def __init__(self) -> None:
+        self._segments: tuple[Segment, ...] = ()
+        self._rows: list[Tensor] = []
+        self._place = torch.empty(0, dtype=torch.long)
+
+    @property
+    def are_set(self) -> bool:
+        """False for a model that computes plain rows."""
+        return bool(self._segments)
+
+    def begin(self, segments: tuple[Segment, ...], device: torch.device) -> None:
+        """Lay out the rows of a forward; without segments it has plain rows."""
+        if segments is self._segments:
+            return
+        if not segments:
+            self._segments = ()
+            return
+        rows, place = lay_out(paths_of(segments))
+        self._segments = segments
+        self._rows = [torch.from_numpy(index).to(device) for index in rows]
+        self._place = torch.from_numpy(place).to(device)
+
+    def apply(self, mixer: Callable[[Tensor], Tensor], hidden: Tensor) -> Tensor:
+        """(1, N, H) -> (1, N, H'), sequence by sequence.
+
+        Raises:
+            LearnerError: these are not the tokens that the forward began with.
+        """
+        if hidden.shape[:2] != (1, self._place.numel()):
+            raise LearnerError(f"a layer got {tuple(hidden.shape[:2])} tokens, the forward has {self._place.numel()}")
+        packed = hidden[0]
+        mixed = [mixer(packed.index_select(0, index.reshape(-1)).unflatten(0, index.shape)) for index in self._rows]  # type: ignore[no-untyped-call]
+        return torch.cat([rows.flatten(0, 1) for rows in mixed]).index_select(0, self._place)[None]
+
+
+def give_borders(causal_lm: Any) -> bool:
+    """Make every mixer of a model compute sequence by sequence; True if it has any. Call it once, before sharding."""
+    mixers = mixers_of(causal_lm)
+    if not mixers:
+        return False
+    borders = Borders()
+
+    def begin(_: nn.Module, args: tuple[Any, ...], options: dict[str, Any]) -> None:
+        plan = options.get("plan")
+        borders.begin(plan.segments if plan is not None else (), options["input_ids"].device)
+
+    causal_lm.get_decoder().register_forward_pre_hook(begin, with_kwargs=True)
+    for mixer in mixers:
+        mixer.forward = partial(_bordered, mixer.forward, borders)
+    return True
+
+
+def mixers_of(causal_lm: nn.Module) -> list[nn.Module]:
+    """Modules that hold a convolution along the sequence: all kinds of mixers begin with one."""
+    return [module for module in causal_lm.modules() if any(isinstance(part, nn.Conv1d) for part in module.children())]
+
+
+def _bordered(forward: Callable[..., Any], borders: Borders, hidden_states: Tensor, *args: Any, **options: Any) -> Any:
+    if not borders.are_set:
+        return forward(hidden_states, *args, **options)
+    return borders.apply(lambda rows: forward(rows, *args, **options), hidden_states)
+
+
+def paths_of(segments: Sequence[Segment]) -> list[NDArray[np.int64]]:
+    """Packed positions of each sequence that no other continues: together they hold every token."""
+    paths: list[NDArray[np.int64]] = []
+    is_leaf = [True] * len(segments)
+    for segment in segments:
+        own = np.arange(segment.start, segment.end)
+        if segment.parent >= 0:
+            is_leaf[segment.parent] = False
+            own = np.concatenate([paths[segment.parent], own])
+        paths.append(own)
+    return [path for path, leaf in zip(paths, is_leaf, strict=True) if leaf]
+
+
+def lay_out(paths: Sequence[NDArray[np.int64]]) -> tuple[list[NDArray[np.int64]], NDArray[np.int64]]:
+    """Rows of paths, those of about one length together, each (B, T) with its last token repeated past its end; and
+    (N,) where each token is first among all of them, flattened."""
+    rows, firsts, begin = [], [], 0
+    for bunch in _bunches(sorted(paths, key=len)):
+        width = len(bunch[-1])
+        index = np.stack([np.pad(path, (0, width - len(path)), mode="edge") for path in bunch])
+        is_token = np.arange(width) < np.array([len(path) for path in bunch])[:, None]
+        firsts.append(np.stack([index[is_token], begin + np.flatnonzero(is_token)]))
+        rows.append(index)
+        begin += index.size
+    token, where = np.concatenate(firsts, axis=1)
+    place = np.empty(int(token.max()) + 1, np.int64)
+    place[token[::-1]] = where[::-1]  # the last assignment wins: the first of the rows that hold a token
+    return rows, place
+
+
+def _bunches(paths: Sequence[NDArray[np.int64]]) -> list[list[NDArray[np.int64]]]:
+    bunches: list[list[NDArray[np.int64]]] = []
+    for path in paths:
+        if bunches and len(path) <= MAX_PADDING * len(bunches[-1][0]):
+            bunches[-1].append(path)
+        else:
+            bunches.append([path])
+    return bunches

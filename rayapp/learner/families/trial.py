@@ -1,0 +1,235 @@
+"""A tiny model of a family, computed by the learner and by plain transformers: how far apart they are.
+
+`rayapp models check` prints it, and the tests hold it to limits. The plain side is eager attention on padded rows.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rayapp.config.config import Config
+from rayapp.core.summaries import summarize_group
+from rayapp.core.types import FloatArray, Group, Prompt, Reward, RolloutStatus, Trajectory
+from rayapp.learner.build import build_learner
+from rayapp.learner.distributed import end_ranks, start_ranks
+from rayapp.learner.family import persistent_buffers
+from rayapp.learner.scoring import log_probs_of
+from rayapp.learner.shares import deal
+from rayapp.learner.step import PolicyLearner
+
+NOTHING: Mapping[str, Any] = MappingProxyType({})
+GROUP_SIZE, PROMPT_TOKENS, RESPONSE_TOKENS = 4, 12, 16
+MAX_LOG_PROB_ERROR, MAX_GRADIENT_ERROR = 2e-5, 5e-6
+"""Of float32: the latter relative to the largest entry of all gradients."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scores:
+    """One computation of the groups."""
+
+    log_probs: list[FloatArray]
+    """(R,) of each trajectory's sampled tokens."""
+    gradients: dict[str, Tensor]
+    """Of a GRPO step, by transformers' names."""
+
+
+def save_tiny(architecture: Any, folder: Path, *, seed: int = 0) -> None:
+    """A model of this config with random weights that bfloat16 holds, under the hub's names, over words w0, w1, ..."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+
+    with torch.random.fork_rng(devices=[]):
+        causal_lm = AutoModelForCausalLM.from_config(architecture, dtype=torch.float32)
+    randomize(causal_lm, seed=seed)
+    narrow = {name: p for name, p in causal_lm.named_parameters() if p.is_floating_point()}
+    for parameter in narrow.values():
+        parameter.data = parameter.data.bfloat16()
+    causal_lm.config.dtype = torch.bfloat16
+    causal_lm.save_pretrained(folder)
+    size = architecture.get_text_config().vocab_size
+    tokenizer = Tokenizer(models.WordLevel({f"w{i}": i for i in range(size)}, unk_token="w0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="w1", pad_token="w0").save_pretrained(folder)
+
+
+def randomize(causal_lm: Any, *, seed: int) -> None:
+    """Random weights under which each part of a model moves its scores. Buffers, which nobody trains, don't depend on
+    the seed."""
+    weights, others = torch.Generator().manual_seed(seed), torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in causal_lm.parameters():
+            noise = torch.randn(parameter.shape, generator=weights)
+            large = parameter.ndim >= 2
+            new = 0.5 * noise / math.sqrt(parameter.shape[-1]) if large else parameter + 0.1 * noise
+            parameter.copy_(new.bfloat16())
+        for buffer in persistent_buffers(causal_lm).values():
+            if buffer.is_floating_point():
+                buffer.add_((0.1 * torch.randn(buffer.shape, generator=others)).bfloat16())
+
+
+def trial_config(folder: Path, *, server: Mapping[str, Any] = NOTHING, **learner: Any) -> Config:
+    """A run's config over that folder, in float32 on one CPU."""
+    rollout = {"group_size": GROUP_SIZE, "max_prompt_tokens": 32, "max_completion_tokens": 32}
+    section = {
+        "compute_dtype": "float32",
+        "max_tokens_per_microbatch": 128,
+        "cpu_threads": 1,
+        "optimizer": {"max_grad_norm": 1e9},
+    }
+    return Config.model_validate(
+        {
+            "model": {"path": str(folder)},
+            "cluster": {"device": "cpu"},
+            "rollout": rollout,
+            "learner": section | learner,
+            "server": {"kv_cache_gib": 1, "dtype": "float32", "cpu_threads": 1, "max_num_seqs": 8, **server},
+        }
+    )
+
+
+def at_folder(config: Config, folder: Path) -> Config:
+    """The same over another model."""
+    return config.model_copy(update={"model": config.model.model_copy(update={"path": str(folder)})})
+
+
+def trial_groups(vocabulary: int, *, seed: int = 0) -> list[Group]:
+    """Two groups whose completions share more than the prompt, with tokens of a tool in between."""
+    rng = np.random.default_rng(seed)
+    return [_group(rng, number, vocabulary) for number in range(2)]
+
+
+def _group(rng: np.random.Generator, number: int, vocabulary: int) -> Group:
+    def draw(low: int, high: int) -> list[int]:
+        return [int(token) for token in rng.integers(2, vocabulary, rng.integers(low, high))]
+
+    prompt, begin = draw(PROMPT_TOKENS // 2, PROMPT_TOKENS), draw(5, 6)
+    responses = [begin + draw(3, RESPONSE_TOKENS - 6), begin + draw(3, RESPONSE_TOKENS - 6), draw(2, 4), draw(8, 16)]
+    rewards = rng.normal(size=GROUP_SIZE)
+    return Group(
+        group_id=number,
+        prompt=Prompt(task="t", text="", token_ids=np.array(prompt, np.int32)),
+        trajectories=tuple(
+            _trajectory(prompt, response, float(reward)) for response, reward in zip(responses, rewards, strict=True)
+        ),
+    )
+
+
+def _trajectory(prompt: list[int], response: list[int], reward: float) -> Trajectory:
+    mask = np.arange(len(prompt) + len(response)) >= len(prompt)
+    if len(response) > 6:
+        mask[len(prompt) + 2 : len(prompt) + 4] = False  # what a tool said
+    return Trajectory(
+        token_ids=np.array(prompt + response, np.int32),
+        response_mask=mask,
+        rollout_log_probs=np.where(mask, -1.0, 0.0).astype(np.float32),
+        completion_text="",
+        reward=Reward(value=reward),
+        status=RolloutStatus.COMPLETED,
+        min_policy_version=0,
+        max_policy_version=0,
+    )
+
+
+def plain_scores(causal_lm: Any, groups: list[Group]) -> Scores:
+    """By transformers on padded rows: -sum(advantage x log-prob) / number of response tokens."""
+    rows = [(t, a) for group in groups for t, a in zip(group.trajectories, _advantages(group), strict=True)]
+    width = max(t.num_tokens for t, _ in rows)
+    tokens, mask, attended = (torch.zeros(len(rows), width, dtype=torch.long) for _ in range(3))
+    for i, (t, _) in enumerate(rows):
+        tokens[i, : t.num_tokens] = torch.from_numpy(t.token_ids.astype(np.int64))
+        attended[i, : t.num_tokens] = 1
+        mask[i, : t.num_tokens] = torch.from_numpy(t.response_mask.astype(np.int64))
+    logits = causal_lm(tokens, attention_mask=attended, use_cache=False).logits[:, :-1].float()
+    log_probs = logits.log_softmax(-1).gather(2, tokens[:, 1:, None])[..., 0]
+    advantages = torch.tensor([a for _, a in rows], dtype=torch.float32)[:, None]
+    (-(advantages * log_probs * mask[:, 1:]).sum() / mask[:, 1:].sum()).backward()
+    return Scores(
+        log_probs=[row[own == 1].detach().numpy() for row, own in zip(log_probs, mask[:, 1:], strict=True)],
+        gradients={name: p.grad for name, p in causal_lm.named_parameters() if p.grad is not None},
+    )
+
+
+def _advantages(group: Group) -> FloatArray:
+    rewards = np.array([t.reward.value for t in group.trajectories])
+    return np.asarray((rewards - rewards.mean()) / (rewards.std(ddof=1) + 1e-6), np.float32)
+
+
+@contextmanager
+def learner_of(config: Config) -> Iterator[PolicyLearner]:
+    """The only rank of this config, in this process."""
+    ranks = start_ranks(config, 0, 1, "", 0)
+    try:
+        yield build_learner(config, ranks)
+    finally:
+        end_ranks()
+
+
+def learner_scores(learner: PolicyLearner, groups: list[Group]) -> Scores:
+    """By a learner; its weights stay as they are. Collective: every rank computes its share of the gradients."""
+    # Name the parameters first: a forward leaves others, gathered ones, in their places.
+    named = dict(learner.model.causal_lm.named_parameters())
+    learner.optimizer = kept = _KeepGradients(learner.model.parameters(), lr=0.0)  # type: ignore[assignment]
+    log_probs = [row for group in groups for row in log_probs_of(learner, group)]
+    summaries = tuple(summarize_group(group, time_total_s=0.0) for group in groups)
+    mine = deal(summaries, learner.config, learner.ranks.world_size)[learner.ranks.rank]
+    learner.train_step(1, summaries, mine, [groups[share.position] for share in mine])
+    gradients = {name: kept.gradients[p] for name, p in named.items() if p in kept.gradients}
+    return Scores(log_probs=log_probs, gradients=gradients)
+
+
+class _KeepGradients(torch.optim.SGD):
+    """Moves nothing, and keeps what it would have moved by."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        parameters = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        self.gradients = {p: _whole(p.grad) for p in parameters}
+
+
+def _whole(tensor: Any) -> Tensor:
+    whole: Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+    return whole.detach().clone()
+
+
+def log_prob_error(found: Scores, expected: Scores) -> float:
+    """The largest difference of a log-prob."""
+    pairs = zip(found.log_probs, expected.log_probs, strict=True)
+    return max(float(np.abs(own - theirs).max()) for own, theirs in pairs)
+
+
+def gradient_error(found: Scores, expected: Scores) -> float:
+    """The largest difference of a gradient's entry, over the largest entry."""
+    missing = expected.gradients.keys() - found.gradients.keys()
+    if missing:
+        return math.inf
+    scale = max(float(gradient.abs().max()) for gradient in expected.gradients.values())
+    differences = (float((found.gradients[name] - g).abs().max()) for name, g in expected.gradients.items())
+    return max(differences) / scale
+
+
+def adapter_gradients(learner: PolicyLearner, expected: Scores | None) -> Scores | None:
+    """What `expected`, of all weights, makes of the adapters that a learner has: W + alpha / rank * B A. Collective;
+    None on ranks that have no such scores."""
+    section = learner.config.learner.lora
+    parameters = {name: _whole(p) for name, p in learner.model.causal_lm.named_parameters() if ".lora_" in name}
+    if expected is None:
+        return None
+    gradients = {}
+    for name, down in parameters.items():
+        if ".lora_A." not in name:
+            continue
+        up_name = name.replace(".lora_A.", ".lora_B.")
+        weight = expected.gradients[f"{name.partition('.lora_A.')[0]}.weight"]
+        scale = section.alpha / section.rank
+        gradients[name] = scale * parameters[up_name].t() @ weight
+        gradients[up_name] = scale * weight @ down.t()
+    return replace(expected, gradients=gradients)

@@ -1,0 +1,162 @@
+"""Families of models, by the `model_type` of their language model: what is known of each before a weight is read.
+
+A new family is one entry here. What the learner computes is found out from a model's own config (`learner/family.py`),
+of known and unknown families alike; what is said here are choices that follow from a family, reasons that no
+computation would give, and how to make it small. `rayapp models check` tries all of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+Need = Literal[
+    "experts",
+    "windows",
+    "sinks",
+    "attention cap",
+    "logit cap",
+    "logit scale",
+    "latent attention",
+    "borders",
+    "longrope",
+]
+"""What a family has beside attention to all tokens and a plain output layer. `borders`: layers that read along the
+sequence by other means than attention."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Family:
+    """What is known of a family."""
+
+    needs: tuple[Need, ...] = ()
+    parsers: tuple[str, ...] = ()
+    """vLLM's tool parsers that read its calls, the likeliest first."""
+    refused: str = ""
+    """Why it can't be trained; empty where it can."""
+    tiny: Mapping[str, Any] = field(default_factory=dict)
+    """Values of its config that make it small, beside those of `TINY`."""
+
+
+TINY = {
+    "hidden_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "num_hidden_layers": 2,
+    "intermediate_size": 128, "max_position_embeddings": 256,
+}  # fmt: skip
+_SLIDING = {"sliding_window": 6, "layer_types": ["sliding_attention", "full_attention"]}
+_EXPERTS = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+_LATENT = {
+    "num_key_value_heads": 4, "q_lora_rank": 64, "kv_lora_rank": 64, "qk_nope_head_dim": 32, "qk_rope_head_dim": 16,
+    "v_head_dim": 32, "head_dim": 16, "n_routed_experts": 4, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 2,
+    "moe_intermediate_size": 64, "first_k_dense_replace": 1,
+}  # fmt: skip
+_LINEAR = {
+    "layer_types": ["linear_attention", "full_attention"], "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+    "linear_key_head_dim": 32, "linear_value_head_dim": 32,
+}  # fmt: skip
+_MAMBA = {
+    "mamba_n_heads": 8, "mamba_d_head": 32, "mamba_n_groups": 1, "mamba_d_state": 16, "mamba_expand": 2,
+    "mamba_chunk_size": 16,
+}  # fmt: skip
+_LONGROPE = {
+    "rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": 16, "short_factor": [1.0] * 16,
+    "long_factor": [1.0 + i / 2 for i in range(16)],
+}  # fmt: skip
+_ALIBI = "its attention adds a bias by distance (ALiBi), which packed attention does not do"
+
+FAMILIES: Mapping[str, Family] = {
+    "qwen2": Family(parsers=("hermes",)),
+    "qwen3": Family(parsers=("hermes",)),
+    "qwen3_moe": Family(needs=("experts",), parsers=("hermes", "qwen3_coder"), tiny=_EXPERTS),
+    "qwen3_next": Family(
+        needs=("experts", "borders"),
+        parsers=("hermes", "qwen3_coder"),
+        tiny=_EXPERTS | _LINEAR | {"shared_expert_intermediate_size": 64},
+    ),
+    "qwen3_5_text": Family(needs=("borders",), parsers=("qwen3_coder", "hermes"), tiny=_LINEAR),
+    "qwen3_5_moe_text": Family(
+        needs=("experts", "borders"),
+        parsers=("qwen3_coder", "hermes"),
+        tiny=_EXPERTS | _LINEAR | {"shared_expert_intermediate_size": 64},
+    ),
+    "llama": Family(parsers=("llama3_json", "hermes", "pythonic")),
+    "mistral": Family(needs=("windows",), parsers=("mistral", "hermes"), tiny={"sliding_window": 6}),
+    "ministral3": Family(parsers=("mistral",)),
+    "mixtral": Family(needs=("experts", "windows"), parsers=("mistral",), tiny=_EXPERTS | {"sliding_window": 6}),
+    "gemma": Family(),
+    "gemma2": Family(needs=("windows", "attention cap", "logit cap"), tiny=_SLIDING),
+    "gemma3_text": Family(needs=("windows",), parsers=("pythonic",), tiny=_SLIDING),
+    "gemma4_text": Family(
+        needs=("windows",),
+        parsers=("gemma4",),
+        tiny=_SLIDING | {"global_head_dim": 64, "hidden_size_per_layer_input": 16, "vocab_size_per_layer_input": 97},
+    ),
+    "phi3": Family(
+        needs=("longrope",), parsers=("phi4_mini_json",), tiny={"pad_token_id": 0, "rope_parameters": _LONGROPE}
+    ),
+    "phimoe": Family(needs=("experts",), tiny=_EXPERTS),
+    "gpt_oss": Family(needs=("experts", "windows", "sinks"), parsers=("openai",), tiny=_EXPERTS | _SLIDING),
+    "deepseek_v2": Family(
+        needs=("experts", "latent attention"), parsers=("deepseek_v3",), tiny=_LATENT | {"topk_method": "greedy"}
+    ),
+    "deepseek_v3": Family(
+        needs=("experts", "latent attention"), parsers=("deepseek_v31", "deepseek_v3", "kimi_k2"), tiny=_LATENT
+    ),
+    "glm": Family(tiny={"pad_token_id": 0}),
+    "glm4": Family(tiny={"pad_token_id": 0}),
+    "glm4_moe": Family(
+        needs=("experts",),
+        parsers=("glm45", "glm47"),
+        tiny=_LATENT | {"head_dim": 32, "num_key_value_heads": 2},
+    ),
+    "glm4_moe_lite": Family(needs=("experts", "latent attention"), parsers=("glm47", "glm45"), tiny=_LATENT),
+    "granite": Family(needs=("logit scale",), parsers=("granite", "granite4"), tiny={"logits_scaling": 4.0}),
+    "granitemoe": Family(needs=("experts",), parsers=("granite",), tiny=_EXPERTS),
+    "granitemoehybrid": Family(
+        needs=("experts", "borders", "logit scale"),
+        parsers=("granite4", "hermes"),
+        tiny=_EXPERTS
+        | _MAMBA
+        | {"layer_types": ["mamba", "attention"], "shared_intermediate_size": 64, "logits_scaling": 4.0},
+    ),
+    "lfm2": Family(needs=("borders",), parsers=("lfm2",), tiny={"layer_types": ["conv", "full_attention"]}),
+    "lfm2_moe": Family(
+        needs=("experts", "borders"),
+        parsers=("lfm2",),
+        tiny=_EXPERTS | {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
+    ),
+    "falcon_h1": Family(refused="its layers don't hand their attention what packing needs (transformers 5.10)"),
+    "bamba": Family(needs=("borders",), tiny=_MAMBA | {"attn_layer_indices": [1]}),
+    "nemotron_h": Family(
+        needs=("experts", "borders"),
+        parsers=("qwen3_coder",),
+        tiny={"layers_block_type": ["mamba", "attention"], "mamba_num_heads": 8, "mamba_head_dim": 32, "n_groups": 1},
+    ),
+    "cohere": Family(needs=("logit scale",), parsers=("cohere_command3",), tiny={"logit_scale": 0.25}),
+    "cohere2": Family(
+        needs=("windows", "logit scale"), parsers=("cohere_command3",), tiny=_SLIDING | {"logit_scale": 0.25}
+    ),
+    "olmo": Family(),
+    "olmo2": Family(),
+    "olmo3": Family(needs=("windows",), parsers=("olmo3",), tiny=_SLIDING),
+    "olmoe": Family(needs=("experts",), tiny=_EXPERTS),
+    "smollm3": Family(parsers=("hermes",), tiny={"pad_token_id": 0}),
+    "exaone4": Family(needs=("windows",), parsers=("hermes",), tiny=_SLIDING),
+    "ernie4_5": Family(parsers=("ernie45",)),
+    "ernie4_5_moe": Family(
+        needs=("experts",), parsers=("ernie45",), tiny={"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 64}
+    ),
+    "seed_oss": Family(parsers=("seed_oss",)),
+    "starcoder2": Family(needs=("windows",), tiny={"sliding_window": 6}),
+    "gpt_neox": Family(),
+    "gpt2": Family(refused="its decoder has no list of `layers`, which the learner shards one by one"),
+    "llama4_text": Family(refused="its layers attend within chunks of the sequence, which the learner does not do"),
+    "bloom": Family(refused=_ALIBI),
+    "mpt": Family(refused=_ALIBI),
+}
+
+
+def text_type(architecture: Mapping[str, Any]) -> str:
+    """`model_type` of the language model in a config.json."""
+    text = architecture.get("text_config") or architecture
+    return str(text.get("model_type") or architecture.get("model_type"))

@@ -1,0 +1,82 @@
+"""Two FSDP ranks over gloo, one family of models after the other: the gradient is that of plain transformers."""
+
+from __future__ import annotations
+
+import json
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from rayapp.learner.families.trial import MAX_GRADIENT_ERROR, MAX_LOG_PROB_ERROR
+
+pytestmark = [pytest.mark.cluster, pytest.mark.long, pytest.mark.slow, pytest.mark.timeout(1800)]
+
+FAMILIES = (
+    "qwen3_moe", "mixtral", "qwen3_5_moe_text", "qwen3_next", "gpt_oss", "deepseek_v3", "glm4_moe", "gemma2", "phi3",
+    "lfm2_moe", "granitemoehybrid",
+)  # fmt: skip
+"""One or two of everything that a family can need."""
+
+RANK = '''
+"""One rank. Rank 0 prints a line for each family and for what is trained: weights, or adapters."""
+import json, sys
+from pathlib import Path
+
+from rayapp.learner.build import build_learner
+from rayapp.learner.distributed import start_ranks
+from rayapp.learner.families import trial
+from rayapp.learner.families.check import plain_model, subject_of
+
+rank, port, folder = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
+ranks = None
+for name in sys.argv[4:]:
+    model = folder / name
+    if rank == 0:
+        trial.save_tiny(subject_of(name).architecture, model)
+    if ranks is None:
+        ranks = start_ranks(trial.trial_config(model, num_learners=2), rank, 2, "127.0.0.1", port)
+    ranks.gather("the model is written")
+    groups = trial.trial_groups(61)
+    for what, changes in (("weights", {}), ("adapters", {"lora": {"rank": 4}})):
+        config = trial.trial_config(model, num_learners=2, **changes)
+        learner = build_learner(config, ranks)
+        found = trial.learner_scores(learner, groups)
+        if rank == 0 and not changes:
+            plain = trial.plain_scores(plain_model(model, config.max_model_tokens), groups)
+        # Collective: it gathers the adapters.
+        expected = trial.adapter_gradients(learner, plain if rank == 0 else None) if changes else None
+        if rank == 0:
+            expected = expected if changes else plain
+            print("RESULT", json.dumps([name, what, trial.log_prob_error(found, plain),
+                                        trial.gradient_error(found, expected)]), flush=True)
+'''
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def test_two_ranks_have_the_gradient_of_plain_attention(tmp_path: Path) -> None:
+    port = str(free_port())
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", RANK, str(rank), port, str(tmp_path), *FAMILIES],
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=Path(__file__).parents[2],
+        )
+        for rank in range(2)
+    ]  # fmt: skip
+    try:
+        outputs = [process.communicate(timeout=1500)[0] for process in ranks]
+    finally:
+        for process in ranks:
+            process.kill()
+    assert [process.returncode for process in ranks] == [0, 0], "\n".join(outputs)
+    found = [json.loads(line.removeprefix("RESULT ")) for line in outputs[0].splitlines() if line.startswith("RESULT ")]
+    assert len(found) == 2 * len(FAMILIES)
+    wrong = [row for row in found if row[2] > MAX_LOG_PROB_ERROR or row[3] > MAX_GRADIENT_ERROR]
+    assert wrong == []

@@ -1,0 +1,22 @@
+"""The real vLLM on CPU, one engine a family: it loads `final/`, and after two syncs has the learner's log-probs.
+
+`rayapp models check FAMILY` does the same.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from rayapp.learner.families.check import checks_of, subject_of
+
+pytestmark = [pytest.mark.cluster, pytest.mark.long, pytest.mark.slow, pytest.mark.timeout(1200)]
+
+FAMILIES = ("qwen3_moe", "mixtral", "gpt_oss", "qwen3_5_text", "gemma3_text", "deepseek_v3", "lfm2", "phi3")
+"""One of everything that vLLM's CPU engine has."""
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_vllm_computes_what_the_learner_computes_after_every_sync(name: str) -> None:
+    found = {check.what: check for check in checks_of(subject_of(name), engine=True)}
+    assert [check.detail for check in found.values() if not check.holds] == []
+    assert "after two syncs" in found["engine"].detail

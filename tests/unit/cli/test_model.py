@@ -1,0 +1,30 @@
+"""`rayapp models check` says what holds of a family, and what does not."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from rayapp.cli.main import run
+
+pytestmark = pytest.mark.slow
+
+
+def test_models_check_says_what_holds_of_a_family(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["models", "check", "gpt_oss", "--no-engine"]) == 0
+    lines = [re.split(r" +", line, maxsplit=3) for line in capsys.readouterr().out.splitlines()]
+    assert [line[:3] for line in lines] == [["gpt_oss", "ok", what] for what in ("learner", "adapters", "final/")]
+    assert re.match(r"log-probs differ by \S+, gradients by \S+ of the largest; packed with shared pre", lines[0][3])
+
+
+def test_models_check_gives_the_reason_of_one_that_can_not_be_trained(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["models", "check", "bloom", "--no-engine"]) == 1
+    assert "its attention adds a bias by distance" in capsys.readouterr().out
+    assert run(["models", "check", "bloom", "--table"]) == 1
+    assert capsys.readouterr().out.startswith("| bloom | | refused: its attention adds")
+
+
+def test_models_check_knows_no_such_family(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["models", "check", "lama"]) == 1
+    assert "'lama' is neither a model folder nor a family we know: bamba, " in capsys.readouterr().out
