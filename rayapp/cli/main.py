@@ -17,6 +17,7 @@ import typer
 from rayapp.cli import config, data, doctor, mcp, model, plan, score, sft, sync, train, view
 from rayapp.cli import eval as evaluate
 from rayapp.cli.arguments import EXIT_FAILED, EXIT_USER_ERROR
+from rayapp.cli.gpu_check import command as gpu_check
 from rayapp.cli.jobs import command as jobs
 from rayapp.cli.kuberay import command as kuberay
 from rayapp.cli.sandbox import command as sandbox
@@ -33,7 +34,7 @@ app = typer.Typer(
     add_completion=False,
 )
 GROUPS = {"config": config, "model": model, "sandbox": sandbox, "mcp": mcp, "data": data}
-for command in (kuberay, jobs, train, sft, evaluate, score, doctor, view, sync, plan):
+for command in (kuberay, jobs, train, sft, evaluate, score, doctor, view, sync, plan, gpu_check):
     app.add_typer(command.app)
 for name, group in GROUPS.items():
     app.add_typer(group.app, name=name)

@@ -59,7 +59,7 @@ class AttentionPlan:
 def plan_attention(packing: Packing, device: torch.device) -> AttentionPlan:
     """The plan for these tokens on this device."""
     max_length = int(packing.position_ids.max()) + 1
-    varlen = _varlen_plan(packing, device) if device.type == "cuda" else None
+    varlen = varlen_plan(packing, device) if device.type == "cuda" else None
     return AttentionPlan(segments=packing.segments, max_length=max_length, varlen=varlen)
 
 
@@ -113,7 +113,7 @@ def packed_attention(
     return output[..., :own_width], None
 
 
-def _varlen_plan(packing: Packing, device: torch.device) -> VarlenPlan:
+def varlen_plan(packing: Packing, device: torch.device) -> VarlenPlan:
     paths: list[Any] = []
     for segment in packing.segments:
         own = np.arange(segment.start, segment.end)

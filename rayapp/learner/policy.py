@@ -24,7 +24,7 @@ from rayapp.core.imports import large_imports
 from rayapp.learner.attention import ATTENTION_NAME, AttentionPlan, plan_attention, register_attention
 from rayapp.learner.batch import MicroBatch
 from rayapp.learner.family import check_family, read_architecture
-from rayapp.learner.log_probs import HeadOptions, Targets, token_log_probs
+from rayapp.learner.log_probs import HeadOptions, Targets, first_pairs_of, token_log_probs
 from rayapp.learner.state.lora import add_adapters
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -61,7 +61,11 @@ def to_device(batch: MicroBatch, device: torch.device) -> DeviceBatch:
         position_ids=moved(batch.packing.position_ids)[None],
         attention=plan_attention(batch.packing, device),
         head_positions=moved(batch.head_positions),
-        targets=Targets(rows=moved(batch.pair_rows), token_ids=moved(batch.pair_targets)),
+        targets=Targets(
+            rows=moved(batch.pair_rows),
+            token_ids=moved(batch.pair_targets),
+            first_pairs=first_pairs_of(batch.pair_rows, batch.head_positions.size),
+        ),
         row_pairs=moved(batch.row_pairs),
         row_heads=moved(batch.row_heads),
         mask=moved(batch.mask),
@@ -117,12 +121,7 @@ def load_policy(config: Config, mesh: DeviceMesh, *, trainable: bool) -> PolicyM
     """
     has_weights = mesh.get_local_rank() == 0
     causal_lm = load_causal_lm(config) if has_weights else causal_lm_without_weights(config)
-    if config.learner.activation_checkpointing and trainable:
-        causal_lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    model = PolicyModel(causal_lm)
-    model.train(trainable).requires_grad_(trainable)
-    if trainable and config.learner.lora.rank > 0:
-        add_adapters(causal_lm, config.learner.lora)
+    model = policy_of(causal_lm, config, trainable=trainable)
     whole = dict(model.named_parameters()) if has_weights else {}
     sharded = shard(
         model, mesh, compute_dtype=DTYPES[config.learner.compute_dtype], cpu_offload=config.learner.cpu_offload
@@ -130,6 +129,17 @@ def load_policy(config: Config, mesh: DeviceMesh, *, trainable: bool) -> PolicyM
     if mesh.size() > 1:
         _scatter(whole, sharded, mesh)
     return sharded
+
+
+def policy_of(causal_lm: Any, config: Config, *, trainable: bool) -> PolicyModel:
+    """A transformers model as the learner runs it, not sharded yet: adapters added, and what is not trained frozen."""
+    if config.learner.activation_checkpointing and trainable:
+        causal_lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    model = PolicyModel(causal_lm)
+    model.train(trainable).requires_grad_(trainable)
+    if trainable and config.learner.lora.rank > 0:
+        add_adapters(causal_lm, config.learner.lora)
+    return model
 
 
 def _scatter(whole: dict[str, nn.Parameter], model: PolicyModel, mesh: DeviceMesh) -> None:
