@@ -133,7 +133,8 @@ def _learner_log_probs(config: Config, tokens: np.ndarray) -> np.ndarray:
         batch = to_device(make_micro_batch([item], share_prefixes=False), ranks.device)
         with torch.no_grad():
             scores = model(batch, HeadOptions(temperature=1.0, chunk_rows=1024))
-        return scores.log_probs[0].float().cpu().numpy()
+        found: np.ndarray = scores.log_probs[0].float().cpu().numpy()
+        return found
     finally:
         end_ranks()
 

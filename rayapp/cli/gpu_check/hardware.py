@@ -74,7 +74,10 @@ def _version(package: str) -> str | None:
 def _nccl_version() -> str:
     import torch
 
-    return ".".join(map(str, torch.cuda.nccl.version())) if torch.cuda.is_available() else ""
+    if not torch.cuda.is_available():
+        return ""
+    found = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
+    return ".".join(map(str, found))
 
 
 def gemm(context: CheckContext) -> Outcome:

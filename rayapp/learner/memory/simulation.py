@@ -38,6 +38,8 @@ from rayapp.learner.policy import DTYPES, DeviceBatch, PolicyModel, policy_of, s
 from rayapp.learner.shares import Share
 
 CPU = torch.device("cpu")
+STORAGES: Any = torch.UntypedStorage
+"""The class whose `resize_` a meter follows."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,7 +133,7 @@ class FakeMeter(CpuMeter):
     def __init__(self, mode: FakeTensorMode) -> None:
         super().__init__(())
         self._mode = mode
-        self._resize = torch.UntypedStorage.resize_
+        self._resize = STORAGES.resize_
 
     def follow(self, tensors: list[Any]) -> None:
         """Count these from now on."""
@@ -143,13 +145,13 @@ class FakeMeter(CpuMeter):
             self._see(storage)
             self.marks.append(self._now)
 
-        torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign,assignment]
-        super().__enter__()
+        STORAGES.resize_ = resize
+        super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *args: Any) -> None:
-        torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]
-        super().__exit__(*args)
+        STORAGES.resize_ = self._resize
+        super().__exit__(*args)  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if active_fake_mode() is not self._mode:  # DTensor asks what an operator's result would look like
