@@ -141,13 +141,13 @@ def check_hub_answers(name: str) -> None:
     try:
         httpx.head(constants.ENDPOINT, timeout=HUB_TIMEOUT_S)
     except httpx.HTTPError as error:
+        constants.HF_HUB_OFFLINE = True
+        os.environ["HF_HUB_OFFLINE"] = "1"
         if not isinstance(try_to_load_from_cache(name, "config.json"), str):
             raise InputError(
                 f"model.path {name!r} is not on this disk, and {constants.ENDPOINT} does not answer: {error}. Give a "
                 "folder of this machine; `rayapp plan` and `rayapp doctor` take its config.json: --model-config FILE."
             ) from None
-        constants.HF_HUB_OFFLINE = True
-        os.environ["HF_HUB_OFFLINE"] = "1"
 
 
 def _hub_config(name: str) -> dict[str, Any]:
