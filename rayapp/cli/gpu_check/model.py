@@ -13,7 +13,7 @@ LARGE = {"hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 12
 SMALL = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4}
 
 TASK = '''
-"""Pays for the letter e: every model writes some, and a little more of them after a few steps."""
+"""Pays for vowels: every model writes some, and not all completions as many."""
 
 from dataclasses import dataclass
 
@@ -31,7 +31,7 @@ class Letters:
         return Prompt(task=self.name, text=text, token_ids=np.array(tokenizer.encode(text), np.int32))
 
     async def score(self, prompt, completion_text, sandboxes, *, seed):
-        return Reward(value=completion_text.count("e") / 4, terms={})
+        return Reward(value=sum(completion_text.count(vowel) for vowel in "aeiou") / 4, terms={})
 
 
 TASK = Letters(name="letters")

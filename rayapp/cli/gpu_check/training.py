@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import subprocess
@@ -13,6 +12,7 @@ import yaml
 
 from rayapp.cli.gpu_check.model import TASK, model_of
 from rayapp.cli.gpu_check.outcome import CheckContext, Outcome, first_devices, judged
+from rayapp.runs.tracking.jsonl import read_metrics
 
 NUM_STEPS = 3
 MAX_LOG_PROB_DIFFERENCE = 0.05
@@ -53,7 +53,7 @@ def _train(context: CheckContext, placement: str, transport: str) -> Outcome:
             log=(done.stdout + done.stderr)[-8000:],
         )  # fmt: skip
     metrics = context.folder / "out" / "check" / "metrics.jsonl"
-    return judge_run(transport, [json.loads(line) for line in metrics.read_text().splitlines()])
+    return judge_run(transport, read_metrics(metrics))
 
 
 def _reason(stderr: str) -> str:
@@ -73,7 +73,10 @@ def run_config(context: CheckContext, model: str, placement: str, transport: str
         "run": {"name": "check", "output_dir": str(context.folder / "out")},
         "model": {"path": model},
         "tasks": [str(context.folder / "letters.py")],
-        "cluster": {"device": context.device, "placement": placement, "address": "local"},
+        "cluster": {
+            "device": context.device, "placement": placement, "address": "local",
+            "object_store_mib": 1024 if not context.on_gpu else 16384 if context.model else 4096,
+        },
         "rollout": {"group_size": 8, "max_prompt_tokens": 64, "max_completion_tokens": length},
         "train": {"num_steps": NUM_STEPS, "groups_per_step": 8 if context.on_gpu else 1},
         "server": {
@@ -92,10 +95,11 @@ def judge_run(transport: str, steps: list[dict[str, Any]]) -> Outcome:
     """The row of a run that ended well, from its metrics."""
     rows = [row for row in steps if "learner/grad_norm" in row]
     if len(rows) < NUM_STEPS:
-        return judged(f"{transport}: {len(rows)} of {NUM_STEPS} steps have metrics", "steps are missing", "report it")
+        figure = f"{transport}: {len(rows)} of {NUM_STEPS} steps have a gradient's norm"
+        return judged(figure, "the others trained on nothing, or it was not finite", "report it with this file")
     last = rows[-1]
     gb_s = sync_gb_s(rows)
-    differences = [float(row.get("rollout_probs_diff/mean", 0.0)) for row in rows]
+    differences = [float(row.get("rollout_probs_diff/mean", math.nan)) for row in rows]  # what is NaN is left out
     difference = max(differences, key=lambda value: (math.isnan(value), value))
     figure = (
         f"{transport} {gb_s:.3g} GB/s, a step {float(last.get('timing_s/step', math.nan)):.1f} s, sampled and trained "

@@ -134,7 +134,9 @@ def test_a_run_is_judged_by_its_metrics(changes: dict[str, float], level: str, w
     assert outcome.level == level
     assert words in outcome.figure
     assert bool(outcome.cure) == (level == "problem")
-    assert "steps are missing" in judge_run("nccl", [STEP]).figure
+    without = {key: value for key, value in STEP.items() if key != "rollout_probs_diff/mean"}
+    assert "servers sample from other weights" in judge_run("nccl", [STEP, STEP, without]).figure
+    assert "1 of 3 steps have a gradient's norm" in judge_run("nccl", [STEP]).figure
 
 
 @pytest.mark.parametrize(
