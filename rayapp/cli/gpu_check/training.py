@@ -105,7 +105,7 @@ def judge_run(transport: str, steps: list[dict[str, Any]]) -> Outcome:
         f"{transport} {gb_s:.3g} GB/s, a step {float(last.get('timing_s/step', math.nan)):.1f} s, sampled and trained "
         f"probabilities differ by {difference:.2g}"
     )
-    details = {"gb_s": gb_s, "difference": difference, "last": last}
+    details: dict[str, Any] = {"gb_s": gb_s, "difference": difference, "last": last}
     if not all(math.isfinite(float(row["learner/grad_norm"])) for row in rows):
         return judged(figure, "a gradient is not finite", "report it with this file", **details)
     if not difference <= MAX_LOG_PROB_DIFFERENCE:
