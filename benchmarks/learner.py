@@ -119,7 +119,7 @@ def layout_of_run(run: Path, config: Config) -> dict[str, float]:
 
 def flops(config: Config, groups: Sequence[Group]) -> float:
     """Of our step's matrix products: 6 a weight and token, the head where a response is predicted; no attention."""
-    from rayapp.learner.memory.plan import model_shape
+    from rayapp.learner.memory.shape import model_shape
 
     if not groups:
         return 0.0

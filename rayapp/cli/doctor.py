@@ -22,7 +22,7 @@ from typing import Any, Literal
 
 import typer
 
-from rayapp.cli.arguments import EXIT_FAILED, OptionalConfigFile, Overrides
+from rayapp.cli.arguments import EXIT_FAILED, ModelConfig, OptionalConfigFile, Overrides, with_model_config
 from rayapp.config.config import Config, bundles_of, gpu_arithmetic, num_gpus_of, sources_of
 from rayapp.config.sandbox import SandboxConfig
 from rayapp.core.errors import SandboxError, StorageError, UserError
@@ -40,9 +40,6 @@ _KEYS = (
     "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY",
 )  # fmt: skip
 _GIB = 1 << 30
-_LEARNER_GIB, _SERVER_GIB = 0.7, 2.1
-"""Resident memory with torch, transformers and verl (or vLLM, in three processes) imported and no weights yet: 0.5 and
-0.7 GiB a process, measured with vLLM 0.30 and torch 2.13."""
 _SANDBOX_TIMEOUT_S = 20.0
 METRICS_PORT = 8080
 """Port of `ray start --metrics-export-port` in docs/operate.md and of KubeRay's pods."""
@@ -56,13 +53,13 @@ class Finding:
     cure: str = ""
 
 
-def doctor_command(config: Config | None) -> bool:
-    """Print all findings; True if something would stop the run."""
+def doctor_command(config: Config | None, *, has_weights: bool = True) -> bool:
+    """Print all findings; True if something would stop the run. Without weights the model is only a config.json."""
     from rich.console import Console
     from rich.markup import escape
 
     console = Console(soft_wrap=True)
-    findings = [*machine(), *(fitness(config) if config is not None else ())]
+    findings = [*machine(), *(fitness(config, has_weights=has_weights) if config is not None else ())]
     colour = {"ok": "green", "note": "yellow", "problem": "red"}
     for finding in findings:
         console.print(
@@ -95,10 +92,12 @@ def machine() -> Iterator[Finding]:
     )
 
 
-def fitness(config: Config) -> Iterator[Finding]:
+def fitness(config: Config, *, has_weights: bool = True) -> Iterator[Finding]:
     """Findings on whether this config can run here: all that is wrong, or one line that nothing is."""
-    problems = [*_device_fits(config), *_model_fits(config), *_memory_fits(config), *_folder_fits(config)]
-    problems += [*_storage_answers(config), *_trackers_fit(config), *_inputs_fit(config), *_demonstrations_fit(config)]
+    problems = [*_device_fits(config), *_model_fits(config, has_weights=has_weights), *_memory_fits(config)]
+    problems += [*_gpu_memory_fits(config), *_folder_fits(config), *_storage_answers(config), *_trackers_fit(config)]
+    if has_weights:  # and with them a tokenizer
+        problems += [*_inputs_fit(config), *_demonstrations_fit(config)]
     sandbox = _sandbox(config.sandbox, level_if_none="problem")
     problems += [sandbox] if sandbox.level != "ok" else []
     yield from problems
@@ -220,15 +219,15 @@ def _device_fits(config: Config) -> Iterator[Finding]:
         )  # fmt: skip
 
 
-def _model_fits(config: Config) -> Iterator[Finding]:
-    from rayapp.storage.models.check import check_model
+def _model_fits(config: Config, *, has_weights: bool) -> Iterator[Finding]:
+    from rayapp.storage.models.check import check_architecture, check_model
 
     try:
         if is_remote_model(config):
             # Only look for it: fetching is for the run.
             check_remote_model(config)
             return
-        check_model(config)
+        (check_model if has_weights else check_architecture)(config)
         from rayapp.learner.policy import build_causal_lm
 
         build_causal_lm(config)  # without its weights
@@ -327,12 +326,14 @@ def _weights_bytes(config: Config) -> int:
 
 
 def _memory_fits(config: Config) -> Iterator[Finding]:
+    from rayapp.learner.memory.plan import LEARNER_BYTES, SERVER_BYTES
+
     weights = _weights_bytes(config)
     if config.cluster.device == "gpu" or not weights:
         return
     # Parameters of the learner are float32 with two moments of AdamW and a gradient; the file is bfloat16.
-    learners = weights * 2 * 4 + config.learner.num_learners * _LEARNER_GIB * _GIB
-    servers = config.server.num_servers * (weights + (config.server.kv_cache_gib + _SERVER_GIB) * _GIB)
+    learners = weights * 2 * 4 + config.learner.num_learners * LEARNER_BYTES
+    servers = config.server.num_servers * (weights + config.server.kv_cache_gib * _GIB + SERVER_BYTES)
     need, have = learners + servers + config.cluster.object_store_mib * (1 << 20), available_memory()
     if need > have:
         yield Finding(
@@ -349,6 +350,28 @@ def _memory_fits(config: Config) -> Iterator[Finding]:
             detail=f"{shm / _GIB:.1f} GiB are free, cluster.object_store_mib is {config.cluster.object_store_mib}",
             cure="lower cluster.object_store_mib, or give the container a larger /dev/shm (--shm-size)",
         )  # fmt: skip
+
+
+def _gpu_memory_fits(config: Config) -> Iterator[Finding]:
+    """The plan for this machine's GPUs, where it has some."""
+    if config.cluster.device == "cpu" or is_remote_model(config) or not gpu_names():
+        return
+    from rayapp.learner.memory.gpus import gpu_here
+    from rayapp.learner.memory.nearest import nearest_that_fits, overrides_between
+    from rayapp.learner.memory.plan import plan_gpu, with_token_budget
+    from rayapp.learner.memory.shape import model_shape
+
+    try:
+        gpu, shape = gpu_here(), model_shape(config)
+    except UserError:
+        return  # unknown hardware; or the model, whose own check has told
+    if gpu is None:
+        return
+    config = with_token_budget(shape, config, gpu.room)
+    if not plan_gpu(shape, config, gpu).fits:
+        nearest = nearest_that_fits(shape, config, gpu)
+        cure = " ".join(overrides_between(config, nearest)) if nearest is not None else "larger GPUs, or adapters"
+        yield Finding(level="problem", what="GPU memory", detail="by `rayapp plan` it does not fit", cure=cure)
 
 
 def _folder_fits(config: Config) -> Iterator[Finding]:
@@ -379,10 +402,13 @@ def _folder_fits(config: Config) -> Iterator[Finding]:
 
 
 @app.command(epilog="Examples:\n\n  rayapp doctor\n\n  rayapp doctor configs/coding_cpu.yaml server.num_servers=2")
-def doctor(config: OptionalConfigFile = None, overrides: Overrides = None) -> None:
+def doctor(config: OptionalConfigFile = None, overrides: Overrides = None, model_config: ModelConfig = None) -> None:
     """Say what this machine has, and whether CONFIG can run on it; exits with 1 and the cure if it can't."""
     from rayapp.config.loading import load_config
 
-    loaded = load_config(config, overrides or ()) if config is not None else None
+    if config is None:
+        raise typer.Exit(EXIT_FAILED if doctor_command(None) else 0)
+    with with_model_config(load_config(config, overrides or ()), model_config) as loaded:
+        failed = doctor_command(loaded, has_weights=model_config is None)
 
-    raise typer.Exit(EXIT_FAILED if doctor_command(loaded) else 0)
+    raise typer.Exit(EXIT_FAILED if failed else 0)

@@ -1,5 +1,7 @@
-"""`rayapp plan`: reads the model's shape without its weights, and prints the memory that `learner/memory/plan.py`
-computes."""
+"""`rayapp plan`: what a config takes on GPUs, phase by phase, from the model's config.json alone.
+
+The arithmetic is in `rayapp/learner/memory/`; this file prints it.
+"""
 
 from __future__ import annotations
 
@@ -8,103 +10,196 @@ from typing import Annotated
 
 import typer
 
-from rayapp.cli.arguments import EXIT_FAILED, ConfigFile, Overrides
-from rayapp.config.config import Config
+from rayapp.cli.arguments import EXIT_FAILED, ConfigFile, ModelConfig, Overrides, with_model_config
+from rayapp.config.config import Config, bundles_of, gpu_arithmetic
 from rayapp.core.errors import InputError
-from rayapp.learner.memory.plan import (
-    GIB,
-    GPU_BYTES,
-    LEARNER_KINDS,
-    LearnerPlan,
-    ModelShape,
-    ServerPlan,
-    SharedPlan,
-    model_shape,
-    plan_learner,
-    plan_server,
-    plan_shared,
-    with_token_budget,
-)
+from rayapp.learner.memory.gpus import GIB, GPUS, Gpu, gpu_called, gpu_here
+from rayapp.learner.memory.nearest import largest_micro_batch, nearest_that_fits, overrides_between
+from rayapp.learner.memory.plan import GpuPlan, HostPlan, plan_gpu, plan_host, with_token_budget
+from rayapp.learner.memory.shape import ModelShape, model_shape
+from rayapp.learner.memory.speed import ASSUMPTIONS
+from rayapp.learner.memory.timeline import HOLDERS, PhaseRow, step_timeline
 
 app = typer.Typer()
 
 CALIBRATION = (
-    "Calibrated on CPU only: gradients and optimizer equal the learner's tensors to the byte, and what torch allocates "
-    "in a step is within 10% of the whole (tests/unit/learner/test_token_budget.py). "
-    "Nothing here was measured on a GPU."
+    "Compared with the learner's own step on fake tensors: within 10% (docs/learner.md). CUDA's own memory, vLLM's "
+    "and all times are assumptions: nothing here was measured on a GPU. `rayapp gpu-check` compares."
 )
 
 
-def plan_command(config: Config, gpu: str) -> bool:
-    """Print the plan. Returns whether it fits.
+def plan_command(config: Config, gpu: Gpu, *, simulate: bool = False) -> bool:
+    """Print the plan for GPUs of this kind. Returns whether it fits.
 
     Raises:
-        InputError: the GPU or the model is unknown.
+        InputError: the model is unknown.
     """
-    if gpu not in GPU_BYTES:
-        raise InputError(f"--gpu {gpu!r} is unknown: use one of {', '.join(GPU_BYTES)}.")
-    shape, room = model_shape(config), GPU_BYTES[gpu]
+    shape = model_shape(config)
     if config.learner.max_tokens_per_microbatch == "auto":
-        config = with_token_budget(shape, config, room)
+        config = with_token_budget(shape, config, gpu.room)
         print(f"learner.max_tokens_per_microbatch is auto: planned with {config.learner.token_budget}")
-    learner, server = plan_learner(shape, config), plan_server(shape, config, room)
-    is_shared = config.cluster.placement == "colocated"
-    shared = plan_shared(learner, server, config, room) if is_shared else None
-    for line in plan_lines(shape, learner, server, gpu):
+    plan = plan_gpu(shape, config, gpu)
+    for line in plan_lines(shape, config, gpu, plan):
         print(line)
-    for line in shared_lines(shared, room) if shared else ():
+    if simulate:
+        print(simulated_line(config, plan))
+    for line in () if plan.fits else refusal_lines(shape, config, gpu, plan):
         print(line)
     print(CALIBRATION)
-    return max(learner.total, shared.total if shared else 0) <= room and server.num_sequences > 0
+    return plan.fits
 
 
-def plan_lines(shape: ModelShape, learner: LearnerPlan, server: ServerPlan, gpu: str) -> Iterator[str]:
-    """The plan for people."""
-    room = GPU_BYTES[gpu]
-    yield f"{shape.num_parameters / 1e6:.1f}M parameters in {shape.num_layers} layers; {gpu}: {room / GIB:.0f} GiB"
+def plan_lines(shape: ModelShape, config: Config, gpu: Gpu, plan: GpuPlan) -> Iterator[str]:
+    """The plan for people: what a step does to a GPU, and what fits."""
+    yield f"{shape.num_parameters / 1e9:.2f}B parameters in {shape.num_layers} layers"
     if shape.num_adapter_parameters:
-        yield f"adapters: {shape.num_adapter_parameters / 1e6:.2f}M parameters; all others are frozen"
-    yield "learner, each GPU:"
-    for name in LEARNER_KINDS:
-        yield f"  {name:<12} {getattr(learner, name) / GIB:8.2f} GiB"
-    yield f"  {'total':<12} {learner.total / GIB:8.2f} GiB"
+        yield f"adapters: {shape.num_adapter_parameters / 1e6:.1f}M parameters; all others are frozen"
+    yield f"{gpu_arithmetic(bundles_of(config))} x {gpu.name}, {gpu.gib:.0f} GiB each"
+    yield ""
+    rows = list(step_timeline(shape, config, gpu, plan))
+    yield from table(rows, gpu)
+    yield ""
+    learner, server = plan.learner, plan.server
+    yield f"the learner's peak: {learner.peak.name}: {_sum_of_learner(plan)}"
     if learner.host:
-        yield f"  in host memory, each learner: {learner.host / GIB:.2f} GiB (learner.cpu_offload)"
-    if learner.total > room:
+        yield f"in host memory, each learner: {_gib(learner.host)} GiB (learner.cpu_offload)"
+    if plan.is_shared:
+        yield f"in host memory, each GPU: {_gib(server.weights)} GiB of the sleeping server's weights"
+    yield f"the KV cache holds {server.kv_tokens} tokens: {server.num_sequences} sequences of the longest kind"
+    most = largest_micro_batch(shape, config, gpu)
+    yield (
+        f"largest micro-batch that fits: {most} tokens" if most else "not even the longest sequence fits a micro-batch"
+    ) + f" (learner.max_tokens_per_microbatch is {config.learner.token_budget})"
+    yield f"a step: about {sum(row.speed.seconds for row in rows):.0f} s, if"
+    yield from (f"  {assumption}" for assumption in ASSUMPTIONS)
+
+
+COLUMNS = ("stays", "works", "vLLM", "KV cache", "graphs", "buffer", "sum", "seconds", "MFU")
+
+
+def table(rows: list[PhaseRow], gpu: Gpu) -> Iterator[str]:
+    """GiB on one GPU by phase and holder."""
+    yield f"{'GiB on a GPU':<24}" + "".join(f"{name:>10}" for name in COLUMNS)
+    for row in rows:
+        cells = [_gib(getattr(row, holder)) if getattr(row, holder) else "-" for holder in HOLDERS]
+        mfu = f"{row.speed.mfu(gpu):.1%}" if row.speed.flops else "-"
+        cells += [_gib(row.total), f"{row.speed.seconds:.1f}", mfu]
+        yield f"{row.phase + ' (' + row.gpu + ')':<24}" + "".join(f"{cell:>10}" for cell in cells)
+    yield "stays, works: the learner's, between steps and at its peak; buffer: weights on their way to the servers"
+
+
+def simulated_line(config: Config, plan: GpuPlan) -> str:
+    """The learner's peak as its own code has it."""
+    from rayapp.learner.memory.simulation import simulate_learner
+
+    found, planned = simulate_learner(config), plan.learner.total - plan.learner.runtime
+    return (
+        f"simulated, without CUDA: {_gib(found.peak)} GiB at the peak, {_gib(found.resident)} between steps; "
+        f"planned: {_gib(planned)} and {_gib(plan.learner.resident - plan.learner.runtime)}"
+    )
+
+
+def refusal_lines(shape: ModelShape, config: Config, gpu: Gpu, plan: GpuPlan) -> Iterator[str]:
+    """Why it does not fit, and the nearest config that does."""
+    yield ""
+    for what, need, terms in _needs(config, plan):
+        if need > plan.room:
+            excess = f"{_gib(need - plan.room)} more than a {gpu.name} has"
+            yield f"DOES NOT FIT {what}: {terms} = {_gib(need)} GiB, {excess}"
+    if plan.server.num_sequences == 0:
+        server = plan.server
         yield (
-            f"  {(learner.total - room) / GIB:.2f} GiB too much: raise learner.num_learners, lower "
-            "learner.max_tokens_per_microbatch, or set learner.activation_checkpointing=true"
+            f"DOES NOT FIT a server: {_gib(plan.server_share)} GiB (server.gpu_memory_utilization) - "
+            f"{_gib(server.weights)} weights - {_gib(server.runtime)} working leaves {_gib(server.kv_cache)} GiB of KV "
+            f"cache; one sequence takes {_gib(config.max_model_tokens * server.kv_token_bytes)}"
         )
-    yield "server, each GPU:"
-    for name in ("weights", "kv_cache", "runtime"):
-        yield f"  {name:<12} {getattr(server, name) / GIB:8.2f} GiB"
-    yield f"  the cache holds {server.kv_tokens} tokens: {server.num_sequences} sequences of the longest kind"
-    if server.num_sequences == 0:
-        yield "  not one sequence fits: raise server.tensor_parallel_size or server.gpu_memory_utilization"
+    nearest = nearest_that_fits(shape, config, gpu)
+    if nearest is None:
+        yield f"no combination of keys makes it fit on {gpu.name}: take larger GPUs, a smaller model, or adapters"
+    else:
+        yield f"the nearest that fits: {' '.join(overrides_between(config, nearest))}"
 
 
-def shared_lines(shared: SharedPlan, room: int) -> Iterator[str]:
-    """GPUs that learners and servers share, for people."""
-    yield "shared GPUs (cluster.placement: colocated):"
-    yield f"  training     {shared.training / GIB:8.2f} GiB, the server asleep"
-    yield f"  generating   {shared.generating / GIB:8.2f} GiB, with what stays of the learner"
-    yield f"  in host memory, each GPU: {shared.host / GIB:.2f} GiB of the sleeping server's weights"
-    if shared.generating > room:
-        yield (
-            f"  {(shared.generating - room) / GIB:.2f} GiB too much: lower server.gpu_memory_utilization, or set "
-            "learner.cpu_offload=true"
-        )
+def _needs(config: Config, plan: GpuPlan) -> Iterator[tuple[str, int, str]]:
+    """When, how much, and of what it is made."""
+    learner, server = plan.learner, plan.server
+    asleep = f" + {_gib(server.asleep)} sleeping server" if plan.is_shared else ""
+    yield "while training", plan.training, _sum_of_learner(plan) + asleep
+    awake = f" + {_gib(server.asleep + server.weights)} server without its KV cache" if plan.is_shared else ""
+    buffers = f"{_gib(learner.resident)} learner + {_gib(plan.transfer)} buffers"
+    yield "while weights are sent", plan.sending, buffers + awake
+    stays = f" + {_gib(learner.resident)} learner" if plan.is_shared else ""
+    share = f"{_gib(plan.server_share)} server.gpu_memory_utilization {config.server.gpu_memory_utilization:g}"
+    yield "while generating", plan.generating, f"{share} + {_gib(server.graphs)} graphs{stays}"
 
 
-@app.command(epilog="Examples:\n\n  rayapp plan configs/coding_8gpu.yaml --gpu h100")
+def _sum_of_learner(plan: GpuPlan) -> str:
+    learner, peak = plan.learner, plan.learner.peak
+    kinds = {name: getattr(learner, name) for name in ("weights", "reference", "gradients", "optimizer")}
+    kinds |= {name: getattr(peak, name) for name in ("gathered", "activations", "head", "unreduced")}
+    kinds |= {"CUDA": learner.runtime}
+    return " + ".join(f"{_gib(size)} {name}" for name, size in kinds.items() if size)
+
+
+def _gib(num_bytes: int) -> str:
+    return f"{num_bytes / GIB:.2f}" if abs(num_bytes) < 10 * GIB else f"{num_bytes / GIB:.1f}"
+
+
+def plan_on_cpu(config: Config) -> bool:
+    """Print what a run on this machine's CPU takes. Returns whether it fits."""
+    from rayapp.cli.doctor import available_memory
+
+    shape, have = model_shape(config), available_memory()
+    if config.learner.max_tokens_per_microbatch == "auto":
+        config = with_token_budget(shape, config, have // 2)
+    plan = plan_host(shape, config)
+    for line in host_lines(shape, config, plan, have):
+        print(line)
+    return plan.total <= have
+
+
+def host_lines(shape: ModelShape, config: Config, plan: HostPlan, have: int) -> Iterator[str]:
+    """The plan of a run on CPU, for people."""
+    yield f"{shape.num_parameters / 1e6:.1f}M parameters in {shape.num_layers} layers, on this machine's CPU"
+    section, server = config.learner, config.server
+    yield f"  {section.num_learners} learners        {_gib(plan.learners):>8} GiB, at the peak of a step"
+    yield f"  {server.num_servers} servers         {_gib(plan.servers):>8} GiB, {server.kv_cache_gib} each of KV cache"
+    yield f"  object store      {_gib(plan.object_store):>8} GiB"
+    yield f"  together          {_gib(plan.total):>8} GiB of {_gib(have)} that are available"
+    if plan.total > have:
+        yield f"DOES NOT FIT: {_gib(plan.total - have)} GiB too much: lower server.kv_cache_gib,"
+        yield "  cluster.object_store_mib or learner.max_tokens_per_microbatch, or recompute activations:"
+        yield "  learner.activation_checkpointing=true"
+    yield "On GPUs: rayapp plan CONFIG --gpu " + "|".join(GPUS)
+
+
+@app.command(
+    epilog="Examples:\n\n"
+    "  rayapp plan configs/coding_8gpu.yaml --gpu h100\n\n"
+    "  rayapp plan configs/coding_8gpu.yaml --gpu h100 --model-config qwen3-8b/config.json      (without a network)"
+)
 def plan(
     config: ConfigFile,
     overrides: Overrides = None,
-    gpu: Annotated[str, typer.Option(help="h200, h100, a100 or rtx4090")] = "h200",
+    gpu: Annotated[
+        str, typer.Option(help=f"{', '.join(GPUS)}; by default this machine's. A config for CPU needs none.")
+    ] = "",
+    model_config: ModelConfig = None,
+    simulate: Annotated[
+        bool,
+        typer.Option(
+            "--simulate", help="Also run the learner's own step on fake tensors: up to minutes, for any model"
+        ),
+    ] = False,
 ) -> None:
-    """Print the memory that CONFIG takes on each GPU, by kind; exits with 1 if it does not fit. Allocates nothing."""
+    """Print a step's memory on each GPU by phase, its time, and what fits; exits with 1 and the nearest config that
+    fits if this one does not. Allocates nothing."""
     from rayapp.config.loading import load_config
 
-    loaded = load_config(config, overrides or ())
+    with with_model_config(load_config(config, overrides or ()), model_config) as loaded:
+        kind = gpu_called(gpu) if gpu else None if loaded.cluster.device == "cpu" else gpu_here()
+        if kind is None and loaded.cluster.device == "gpu":
+            raise InputError(f"there is no GPU on this machine to plan for: name one, --gpu {'|'.join(GPUS)}")
+        fits = plan_on_cpu(loaded) if kind is None else plan_command(loaded, kind, simulate=simulate)
 
-    raise typer.Exit(0 if plan_command(loaded, gpu) else EXIT_FAILED)
+    raise typer.Exit(0 if fits else EXIT_FAILED)

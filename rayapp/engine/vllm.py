@@ -313,6 +313,11 @@ class VllmEngine:
         self._is_asleep = True
         return True
 
+    async def wake(self) -> None:
+        """Take back the memory that `sleep` gave away, with the weights as they were. Idempotent."""
+        await self._wake("weights")
+        await self._wake_kv_cache()
+
     async def _wake(self, what: str) -> None:
         if self._is_asleep:
             await self._engine.wake_up(tags=[what])

@@ -72,7 +72,7 @@ def plan_attention(packing: Packing, device: torch.device) -> AttentionPlan:
         segments=packing.segments,
         max_length=int(packing.position_ids.max()) + 1,
         positions=torch.from_numpy(packing.position_ids),
-        varlen=_varlen_plan(packing, device) if on_gpu else None,
+        varlen=varlen_plan(packing, device) if on_gpu else None,
         tree=tree_mask(packing, device) if on_gpu else None,
     )
 
@@ -138,7 +138,7 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, pla
     return output
 
 
-def _varlen_plan(packing: Packing, device: torch.device) -> VarlenPlan:
+def varlen_plan(packing: Packing, device: torch.device) -> VarlenPlan:
     paths: list[Any] = []
     for segment in packing.segments:
         own = np.arange(segment.start, segment.end)

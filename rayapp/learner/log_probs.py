@@ -10,11 +10,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 CACHE_ROWS = 64
 """Rows that go through the softmax together on CPU: 64 x 49152 float32 stay in the last-level cache."""
+
+Int64Array = NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,6 +29,16 @@ class Targets:
     """(P,) which of the M positions, ascending."""
     token_ids: Tensor
     """(P,)"""
+    first_pairs: Int64Array
+    """(M + 1,) the first pair of each position, and P: on the host, so that no chunk waits for a GPU's queue."""
+
+
+def first_pairs_of(pair_rows: Int64Array, num_positions: int) -> Int64Array:
+    """The first pair of each of M positions, and the number of pairs.
+
+    Example: pairs of positions [0, 0, 2] of 3 -> [0, 2, 2, 3].
+    """
+    return np.searchsorted(pair_rows, np.arange(num_positions + 1)).astype(np.int64)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,6 +51,11 @@ class HeadOptions:
     """Logits become cap * tanh(logit / cap), before the temperature; None: they stay."""
     entropy_needs_grad: bool = False
     needs_sum_pi_squared: bool = False
+    softmax_rows: int | None = None
+    """Rows that go through the softmax together; None: a whole chunk on a GPU, CACHE_ROWS on a CPU."""
+
+    def rows_together(self, logits: Tensor) -> int:
+        return self.softmax_rows or (CACHE_ROWS if logits.device.type == "cpu" else logits.shape[0])
 
 
 def token_log_probs(
@@ -52,7 +71,7 @@ def token_log_probs(
         carries a gradient only when asked to; the last is zeros unless asked for.
     """
     result: tuple[Tensor, Tensor, Tensor] = _TokenLogProbs.apply(  # type: ignore[no-untyped-call]
-        hidden, weight, targets.rows, targets.token_ids, options
+        hidden, weight, targets.rows, targets.token_ids, targets.first_pairs, options
     )
     return result
 
@@ -60,7 +79,13 @@ def token_log_probs(
 class _TokenLogProbs(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, rows: Tensor, token_ids: Tensor, options: HeadOptions
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        rows: Tensor,
+        token_ids: Tensor,
+        first_pairs: Int64Array,
+        options: HeadOptions,
     ) -> tuple[Tensor, Tensor, Tensor]:
         needs_grad = ctx.needs_input_grad[0] or ctx.needs_input_grad[1]
         # The slope of a cap needs logits again, which probabilities don't tell.
@@ -72,14 +97,14 @@ class _TokenLogProbs(torch.autograd.Function):
         kept: list[Tensor] = []
         for start, stop in _chunks(num_rows, options.chunk_rows):
             logits = hidden[start:stop] @ weight.t()  # (C, V)
-            first, last = _pairs_of(rows, start, stop)
+            first, last = int(first_pairs[start]), int(first_pairs[stop])
             pairs = (rows[first:last] - start, token_ids[first:last])
             outputs = (log_probs[first:last], entropy[start:stop], squares[start:stop])
-            _to_probabilities(logits, pairs, outputs, options)
+            _to_probabilities(logits, pairs, first_pairs[start : stop + 1] - first, outputs, options)
             if stop <= keep_rows:
                 kept.append(logits)
         ctx.save_for_backward(hidden, weight, rows, token_ids, entropy, *kept)
-        ctx.options = options
+        ctx.options, ctx.first_pairs = options, first_pairs
         ctx.mark_non_differentiable(squares)
         if not options.entropy_needs_grad:
             ctx.mark_non_differentiable(entropy)
@@ -88,7 +113,7 @@ class _TokenLogProbs(torch.autograd.Function):
     @staticmethod
     def backward(
         ctx: Any, grad_log_probs: Tensor, grad_entropy: Tensor | None, _: Tensor | None
-    ) -> tuple[Tensor | None, Tensor | None, None, None, None]:
+    ) -> tuple[Tensor | None, Tensor | None, None, None, None, None]:
         hidden, weight, rows, token_ids, entropy, *kept = ctx.saved_tensors
         options: HeadOptions = ctx.options
         if not options.entropy_needs_grad:
@@ -99,7 +124,7 @@ class _TokenLogProbs(torch.autograd.Function):
         for number, (start, stop) in enumerate(chunks):
             inner = hidden[start:stop]
             probs = kept[number] if number < len(kept) else _probabilities(inner, weight, options)
-            first, last = _pairs_of(rows, start, stop)
+            first, last = int(ctx.first_pairs[start]), int(ctx.first_pairs[stop])
             pairs = (rows[first:last] - start, token_ids[first:last])
             entropy_grads = None if grad_entropy is None else (entropy[start:stop], grad_entropy[start:stop])
             grad_logits = _grad_logits(probs, pairs, grad_log_probs[first:last], entropy_grads, options)
@@ -110,7 +135,8 @@ class _TokenLogProbs(torch.autograd.Function):
                 torch.mm(grad_logits, weight, out=grad_hidden[start:stop])
             if ctx.needs_input_grad[1]:
                 grad_weight = _accumulate(grad_weight, grad_logits.t() @ inner, is_only=len(chunks) == 1)
-        return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), None, None, None
+            del probs, grad_logits  # or they would be there while the next chunk is computed
+        return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), None, None, None, None
 
 
 def _accumulate(total: Tensor | None, part: Tensor, *, is_only: bool) -> Tensor:
@@ -124,25 +150,23 @@ def _chunks(num_rows: int, chunk_rows: int) -> list[tuple[int, int]]:
     return [(start, min(start + chunk_rows, num_rows)) for start in range(0, num_rows, chunk_rows)]
 
 
-def _pairs_of(rows: Tensor, start: int, stop: int) -> tuple[int, int]:
-    bounds = torch.searchsorted(rows, torch.tensor([start, stop], device=rows.device))
-    first, last = bounds.tolist()
-    return int(first), int(last)
-
-
 def _to_probabilities(
-    logits: Tensor, pairs: tuple[Tensor, Tensor], outputs: tuple[Tensor, Tensor, Tensor], options: HeadOptions
+    logits: Tensor,
+    pairs: tuple[Tensor, Tensor],
+    first_pairs: Int64Array,
+    outputs: tuple[Tensor, Tensor, Tensor],
+    options: HeadOptions,
 ) -> None:
     """Replace logits (C, V) by probabilities in place; fill log-probs of the pairs, entropies, and squares."""
     rows, token_ids = pairs
     log_probs, entropy, squares = outputs
-    for start, stop in _chunks(logits.shape[0], CACHE_ROWS if logits.device.type == "cpu" else logits.shape[0]):
+    for start, stop in _chunks(logits.shape[0], options.rows_together(logits)):
         scaled = _scaled(logits[start:stop], options)
         probs = torch.softmax(scaled, dim=-1)
         # log Z from the largest probability: that one is at least 1 / V, so its log never underflows.
         index = scaled.argmax(dim=-1, keepdim=True)
         log_norm = (scaled.gather(-1, index) - probs.gather(-1, index).log_())[:, 0]
-        first, last = _pairs_of(rows, start, stop)
+        first, last = int(first_pairs[start]), int(first_pairs[stop])
         local = rows[first:last] - start
         log_probs[first:last] = scaled[local, token_ids[first:last]] - log_norm[local]
         # H = log Z - sum p z: two reads of the chunk, no temporary.
@@ -168,7 +192,7 @@ def _row_dots(first: Tensor, second: Tensor) -> Tensor:
 def _probabilities(hidden: Tensor, weight: Tensor, options: HeadOptions) -> Tensor:
     """Softmax of a chunk again, (C, V) in the model's dtype."""
     logits = hidden @ weight.t()
-    for start, stop in _chunks(logits.shape[0], CACHE_ROWS if logits.device.type == "cpu" else logits.shape[0]):
+    for start, stop in _chunks(logits.shape[0], options.rows_together(logits)):
         logits[start:stop] = torch.softmax(_scaled(logits[start:stop], options), dim=-1)
     return logits
 

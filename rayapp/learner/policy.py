@@ -33,7 +33,7 @@ from rayapp.learner.compute.sequence import (
 )
 from rayapp.learner.families.head import head_rule
 from rayapp.learner.family import check_family, fit_to_packing, read_architecture, training_mode
-from rayapp.learner.log_probs import HeadOptions, Targets, token_log_probs
+from rayapp.learner.log_probs import HeadOptions, Targets, first_pairs_of, token_log_probs
 from rayapp.learner.state.lora import add_adapters
 from rayapp.learner.state.pretrained import generation_config, load_pretrained, start_adapters
 
@@ -77,13 +77,17 @@ def to_device(batch: MicroBatch, device: torch.device, group: SequenceGroup | No
     packing = batch.packing if part is None else part.packing
     tokens, heads, pairs = (slice(None),) * 3 if part is None else (part.tokens, part.heads, part.pairs)
     plan: Any = plan_attention(packing, device)
+    head_positions = batch.head_positions if part is None else part.head_positions(batch)
+    rows = batch.pair_rows[pairs] - (heads.start or 0)
     return DeviceBatch(
         token_ids=moved(packing.token_ids[tokens])[None],
         position_ids=moved(packing.position_ids[tokens])[None],
         attention=plan if group is None else SequencePlan(whole=plan, group=group),
-        head_positions=moved(batch.head_positions if part is None else part.head_positions(batch)),
+        head_positions=moved(head_positions),
         targets=Targets(
-            rows=moved(batch.pair_rows[pairs] - (heads.start or 0)), token_ids=moved(batch.pair_targets[pairs])
+            rows=moved(rows),
+            token_ids=moved(batch.pair_targets[pairs]),
+            first_pairs=first_pairs_of(rows, head_positions.size),
         ),
         row_pairs=moved(batch.row_pairs),
         row_heads=moved(batch.row_heads),
@@ -148,19 +152,25 @@ def load_policy(config: Config, mesh: DeviceMesh, *, trainable: bool) -> PolicyM
     section = config.learner
     if section.compile:
         fuse(causal_lm, torch.device(mesh.device_type))
-    if section.activation_checkpointing and trainable:
+    model = policy_of(causal_lm, config, trainable=trainable)
+    shard(model, mesh, compute_dtype=DTYPES[section.compute_dtype], cpu_offload=section.cpu_offload)
+    _give_memory(model, torch.device(mesh.device_type), on_host=section.cpu_offload)
+    load_pretrained(causal_lm, config.model.path)
+    start_adapters(causal_lm, config.run.seed)
+    return model
+
+
+def policy_of(causal_lm: Any, config: Config, *, trainable: bool) -> PolicyModel:
+    """A transformers model as the learner runs it, not sharded yet: adapters added, and what is not trained frozen."""
+    if config.learner.activation_checkpointing and trainable:
         causal_lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     model = PolicyModel(causal_lm)
     model.eval().requires_grad_(trainable)
     if trainable:
         training_mode(causal_lm)
-    if trainable and section.lora.rank > 0:
+    if trainable and config.learner.lora.rank > 0:
         with torch.device("meta"):
-            add_adapters(causal_lm, section.lora)
-    shard(model, mesh, compute_dtype=DTYPES[section.compute_dtype], cpu_offload=section.cpu_offload)
-    _give_memory(model, torch.device(mesh.device_type), on_host=section.cpu_offload)
-    load_pretrained(causal_lm, config.model.path)
-    start_adapters(causal_lm, config.run.seed)
+            add_adapters(causal_lm, config.learner.lora)
     return model
 
 

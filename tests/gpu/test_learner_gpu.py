@@ -23,7 +23,8 @@ from rayapp.core.types import Group, Prompt
 from rayapp.learner.attention import packed_attention, plan_attention
 from rayapp.learner.distributed import Ranks
 from rayapp.learner.log_probs import HeadOptions, Targets, token_log_probs
-from rayapp.learner.memory.plan import RUNTIME_BYTES, model_shape, plan_learner
+from rayapp.learner.memory.plan import RUNTIME_BYTES, plan_learner
+from rayapp.learner.memory.shape import model_shape
 from rayapp.learner.memory.token_budget import find_token_budget, measure_need
 from rayapp.learner.packing import pack
 from rayapp.learner.shares import Share
@@ -225,7 +226,7 @@ def test_chunked_log_probs_are_those_of_whole_logits_in_less_memory() -> None:
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
         if chunk_rows:
-            targets = Targets(rows=torch.arange(8192, device="cuda"), token_ids=tokens)
+            targets = Targets(rows=torch.arange(8192, device="cuda"), token_ids=tokens, first_pairs=np.arange(8193))
             options = HeadOptions(temperature=1.0, chunk_rows=chunk_rows)
             log_probs, _, _ = token_log_probs(*inputs, targets, options)
         else:

@@ -1,25 +1,26 @@
 """How much GPU memory a configuration takes, by kind, before anything is allocated: `rayapp plan CONFIG --gpu h200`.
 
-Arithmetic on the model's shape and the config, nothing else: `plan_learner` and `plan_server` are pure. Each formula
-says what it counts; docs/learner.md says what they were compared with. All sizes are bytes per GPU.
+Arithmetic on the model's shape and the config, nothing else. Each formula says what it counts; they are compared with
+the learner's own step on fake tensors (`simulation.py`), within 10% of its peak. All sizes are bytes per GPU.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 from rayapp.config.config import Config
-from rayapp.core.errors import InputError
-from rayapp.core.imports import large_imports
-from rayapp.storage.models.prefetch import with_local_model
+from rayapp.learner.memory.gpus import GIB, Gpu
+from rayapp.learner.memory.shape import ModelShape
 
-GIB = 2**30
-GPU_BYTES = {"h200": 139 * GIB, "h100": 79 * GIB, "a100": 79 * GIB, "rtx4090": 23 * GIB}
-"""Memory that a process can use of an H200 141 GB, an H100 80 GB, an A100 80 GB and an RTX 4090 24 GB."""
 RUNTIME_BYTES = 3 * GIB // 2
 """CUDA context, kernels and nccl's buffers: an assumption, not measured here."""
+GRAPH_BYTES = GIB
+"""vLLM's CUDA graphs, beside server.gpu_memory_utilization and there too while it sleeps: an assumption."""
+PREFILL_TOKENS = 8192
+"""Tokens that vLLM computes at once by default on a GPU of 80 GB or so; it reserves what they take."""
+LEARNER_BYTES, SERVER_BYTES = 7 * GIB // 10, 21 * GIB // 10
+"""Resident memory of a process with its libraries imported and no weights yet: 0.5 and 0.7 GiB a process, of which a
+server has three; measured with vLLM 0.30 and torch 2.13."""
 FLOAT32, MASTER, ADAM = 4, 4, 8
 AUTO_SHARE = 0.9
 """Share of a GPU that `learner.max_tokens_per_microbatch: auto` fills."""
@@ -27,64 +28,54 @@ ELEMENT_BYTES = {"float32": 4, "bfloat16": 2}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ModelShape:
-    """The numbers of a model that its memory depends on."""
+class Moment:
+    """What a learner's GPU holds at one moment of a step, beside what stays there."""
 
-    num_parameters: int
-    """All parameters, tied ones once."""
-    num_layer_parameters: int
-    """Parameters of one decoder layer, the largest."""
-    num_layers: int
-    hidden: int
-    intermediate: int
-    num_heads: int
-    num_key_heads: int
-    head_size: int
-    vocabulary: int
-    num_adapter_parameters: int = 0
-    """Parameters of the adapters that `learner.lora` adds; 0 trains all weights."""
-    adapter_rank_sum: int = 0
-    """Sum of the ranks of all adapters of one layer: the numbers that they keep of a token."""
+    name: str
+    gathered: int = 0
+    """What FSDP has gathered in the compute dtype, and its buffers."""
+    activations: int = 0
+    """Kept for the backward, and what an operator or two need meanwhile."""
+    head: int = 0
+    """Logits of the chunks that exist at once, and the head's gradient."""
+    unreduced: int = 0
+    """Gradients before they are reduced over the ranks, in the compute dtype and in float32."""
 
     @property
-    def num_trained(self) -> int:
-        """Parameters with a gradient and an optimizer state."""
-        return self.num_adapter_parameters or self.num_parameters
-
-    @property
-    def num_root_parameters(self) -> int:
-        """Parameters outside the layers: embeddings, head and the last norm."""
-        return self.num_parameters - self.num_layers * self.num_layer_parameters
-
-
-LEARNER_KINDS = ("weights", "reference", "gradients", "optimizer", "activations", "head", "runtime")
+    def total(self) -> int:
+        return self.gathered + self.activations + self.head + self.unreduced
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LearnerPlan:
-    """Bytes on each learner's GPU, at the peak of a step."""
+    """Bytes on each learner's GPU."""
 
     weights: int
-    """Float32 shards, and what FSDP gathers in the compute dtype: everything outside the layers, and two layers."""
+    """Shards in float32, of adapters too."""
     reference: int
-    """Weights of the frozen reference, when there is a KL loss."""
+    """Shards of the frozen reference, when there is a KL loss."""
     gradients: int
-    """Float32 shards, and one layer's before it is reduced, in the compute dtype and in float32."""
+    """Shards in float32: there from the first micro-batch of a step to its end."""
     optimizer: int
     """AdamW's two moments."""
-    activations: int
-    """Activations that the backward of a full micro-batch needs."""
-    head: int
-    """Logits of the chunks that exist at once, and the head's gradient while it is summed."""
-    resident: int
-    """Part of the above that stays between steps: shards, moments and the runtime."""
+    moments: tuple[Moment, ...]
+    """Those of a full micro-batch at which the peak can be."""
     host: int
     """Bytes of host memory: what `learner.cpu_offload` keeps there. Not in `total`."""
     runtime: int = RUNTIME_BYTES
 
     @property
+    def peak(self) -> Moment:
+        return max(self.moments, key=lambda moment: moment.total)
+
+    @property
+    def resident(self) -> int:
+        """What stays between steps."""
+        return self.weights + self.reference + self.optimizer + self.runtime
+
+    @property
     def total(self) -> int:
-        return sum(getattr(self, kind) for kind in LEARNER_KINDS)
+        return self.resident + self.gradients + self.peak.total
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,52 +84,127 @@ class ServerPlan:
 
     weights: int
     kv_cache: int
-    """KV cache: what server.gpu_memory_utilization leaves beside the weights."""
+    """KV cache: what server.gpu_memory_utilization leaves; below 0 when the weights don't fit."""
     runtime: int
+    """CUDA, and what the largest prefill and the sampling of a full batch take."""
+    graphs: int
+    """CUDA graphs, beside server.gpu_memory_utilization."""
+    kv_token_bytes: int
+    """Bytes of one token's keys and values on one GPU."""
     kv_tokens: int
     """Tokens that the cache holds, over all GPUs of the server."""
     num_sequences: int
     """Sequences of the longest kind that it holds."""
 
+    @property
+    def asleep(self) -> int:
+        """What a sleeping server leaves on its GPU; its weights are in host memory then."""
+        return RUNTIME_BYTES + self.graphs
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SharedPlan:
-    """Bytes on each GPU that a learner and a server share (`cluster.placement: colocated`)."""
+class GpuPlan:
+    """A GPU through a step: with `cluster.placement: colocated` one for both, else one of each."""
 
-    training: int
-    """The learner's peak in a step, plus the runtime of the sleeping server."""
-    generating: int
-    """The server's share, plus what stays of the learner between steps."""
-    host: int
-    """Weights of the sleeping server, in host memory."""
+    learner: LearnerPlan
+    server: ServerPlan
+    room: int
+    is_shared: bool
+    server_share: int
+    """What vLLM takes: room x server.gpu_memory_utilization."""
+    transfer: int
+    """While weights are sent: the largest tensor whole, and the buckets."""
 
     @property
-    def total(self) -> int:
-        return max(self.training, self.generating)
+    def training(self) -> int:
+        """The learner's peak, beside the sleeping server where they share."""
+        return self.learner.total + (self.server.asleep if self.is_shared else 0)
+
+    @property
+    def beside_server(self) -> int:
+        """What is on a server's GPU beside its share while it generates."""
+        return self.server.graphs + (self.learner.resident if self.is_shared else 0)
+
+    @property
+    def generating(self) -> int:
+        return self.server_share + self.beside_server
+
+    @property
+    def sending(self) -> int:
+        """While weights are sent, on the learner's GPU. A server that shares it is awake but for its KV cache."""
+        server = self.server.asleep + self.server.weights if self.is_shared else 0
+        return self.learner.resident + self.transfer + server
+
+    @property
+    def learner_fits(self) -> bool:
+        return max(self.training, self.sending) <= self.room
+
+    @property
+    def server_fits(self) -> bool:
+        return self.generating <= self.room and self.server.num_sequences > 0
+
+    @property
+    def fits(self) -> bool:
+        return self.learner_fits and self.server_fits
+
+
+def plan_gpu(shape: ModelShape, config: Config, gpu: Gpu) -> GpuPlan:
+    """Everything that GPUs of this kind hold."""
+    return GpuPlan(
+        learner=plan_learner(shape, config),
+        server=plan_server(shape, config, gpu.room),
+        room=gpu.room,
+        is_shared=config.cluster.placement == "colocated",
+        server_share=int(gpu.room * config.server.gpu_memory_utilization),
+        transfer=transfer_bytes(shape, config),
+    )
 
 
 def plan_learner(shape: ModelShape, config: Config) -> LearnerPlan:
     """Memory of one learner."""
-    section = config.learner
-    element = ELEMENT_BYTES[section.compute_dtype]
-    layer_adapters = shape.num_adapter_parameters // shape.num_layers
-    gathered = gathered_bytes(shape, config)
     frozen = MASTER * _shard(shape.num_parameters, config)
     masters = frozen + MASTER * _shard(shape.num_adapter_parameters, config)
     gradients, optimizer = (kind * _shard(shape.num_trained, config) for kind in (MASTER, ADAM))
-    unreduced = (element + FLOAT32) * (layer_adapters or shape.num_layer_parameters)
-    has_reference = config.algorithm.kl_loss_coef > 0
-    on_gpu = 0 if section.cpu_offload else 1
-    reference_masters = frozen if has_reference else 0
+    reference = frozen if config.algorithm.kl_loss_coef > 0 else 0
+    on_gpu = 0 if config.learner.cpu_offload else 1
     return LearnerPlan(
-        weights=on_gpu * masters + gathered,
-        reference=(on_gpu * frozen + gathered) if has_reference else 0,
-        gradients=on_gpu * gradients + unreduced,
+        weights=on_gpu * masters,
+        reference=on_gpu * reference,
+        gradients=on_gpu * gradients,
         optimizer=on_gpu * optimizer,
-        activations=activation_bytes(shape, config),
-        head=head_bytes(shape, config),
-        resident=on_gpu * (masters + reference_masters + optimizer) + RUNTIME_BYTES,
-        host=(1 - on_gpu) * (masters + reference_masters + gradients + optimizer),
+        moments=learner_moments(shape, config),
+        host=(1 - on_gpu) * (masters + reference + gradients + optimizer),
+    )
+
+
+def learner_moments(shape: ModelShape, config: Config) -> tuple[Moment, ...]:
+    """The moments of a micro-batch at which the most may be allocated."""
+    element = ELEMENT_BYTES[config.learner.compute_dtype]
+    layer = shape.num_layer_parameters + shape.num_adapter_parameters // shape.num_layers
+    trained_in_layer = shape.num_adapter_parameters // shape.num_layers or shape.num_layer_parameters
+    trained_in_root = 0 if shape.num_adapter_parameters else shape.num_root_parameters
+    return (
+        # All layers have run; the buffer that the last one was gathered in is still there.
+        Moment(
+            name="the head's forward and backward",
+            gathered=element * (shape.num_root_parameters + layer),
+            activations=kept_bytes(shape, config),
+            head=head_bytes(shape, config, config.learner.token_budget),
+        ),
+        # The last layer of all, whose gradients come first, and the next one being gathered.
+        Moment(
+            name="the backward of a layer",
+            gathered=gathered_bytes(shape, config),
+            activations=kept_bytes(shape, config) + working_bytes(shape, config),
+            head=element * (shape.vocabulary * shape.hidden if trained_in_root else 0),
+            # The layer behind it in float32, on its way to the other ranks, and the first of its own matrices.
+            unreduced=FLOAT32 * trained_in_layer + min(element * shape.hidden * shape.intermediate, trained_in_layer),
+        ),
+        # Activations are gone; the gradients of embeddings and head are reduced together.
+        Moment(
+            name="reducing the gradients of embeddings and head",
+            unreduced=(element + FLOAT32) * trained_in_root + FLOAT32 * _shard(trained_in_root, config),
+        ),
     )
 
 
@@ -146,13 +212,15 @@ def _shard(num_parameters: int, config: Config) -> int:
     return -(-num_parameters // config.learner.num_learners)
 
 
-def plan_shared(learner: LearnerPlan, server: ServerPlan, config: Config, gpu_bytes: int) -> SharedPlan:
-    """Memory of a GPU that a learner and a server share."""
-    return SharedPlan(
-        training=learner.total + server.runtime,
-        generating=int(gpu_bytes * config.server.gpu_memory_utilization) + learner.resident,
-        host=server.weights,
-    )
+def transfer_bytes(shape: ModelShape, config: Config) -> int:
+    """What sending weights takes on a learner's GPU: the largest tensor gathered in bfloat16, and two buckets of it.
+
+    A bucket is no smaller than the largest tensor, mostly the embedding.
+    """
+    if config.learner.lora.sends_adapter:
+        return 2 * shape.num_adapter_parameters
+    largest = 2 * max(shape.vocabulary * shape.hidden, shape.hidden * shape.intermediate)
+    return largest + 2 * max(config.server.weight_bucket_mib << 20, largest)
 
 
 def with_token_budget(shape: ModelShape, config: Config, gpu_bytes: int) -> Config:
@@ -174,16 +242,29 @@ def with_token_budget(shape: ModelShape, config: Config, gpu_bytes: int) -> Conf
     return next(fitting, having(config.max_model_tokens))
 
 
-def activation_bytes(shape: ModelShape, config: Config) -> int:
+def kept_bytes(shape: ModelShape, config: Config) -> int:
     """Bytes that a forward of `learner.max_tokens_per_microbatch` tokens keeps for its backward, without the head."""
     tokens, element = config.learner.token_budget, ELEMENT_BYTES[config.learner.compute_dtype]
-    per_layer = tokens * (layer_bytes_per_token(shape, element) + adapter_bytes_per_token(shape, element))
     # The last norm: its input in float32, its output, and the part of that which the head reads.
     last_norm = tokens * (FLOAT32 + 2 * element) * shape.hidden
     if config.learner.activation_checkpointing:
-        # With checkpointing: the inputs of all layers, and everything of the one that is being computed again.
-        return shape.num_layers * tokens * element * shape.hidden + per_layer + last_norm
-    return shape.num_layers * per_layer + last_norm
+        return shape.num_layers * tokens * element * shape.hidden + last_norm
+    return shape.num_layers * _layer_bytes(shape, config) + last_norm
+
+
+def working_bytes(shape: ModelShape, config: Config) -> int:
+    """Bytes that the backward of one layer takes beside what all have kept.
+
+    The layer itself, where it is computed again, and the gradients of the MLP's products.
+    """
+    tokens, element = config.learner.token_budget, ELEMENT_BYTES[config.learner.compute_dtype]
+    again = _layer_bytes(shape, config) if config.learner.activation_checkpointing else 0
+    return again + tokens * element * 2 * (shape.intermediate + shape.hidden)
+
+
+def _layer_bytes(shape: ModelShape, config: Config) -> int:
+    tokens, element = config.learner.token_budget, ELEMENT_BYTES[config.learner.compute_dtype]
+    return tokens * (layer_bytes_per_token(shape, element) + adapter_bytes_per_token(shape, element))
 
 
 def layer_bytes_per_token(shape: ModelShape, element: int) -> int:
@@ -209,18 +290,27 @@ def adapter_bytes_per_token(shape: ModelShape, element: int) -> int:
     return element * shape.adapter_rank_sum - 2 * element * shape.hidden
 
 
-def head_bytes(shape: ModelShape, config: Config) -> int:
-    """Peak of the chunked log-probs with more rows than are kept: see `rayapp.learner.log_probs`."""
+def head_bytes(shape: ModelShape, config: Config, num_tokens: int | None = None) -> int:
+    """Peak of the chunked log-probs of so many tokens: see `rayapp.learner.log_probs`.
+
+    Args:
+        num_tokens: None for more than are kept.
+    """
     rows, element = config.learner.log_prob_chunk_tokens, ELEMENT_BYTES[config.learner.compute_dtype]
-    logits = rows * shape.vocabulary
     # Kept from forward to backward: as many rows as take 4 bytes an entry for one chunk.
+    kept_rows = rows * FLOAT32 // element
+    weight = 0 if shape.num_adapter_parameters else shape.vocabulary * shape.hidden  # a frozen head has no gradient
+    if num_tokens is not None and num_tokens <= kept_rows:
+        kept = element * num_tokens * shape.vocabulary
+        forward = 2 * FLOAT32 * min(rows, num_tokens) * shape.vocabulary
+        return kept + max(forward, (element + (FLOAT32 if num_tokens > rows else 0)) * weight)
+    logits = rows * shape.vocabulary
     kept = FLOAT32 * logits
     # One more chunk, and while its softmax is taken a float32 copy and the result.
     softmax = (element + 2 * FLOAT32) * logits
-    if shape.num_adapter_parameters:
-        return kept + softmax  # a frozen head has no gradient
+    if not weight:
+        return kept + softmax
     # The float32 sum of its gradient is there from the first chunk on; a chunk's own share comes after its softmax.
-    weight = shape.vocabulary * shape.hidden
     return kept + FLOAT32 * weight + max(softmax, element * (logits + weight))
 
 
@@ -236,65 +326,55 @@ def gathered_bytes(shape: ModelShape, config: Config, num_layers: int = 2) -> in
 
 
 def plan_server(shape: ModelShape, config: Config, gpu_bytes: int) -> ServerPlan:
-    """Memory of one GPU of a server; `kv_cache` is negative when the weights don't fit."""
+    """Memory of one GPU of a server."""
     section, parallel = config.server, config.server.tensor_parallel_size
     element = ELEMENT_BYTES[section.dtype]
     weights = element * shape.num_parameters // parallel
-    kv_cache = int(gpu_bytes * section.gpu_memory_utilization) - weights - RUNTIME_BYTES
+    # A layer's inputs and products of the largest prefill; logits in float32, their softmax, and its log.
+    prefill = element * PREFILL_TOKENS * (4 * shape.hidden + 2 * shape.intermediate // parallel)
+    sampling = 3 * FLOAT32 * section.max_num_seqs * shape.vocabulary
+    runtime = RUNTIME_BYTES + prefill + sampling
+    kv_cache = int(gpu_bytes * section.gpu_memory_utilization) - weights - runtime
     # A key and a value of every key head in every layer; heads are dealt out among the GPUs.
     per_token = 2 * element * shape.num_layers * max(1, shape.num_key_heads // parallel) * shape.head_size
     tokens = max(0, kv_cache) // per_token
     return ServerPlan(
         weights=weights,
         kv_cache=kv_cache,
-        runtime=RUNTIME_BYTES,
+        runtime=runtime,
+        graphs=0 if section.enforce_eager else GRAPH_BYTES,
+        kv_token_bytes=per_token,
         kv_tokens=tokens,
         num_sequences=tokens // config.max_model_tokens,
     )
 
 
-def model_shape(config: Config) -> ModelShape:
-    """Shape of the model at `config.model.path`, made on torch's meta device: nothing is allocated.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostPlan:
+    """Bytes of this machine's memory in a run on its CPU."""
 
-    Raises:
-        InputError: there is no such model.
+    learners: int
+    servers: int
+    object_store: int
+
+    @property
+    def total(self) -> int:
+        return self.learners + self.servers + self.object_store
+
+
+def plan_host(shape: ModelShape, config: Config) -> HostPlan:
+    """Memory of a run on one machine's CPU.
+
+    There all layers stay gathered, gradients are summed before they are reduced, and malloc keeps what was freed.
     """
-    with large_imports():
-        import torch
-        from transformers import AutoConfig, AutoModelForCausalLM
-
-    config = with_local_model(config)
-    path, trusted = config.model.path, config.model.trust_remote_code
-    try:
-        read: Any = AutoConfig.from_pretrained(path, trust_remote_code=trusted, local_files_only=Path(path).is_dir())
-    except (OSError, ValueError) as error:
-        raise InputError(f"model.path {path!r} can't be read: {error}") from error
-    with torch.device("meta"):
-        model: Any = AutoModelForCausalLM.from_config(read, trust_remote_code=trusted)
-    layers = [sum(p.numel() for p in layer.parameters()) for layer in model.get_decoder().layers]
-    heads = read.num_attention_heads
-    num_parameters = sum(p.numel() for p in model.parameters())
-    adapters = _adapters(model, config)
-    return ModelShape(
-        num_parameters=num_parameters,
-        num_layer_parameters=max(layers),
-        num_layers=len(layers),
-        hidden=read.hidden_size,
-        intermediate=read.intermediate_size,
-        num_heads=heads,
-        num_key_heads=getattr(read, "num_key_value_heads", None) or heads,
-        head_size=getattr(read, "head_dim", None) or read.hidden_size // heads,
-        vocabulary=read.vocab_size,
-        num_adapter_parameters=sum(p.numel() for p in adapters),
-        adapter_rank_sum=len(adapters) // 2 * config.learner.lora.rank // len(layers),
+    section, server = config.learner, config.server
+    element = ELEMENT_BYTES[section.compute_dtype]
+    shards = MASTER * shape.num_parameters + (ADAM + FLOAT32) * shape.num_trained
+    each = LEARNER_BYTES + element * (shape.num_parameters + shape.num_trained)
+    each += kept_bytes(shape, config) + working_bytes(shape, config) + head_bytes(shape, config)
+    serving = ELEMENT_BYTES[server.dtype] * shape.num_parameters + server.kv_cache_gib * GIB
+    return HostPlan(
+        learners=shards + section.num_learners * each,
+        servers=server.num_servers * (serving + server.tensor_parallel_size * SERVER_BYTES),
+        object_store=config.cluster.object_store_mib << 20,
     )
-
-
-def _adapters(model: Any, config: Config) -> list[Any]:
-    """Both matrices of every adapter that the learner would add, on the meta device. Changes the model."""
-    from rayapp.learner.state.lora import ADAPTER, add_adapters
-
-    if config.learner.lora.rank == 0:
-        return []
-    add_adapters(model, config.learner.lora)
-    return [parameter for name, parameter in model.named_parameters() if ADAPTER in name]

@@ -21,7 +21,8 @@ from rayapp.learner.batch import MicroBatch
 from rayapp.learner.distributed import Ranks
 from rayapp.learner.log_probs import HeadOptions
 from rayapp.learner.memory.meter import MemoryMeter, memory_meter
-from rayapp.learner.memory.plan import ADAM, gathered_bytes, head_bytes, head_bytes_per_token, model_shape
+from rayapp.learner.memory.plan import ADAM, gathered_bytes, head_bytes, head_bytes_per_token
+from rayapp.learner.memory.shape import model_shape
 from rayapp.learner.packing import pack
 from rayapp.learner.policy import PolicyModel, reduce_gradients, to_device
 

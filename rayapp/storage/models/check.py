@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import os
 import struct
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from rayapp.core.errors import ConfigError, InputError
 from rayapp.storage.models.families import FAMILIES, text_type
 
 MAX_HEADER_BYTES = 100 << 20
+HUB_TIMEOUT_S = 5.0
 _ROPE_OF_COMPANY = "dynamic"
 """Rotary positions whose frequencies depend on the longest sequence computed together, and on another one in vLLM."""
 
@@ -34,6 +36,13 @@ def check_model(config: Config) -> None:
         raise InputError(f"model.path {config.model.path!r}: there is no such folder.{hint}")
     else:
         architecture = _hub_config(config.model.path)
+    _check_family(architecture, config)
+    _check_fits(architecture, config)
+
+
+def check_architecture(config: Config) -> None:
+    """Check a folder's config.json alone. Raises as `check_model`."""
+    architecture = _read_config(Path(config.model.path), config.model.trust_remote_code)
     _check_family(architecture, config)
     _check_fits(architecture, config)
 
@@ -133,9 +142,35 @@ def _check_tokenizer(folder: Path) -> None:
             raise InputError(f"{file} is no tokenizer: {error}") from None
 
 
+def check_hub_answers(name: str) -> None:
+    """Ask the hub once. Where it is silent, this process and those that it starts take what is on this disk.
+
+    The hub's own client asks for half a minute, before each of the files of a model, and says nothing.
+
+    Raises:
+        InputError: the model is not on this disk, and the hub does not answer.
+    """
+    import httpx
+    from huggingface_hub import constants, try_to_load_from_cache
+
+    if constants.HF_HUB_OFFLINE:
+        return
+    try:
+        httpx.head(constants.ENDPOINT, timeout=HUB_TIMEOUT_S)
+    except httpx.HTTPError as error:
+        constants.HF_HUB_OFFLINE = True
+        os.environ["HF_HUB_OFFLINE"] = "1"
+        if not isinstance(try_to_load_from_cache(name, "config.json"), str):
+            raise InputError(
+                f"model.path {name!r} is not on this disk, and {constants.ENDPOINT} does not answer: {error}. Give a "
+                "folder of this machine; `rayapp plan` and `rayapp doctor` take its config.json: --model-config FILE."
+            ) from None
+
+
 def _hub_config(name: str) -> dict[str, Any]:
     from transformers import AutoConfig
 
+    check_hub_answers(name)
     try:
         found: dict[str, Any] = AutoConfig.from_pretrained(name).to_dict()
     except (OSError, ValueError) as error:

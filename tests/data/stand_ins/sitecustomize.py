@@ -1,8 +1,8 @@
 """On PYTHONPATH of runs whose servers are stand-ins: what takes seconds to import is not found, or found as a module
 of this folder.
 
-PyTorch is found in learners alone, which are told by their environment (actors/environments/learner.yaml), vLLM nowhere: see
-`vllm.py`. In place of its tool parsers there is the one in `tool_parser.py`.
+PyTorch is found in learners alone, which are told by their environment (actors/environments/learner.yaml), vLLM
+nowhere: see `vllm.py`. In place of its tool parsers there is the one in `tool_parser.py`.
 """
 
 import importlib.util

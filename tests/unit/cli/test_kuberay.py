@@ -195,6 +195,8 @@ def test_a_mistake_in_a_sandboxes_template_fails() -> None:
         ({"layout": "head-worker"}, "head.gpus is 8, but layout head-worker has its GPUs in the workers"),
         ({"autoscaling": {"enabled": True}}, "autoscaling.enabled needs layout=head-worker"),
         ({"queue": {"kind": "kueue"}}, "queue.kind is kueue, but queue.name is empty"),
+        ({"network": {"host": True}}, "network.host is for several nodes"),
+        ({"network": {"nccl": {"PATH": "/tmp"}}}, "'PATH' does not match pattern '^NCCL_"),
         (
             HEAD_WORKER | {"autoscaling": {"enabled": True}, "queue": {"kind": "kueue", "name": "q"}},
             "Kueue admits a cluster of a fixed size",
@@ -292,6 +294,23 @@ def test_all_gpus_are_where_the_layout_says() -> None:
     assert "workerGroupSpecs" not in single
     assert gpus(pair["headGroupSpec"]) == "0"
     assert [gpus(group) for group in pair["workerGroupSpecs"]] == ["8"]
+
+
+def test_pods_with_gpus_get_what_nccl_needs_between_nodes_and_the_head_does_not() -> None:
+    network = {
+        "host": True,
+        "rdmaResource": "rdma/hca_shared_devices_a",
+        "rdmaCount": 8,
+        "nccl": {"NCCL_DEBUG": "INFO"},
+    }
+    spec = rayjob(HEAD_WORKER | {"network": network})["spec"]["rayClusterSpec"]
+    pods = [group["template"]["spec"] for group in (spec["headGroupSpec"], *spec["workerGroupSpecs"])]
+
+    assert [pod.get("hostNetwork") for pod in pods] == [None, True]
+    assert [pod.get("dnsPolicy") for pod in pods] == [None, "ClusterFirstWithHostNet"]
+    containers = [pod["containers"][0] for pod in pods]
+    assert [c["resources"]["limits"].get("rdma/hca_shared_devices_a") for c in containers] == [None, "8"]
+    assert [c.get("env") for c in containers] == [None, [{"name": "NCCL_DEBUG", "value": "INFO"}]]
 
 
 def test_sandboxes_reach_nothing_and_only_the_manager_reaches_them() -> None:

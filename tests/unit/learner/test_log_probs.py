@@ -7,7 +7,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rayapp.learner.log_probs import HeadOptions, Targets, token_log_probs
+from rayapp.learner.log_probs import HeadOptions, Targets, first_pairs_of, token_log_probs
+
+
+def targets_of(rows: torch.Tensor, token_ids: torch.Tensor, num_positions: int) -> Targets:
+    return Targets(rows=rows, token_ids=token_ids, first_pairs=first_pairs_of(rows.numpy(), num_positions))
 
 
 @settings(max_examples=60, deadline=None)
@@ -33,7 +37,7 @@ def test_values_and_gradients_are_those_of_whole_logits(
     hidden = torch.randn(num_rows, 8, generator=generator).requires_grad_()
     weight = torch.randn(23, 8, generator=generator).requires_grad_()
     rows = torch.randint(0, num_rows, (num_pairs,), generator=generator).sort().values
-    targets = Targets(rows=rows, token_ids=torch.randint(0, 23, (num_pairs,), generator=generator))
+    targets = targets_of(rows, torch.randint(0, 23, (num_pairs,), generator=generator), num_rows)
     options = HeadOptions(
         temperature=temperature,
         chunk_rows=chunk_rows,
@@ -55,7 +59,7 @@ def test_values_and_gradients_are_those_of_whole_logits(
 
 def test_an_improbable_token_has_a_finite_log_prob() -> None:
     hidden, weight = torch.tensor([[1.0]]), torch.tensor([[0.0], [500.0]])
-    targets = Targets(rows=torch.tensor([0]), token_ids=torch.tensor([0]))
+    targets = targets_of(torch.tensor([0]), torch.tensor([0]), 1)
     log_probs, entropy, _ = token_log_probs(hidden, weight, targets, HeadOptions(temperature=1.0, chunk_rows=16))
     # exp(-500) underflows in float32; the log-prob must not
     assert float(log_probs[0]) == pytest.approx(-500.0)
@@ -64,7 +68,7 @@ def test_an_improbable_token_has_a_finite_log_prob() -> None:
 
 def test_a_frozen_head_gets_no_gradient() -> None:
     hidden, weight = torch.randn(3, 4, requires_grad=True), torch.randn(9, 4)
-    targets = Targets(rows=torch.tensor([0, 2]), token_ids=torch.tensor([1, 8]))
+    targets = targets_of(torch.tensor([0, 2]), torch.tensor([1, 8]), 3)
     token_log_probs(hidden, weight, targets, HeadOptions(temperature=1.0, chunk_rows=2))[0].sum().backward()
     assert hidden.grad is not None
     assert weight.grad is None

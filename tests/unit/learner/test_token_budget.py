@@ -19,13 +19,11 @@ from rayapp.core.types import Group, Prompt
 from rayapp.learner.memory.meter import memory_meter
 from rayapp.learner.memory.plan import (
     GIB,
-    RUNTIME_BYTES,
-    ModelShape,
     gathered_bytes,
-    model_shape,
     plan_learner,
     with_token_budget,
 )
+from rayapp.learner.memory.shape import ModelShape, model_shape
 from rayapp.learner.memory.token_budget import (
     LARGEST,
     MemoryNeed,
@@ -135,12 +133,12 @@ def test_the_plan_is_what_torch_allocates_in_a_step(wide_model: Path, changes: d
     config = config_of(wide_model, max_tokens_per_microbatch=num_tokens, log_prob_chunk_tokens=chunk_rows, **changes)
     shape = model_shape(config)
     plan = plan_learner(shape, config)
-    # A step finds weights and moments there. On CPU there is no CUDA, every layer stays gathered, and the float32
-    # softmax takes `CACHE_ROWS` rows at a time.
-    there = 4 * (shape.num_parameters + shape.num_adapter_parameters) + plan.optimizer + RUNTIME_BYTES
-    gathered = gathered_bytes(shape, config, shape.num_layers) - gathered_bytes(shape, config)
+    # A step finds weights and moments there. On CPU every layer stays gathered, the float32 softmax takes `CACHE_ROWS`
+    # rows at a time, and one rank reduces nothing.
+    head, backward, _ = plan.moments
     softmax = 8 * (chunk_rows - softmax_rows) * shape.vocabulary
-    expected = plan.total - there + gathered - softmax
+    working = max(head.activations + head.head - softmax, backward.activations + backward.head)
+    expected = plan.gradients + gathered_bytes(shape, config, shape.num_layers) + working
 
     taken = peak_of_step(config, num_tokens)
 

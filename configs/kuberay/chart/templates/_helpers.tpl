@@ -12,6 +12,9 @@
 {{- if and .Values.autoscaling.enabled (eq .Values.queue.kind "kueue") -}}
 {{- fail "autoscaling.enabled and queue.kind=kueue contradict each other: Kueue admits a cluster of a fixed size. Turn one off" -}}
 {{- end -}}
+{{- if and .Values.network.host (eq .Values.layout "single-node") -}}
+{{- fail "network.host is for several nodes: with layout=single-node nothing leaves the node. Use layout=head-worker" -}}
+{{- end -}}
 {{- if and (ne .Values.queue.kind "none") (not .Values.queue.name) -}}
 {{- fail (printf "queue.kind is %s, but queue.name is empty: name the queue" .Values.queue.kind) -}}
 {{- end -}}
@@ -100,6 +103,10 @@ metadata:
 spec:
   # The RayJob starts a new cluster instead; a restarted head would have forgotten its run.
   restartPolicy: Never
+  {{- if and $values.network.host (gt (int $group.gpus) 0) }}
+  hostNetwork: true
+  dnsPolicy: ClusterFirstWithHostNet
+  {{- end }}
   terminationGracePeriodSeconds: {{ add $values.run.stopGraceSeconds 60 }}
   {{- with $values.image.pullSecrets }}
   imagePullSecrets:
@@ -130,6 +137,12 @@ spec:
       envFrom:
         - secretRef:
             name: {{ $values.secrets.name }}
+      {{- if and $values.network.nccl (gt (int $group.gpus) 0) }}
+      env:
+        {{- range $name, $value := $values.network.nccl }}
+        - {name: {{ $name }}, value: {{ $value | quote }}}
+        {{- end }}
+      {{- end }}
       resources:
         # Requests equal limits: a learner that is throttled or evicted stops all the others.
         {{- range $key := list "requests" "limits" }}
@@ -138,6 +151,9 @@ spec:
           memory: {{ $group.memory }}
           {{- if gt (int $group.gpus) 0 }}
           nvidia.com/gpu: {{ $group.gpus | quote }}
+          {{- with $values.network.rdmaResource }}
+          {{ . }}: {{ $values.network.rdmaCount | quote }}
+          {{- end }}
           {{- end }}
         {{- end }}
       {{- if eq .group "head" }}

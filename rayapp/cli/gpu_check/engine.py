@@ -1,0 +1,198 @@
+"""Checks of vLLM by itself: it starts, sleeps and wakes, and computes the learner's log-probs."""
+
+from __future__ import annotations
+
+import asyncio
+import multiprocessing
+import time
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from rayapp.cli.gpu_check.model import model_of
+from rayapp.cli.gpu_check.outcome import CheckContext, Outcome, judged
+from rayapp.config.config import Config
+from rayapp.core.types import SamplingParams
+from rayapp.learner.memory.gpus import GIB
+
+MAX_LOG_PROB_DIFFERENCE = 0.05
+"""Mean over tokens: two orders of summation in bfloat16 differ by less."""
+PROMPT_TOKENS = 64
+
+
+def engine_tp1(context: CheckContext) -> Outcome:
+    """One engine on one GPU: tokens a second, sleep and wake, and the learner's log-probs of what it sampled."""
+    return _engine(context, tensor_parallel=1)
+
+
+def engine_tp2(context: CheckContext) -> Outcome:
+    """One engine over two GPUs."""
+    return _engine(context, tensor_parallel=2)
+
+
+def _engine(context: CheckContext, tensor_parallel: int) -> Outcome:
+    config = engine_config(context, model_of(context), tensor_parallel)
+    found = asyncio.run(_use_engine(config, context))
+    tokens, own = found.pop("tokens"), found.pop("own")
+    # vLLM has a process group in this process, and the learner wants one of its own.
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as process:
+        learners = process.submit(_learner_log_probs, config, tokens).result()
+    found["log_prob_difference"] = float(np.abs(learners - own).mean())
+    return judge_engine(found)
+
+
+def engine_config(context: CheckContext, model: str, tensor_parallel: int) -> Config:
+    """A run's configuration, as far as an engine and a learner need one. Colocated, so that the engine can sleep."""
+    return Config.model_validate(
+        {
+            "model": {"path": model},
+            "cluster": {"device": context.device, "placement": "colocated"},
+            "rollout": {"max_prompt_tokens": PROMPT_TOKENS, "max_completion_tokens": 192 if context.on_gpu else 32},
+            "server": {
+                "tensor_parallel_size": tensor_parallel, "gpu_memory_utilization": 0.5, "kv_cache_gib": 1,
+                "weight_transport": "object_store",
+            },
+            "learner": {"num_learners": tensor_parallel, "max_tokens_per_microbatch": 8192},
+        }
+    )  # fmt: skip
+
+
+async def _use_engine(config: Config, context: CheckContext) -> dict[str, Any]:
+    from rayapp.engine.vllm import VllmEngine
+
+    started = time.monotonic()
+    engine = await VllmEngine.start(config)
+    found: dict[str, Any] = {"start_s": time.monotonic() - started, **await engine.facts()}
+    try:
+        prompt = list(range(2, 2 + PROMPT_TOKENS // 2))
+        count, length = (64 if context.on_gpu else 2), config.rollout.max_completion_tokens
+        sampling = SamplingParams(max_tokens=length, temperature=1.0, seed=0)
+        started = time.monotonic()
+        requests = [engine.generate(f"group={i}", prompt, sampling, cohort_size=count) for i in range(count)]
+        completions = await asyncio.gather(*requests)
+        tokens = sum(len(completion.token_ids) for completion in completions)
+        found["tokens_per_s"] = tokens / (time.monotonic() - started)
+        sequence = [*prompt, *completions[0].token_ids]
+        found |= await _sleep_and_wake(engine)
+        found |= {"tokens": np.array(sequence, np.int64), "own": await engine.prompt_log_probs(sequence)}
+    finally:
+        engine.close()
+    return found
+
+
+async def _sleep_and_wake(engine: Any) -> dict[str, float]:
+    """Seconds, and what sleeping gave back. Empty where vLLM can't sleep, on a CPU."""
+    before, started = _free_gib(), time.monotonic()
+    if not await engine.sleep():
+        return {}
+    slept, asleep = time.monotonic(), _free_gib()
+    await engine.wake()
+    return {"sleep_s": slept - started, "wake_s": time.monotonic() - slept, "freed_gib": asleep - before}
+
+
+def _free_gib() -> float:
+    import torch
+
+    return torch.cuda.mem_get_info(0)[0] / GIB if torch.cuda.is_available() else 0.0
+
+
+def judge_engine(found: dict[str, Any]) -> Outcome:
+    """The row of an engine that started and answered."""
+    difference = found["log_prob_difference"]
+    figure = (
+        f"up in {found['start_s']:.0f} s, {found['tokens_per_s']:.0f} tokens/s, log-probs differ by {difference:.2g}"
+    )
+    if "freed_gib" in found:
+        figure += f"; asleep in {found['sleep_s']:.1f} s, awake in {found['wake_s']:.1f} s"
+        figure += f", {found['freed_gib']:.1f} GiB given back"
+    if not difference <= MAX_LOG_PROB_DIFFERENCE:
+        cure = "learner and engine compute another model: same dtype on both sides? Report it with this file"
+        return judged(figure, f"more than {MAX_LOG_PROB_DIFFERENCE} from the learner's", cure, **found)
+    if found.get("freed_gib", 1.0) <= 0:
+        return judged(figure, "sleeping gave nothing back", "use cluster.placement=split, and report it", **found)
+    return judged(figure, **found)
+
+
+def _learner_log_probs(config: Config, tokens: np.ndarray) -> np.ndarray:
+    """(T-1,) of each token given those before it, by the learner's own code on the first GPU."""
+    import torch
+
+    from rayapp.learner.batch import TrainItem, make_micro_batch
+    from rayapp.learner.distributed import end_ranks, start_ranks
+    from rayapp.learner.log_probs import HeadOptions
+    from rayapp.learner.memory.simulation import plain_trajectory
+    from rayapp.learner.policy import load_policy, to_device
+
+    ranks = start_ranks(config, 0, 1, "", 0)
+    try:
+        model = load_policy(config, ranks.mesh, trainable=False)
+        trajectory = plain_trajectory(tokens.astype(np.int32), 1)
+        item = TrainItem(row=0, group=0, trajectory=trajectory, advantages=np.ones(tokens.size - 1, np.float32))
+        batch = to_device(make_micro_batch([item], share_prefixes=False), ranks.device)
+        with torch.no_grad():
+            scores = model(batch, HeadOptions(temperature=1.0, chunk_rows=1024))
+        found: np.ndarray = scores.log_probs[0].float().cpu().numpy()
+        return found
+    finally:
+        end_ranks()
+
+
+def memory_against_plan(context: CheckContext) -> Outcome:
+    """The peak of two steps of one learner beside the plan's. Needs a GPU: on a CPU nothing counts."""
+    import torch
+
+    from rayapp.learner.build import build_learner
+    from rayapp.learner.distributed import end_ranks, start_ranks
+    from rayapp.learner.memory.plan import plan_learner
+    from rayapp.learner.memory.shape import model_shape
+    from rayapp.learner.memory.simulation import full_step
+
+    config = memory_config(context)
+    ranks = start_ranks(config, 0, 1, "", 0)
+    try:
+        learner = build_learner(config, ranks)
+        summaries, shares, groups = full_step(config)
+        for step in (1, 2):
+            torch.cuda.reset_peak_memory_stats(ranks.device)
+            learner.train_step(step, summaries, shares, groups)
+        taken = torch.cuda.max_memory_allocated(ranks.device)
+        free, total = torch.cuda.mem_get_info(ranks.device)
+        outside = total - free - torch.cuda.memory_reserved(ranks.device)
+    finally:
+        end_ranks()
+    plan = plan_learner(model_shape(config), config)
+    return judge_memory(taken, plan.total - plan.runtime, outside, plan.runtime)
+
+
+def memory_config(context: CheckContext) -> Config:
+    """Full micro-batches on a model with a real vocabulary."""
+    from rayapp.cli.gpu_check.model import LARGE, random_model
+
+    model = context.model or str(random_model(Path(context.folder) / "model", LARGE, vocabulary=65536))
+    return Config.model_validate(
+        {
+            "model": {"path": model},
+            "cluster": {"device": context.device},
+            "rollout": {"group_size": 8, "max_prompt_tokens": 256, "max_completion_tokens": 768},
+            "learner": {"max_tokens_per_microbatch": 8192, "activation_checkpointing": bool(context.model)},
+        }
+    )
+
+
+MAX_PLAN_ERROR = 0.15
+
+
+def judge_memory(taken: int, planned: int, outside: int, assumed_outside: int) -> Outcome:
+    """What torch allocated beside the plan's tensors, and what CUDA took beside the plan's guess."""
+    figure = (
+        f"{taken / GIB:.2f} GiB of tensors, {planned / GIB:.2f} planned; {outside / GIB:.2f} GiB of CUDA, "
+        f"{assumed_outside / GIB:.2f} assumed"
+    )
+    error = abs(taken - planned) / planned
+    problem = f"the plan is off by {error:.0%}" if error > MAX_PLAN_ERROR else ""
+    if outside > 2 * assumed_outside:
+        problem = problem or "CUDA takes more than twice what the plan assumes"
+    cure = "leave more room than `rayapp plan` says, and report it with this file"
+    return judged(figure, problem, cure, taken=taken, planned=planned, outside=outside)

@@ -1,0 +1,127 @@
+"""Checks that are runs: three steps of `rayapp train`, with everything a real one has but its size."""
+
+from __future__ import annotations
+
+import math
+import os
+import subprocess
+import sys
+from typing import Any
+
+import yaml
+
+from rayapp.cli.gpu_check.model import TASK, model_of
+from rayapp.cli.gpu_check.outcome import CheckContext, Outcome, first_devices, judged
+from rayapp.runs.tracking.jsonl import read_metrics
+
+NUM_STEPS = 3
+MAX_LOG_PROB_DIFFERENCE = 0.05
+
+
+def train_split(context: CheckContext) -> Outcome:
+    """Servers and learners on GPUs of their own; weights over NCCL, on a CPU over gloo."""
+    return _train(context, "split", "nccl" if context.on_gpu else "gloo")
+
+
+def train_split_store(context: CheckContext) -> Outcome:
+    """The same with weights through Ray's object store, as a server that is started again gets them."""
+    return _train(context, "split", "object_store")
+
+
+def train_colocated(context: CheckContext) -> Outcome:
+    """Servers and learners on the same GPUs by turns; weights over CUDA IPC."""
+    return _train(context, "colocated", "ipc" if context.on_gpu else "object_store")
+
+
+def _train(context: CheckContext, placement: str, transport: str) -> Outcome:
+    (context.folder / "letters.py").write_text(TASK)
+    config = run_config(context, model_of(context), placement, transport)
+    file = context.folder / "run.yaml"
+    file.write_text(yaml.safe_dump(config))
+    environment = dict(os.environ)
+    if context.on_gpu:
+        environment["CUDA_VISIBLE_DEVICES"] = first_devices(context.num_gpus)
+    environment.pop("RAY_ADDRESS", None)
+    done = subprocess.run(
+        [sys.executable, "-m", "rayapp", "train", str(file)],
+        env=environment, capture_output=True, text=True, check=False, errors="replace",
+    )  # fmt: skip
+    (context.folder / "train.log").write_text(done.stdout + done.stderr)
+    if done.returncode:
+        return judged(
+            f"{transport}: exit code {done.returncode}", _reason(done.stderr), "docs/troubleshoot.md has it by message",
+            log=(done.stdout + done.stderr)[-8000:],
+        )  # fmt: skip
+    metrics = context.folder / "out" / "check" / "metrics.jsonl"
+    return judge_run(transport, read_metrics(metrics))
+
+
+def _reason(stderr: str) -> str:
+    lines = [line for line in stderr.splitlines() if line.startswith(("error:", "failed:"))]
+    return (lines or stderr.strip().splitlines() or ["it said nothing"])[-1]
+
+
+def run_config(context: CheckContext, model: str, placement: str, transport: str) -> dict[str, Any]:
+    """The configuration of such a run, as its file has it."""
+    num = context.num_gpus if context.on_gpu else 2
+    learners = num if placement == "colocated" else num // 2
+    servers = learners if placement == "colocated" else num - learners
+    if not context.on_gpu:
+        servers = learners = 1
+    length = 256 if context.on_gpu else 16
+    return {
+        "run": {"name": "check", "output_dir": str(context.folder / "out")},
+        "model": {"path": model},
+        "tasks": [str(context.folder / "letters.py")],
+        "cluster": {
+            "device": context.device, "placement": placement, "address": "local",
+            "object_store_mib": 1024 if not context.on_gpu else 16384 if context.model else 4096,
+        },
+        "rollout": {"group_size": 8, "max_prompt_tokens": 64, "max_completion_tokens": length},
+        "train": {"num_steps": NUM_STEPS, "groups_per_step": 8 if context.on_gpu else 1},
+        "server": {
+            "num_servers": servers, "gpu_memory_utilization": 0.4, "kv_cache_gib": 1, "weight_transport": transport,
+        },
+        "learner": {
+            "num_learners": learners, "max_tokens_per_microbatch": 4096, "optimizer": {"lr": 1e-5},
+            "activation_checkpointing": bool(context.model),
+        },
+        "checkpoint": {"every_steps": 0},
+        "tracking": {"trackers": ["jsonl"]},
+    }  # fmt: skip
+
+
+def judge_run(transport: str, steps: list[dict[str, Any]]) -> Outcome:
+    """The row of a run that ended well, from its metrics."""
+    rows = [row for row in steps if "learner/grad_norm" in row]
+    if len(rows) < NUM_STEPS:
+        figure = f"{transport}: {len(rows)} of {NUM_STEPS} steps have a gradient's norm"
+        return judged(figure, "the others trained on nothing, or it was not finite", "report it with this file")
+    last = rows[-1]
+    gb_s = sync_gb_s(rows)
+    differences = [float(row.get("rollout_probs_diff/mean", math.nan)) for row in rows]  # what is NaN is left out
+    difference = max(differences, key=lambda value: (math.isnan(value), value))
+    figure = (
+        f"{transport} {gb_s:.3g} GB/s, a step {float(last.get('timing_s/step', math.nan)):.1f} s, sampled and trained "
+        f"probabilities differ by {difference:.2g}"
+    )
+    details: dict[str, Any] = {"gb_s": gb_s, "difference": difference, "last": last}
+    if not all(math.isfinite(float(row["learner/grad_norm"])) for row in rows):
+        return judged(figure, "a gradient is not finite", "report it with this file", **details)
+    if not difference <= MAX_LOG_PROB_DIFFERENCE:
+        cure = (
+            f"servers don't hold the learners' weights: set server.weight_transport to another, and report {transport}"
+        )
+        return judged(figure, "servers sample from other weights", cure, **details)
+    return judged(figure, **details)
+
+
+def sync_gb_s(rows: list[dict[str, Any]]) -> float:
+    """Of the fastest sync: the first includes forming the group."""
+    rates = [
+        float(row["weight_sync/bytes"])
+        / (float(row["weight_sync/load_s"]) + float(row.get("weight_sync/export_s", 0.0)))
+        for row in rows
+        if row.get("weight_sync/load_s")
+    ]
+    return max(rates, default=0.0) / 1e9

@@ -1,0 +1,134 @@
+"""For a config that does not fit: the nearest one that does, as overrides. By `rayapp.learner.memory.plan` alone."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from rayapp.config.config import Config
+from rayapp.learner.memory.gpus import Gpu
+from rayapp.learner.memory.plan import GpuPlan, plan_gpu
+from rayapp.learner.memory.shape import ModelShape
+
+MICRO_BATCH_STEP, LARGEST_MICRO_BATCH = 256, 1 << 18
+SMALL_CHUNK = 256
+"""Rows of logits at once below which products get slow."""
+
+Change = Callable[[ModelShape, Config, Gpu], Config]
+
+
+def largest_micro_batch(shape: ModelShape, config: Config, gpu: Gpu) -> int:
+    """Most tokens of `learner.max_tokens_per_microbatch` with which the learner fits; 0 when the longest sequence is
+    too long."""
+
+    def fits(tokens: int) -> bool:
+        return plan_gpu(shape, with_values(config, learner={"max_tokens_per_microbatch": tokens}), gpu).learner_fits
+
+    low, high = 0, LARGEST_MICRO_BATCH // MICRO_BATCH_STEP
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if fits(middle * MICRO_BATCH_STEP) else (low, middle - 1)
+    found = low * MICRO_BATCH_STEP
+    return found if found >= config.max_model_tokens else 0
+
+
+def nearest_that_fits(shape: ModelShape, config: Config, gpu: Gpu) -> Config | None:
+    """The config with the fewest changes that fits; None when no combination of them does."""
+    for size in range(len(CHANGES) + 1):
+        for changes in itertools.combinations(CHANGES, size):
+            changed = config
+            for change in changes:
+                changed = change(shape, changed, gpu)
+            changed = _with_smaller_micro_batch(shape, changed, gpu)
+            if plan_gpu(shape, changed, gpu).fits:
+                return changed
+    return None
+
+
+def overrides_between(before: Config, after: Config) -> list[str]:
+    """`key.sub=value` for what differs, as the command line takes it."""
+    return [f"{key}={str(new).lower()}" for key, old, new in _leaves(before, after) if old != new]
+
+
+def with_values(config: Config, **sections: dict[str, Any]) -> Config:
+    """The config with other values in some sections, not checked."""
+    return config.model_copy(
+        update={name: getattr(config, name).model_copy(update=values) for name, values in sections.items()}
+    )
+
+
+def _leaves(before: Config, after: Config) -> Iterator[tuple[str, Any, Any]]:
+    for section in ("server", "learner"):
+        old, new = getattr(before, section), getattr(after, section)
+        yield from ((f"{section}.{key}", getattr(old, key), getattr(new, key)) for key in type(old).model_fields)
+
+
+def _with_smaller_micro_batch(shape: ModelShape, config: Config, gpu: Gpu) -> Config:
+    most = largest_micro_batch(shape, config, gpu)
+    if most == 0 or most >= config.learner.token_budget:
+        return config
+    return with_values(config, learner={"max_tokens_per_microbatch": max(most, config.max_model_tokens)})
+
+
+def _recompute(shape: ModelShape, config: Config, gpu: Gpu) -> Config:
+    return with_values(config, learner={"activation_checkpointing": True})
+
+
+def _small_chunks(shape: ModelShape, config: Config, gpu: Gpu) -> Config:
+    return with_values(
+        config, learner={"log_prob_chunk_tokens": min(config.learner.log_prob_chunk_tokens, SMALL_CHUNK)}
+    )
+
+
+def _smaller_server(shape: ModelShape, config: Config, gpu: Gpu) -> Config:
+    """What the learner leaves, in whole hundredths."""
+    plan: GpuPlan = plan_gpu(shape, config, gpu)
+    free = (gpu.room - plan.beside_server) / gpu.room
+    now = config.server.gpu_memory_utilization
+    return with_values(config, server={"gpu_memory_utilization": max(0.05, min(now, int(free * 100) / 100))})
+
+
+def _larger_server(shape: ModelShape, config: Config, gpu: Gpu) -> Config:
+    return with_values(config, server={"gpu_memory_utilization": max(0.9, config.server.gpu_memory_utilization)})
+
+
+def _wider_servers(shape: ModelShape, config: Config, gpu: Gpu) -> Config:
+    """Twice the tensor parallelism on the same GPUs, or on twice as many where there is one server."""
+    tp, servers = config.server.tensor_parallel_size, config.server.num_servers
+    if shape.num_heads % (2 * tp):
+        return config
+    if servers % 2 == 0:
+        return with_values(config, server={"tensor_parallel_size": 2 * tp, "num_servers": servers // 2})
+    wider = with_values(config, server={"tensor_parallel_size": 2 * tp})
+    return _with_learners(wider, 2) if config.cluster.placement == "colocated" else wider
+
+
+def _offload(shape: ModelShape, config: Config, gpu: Gpu) -> Config:
+    return with_values(config, learner={"cpu_offload": True})
+
+
+def _more_learners(shape: ModelShape, config: Config, gpu: Gpu) -> Config:
+    return _with_servers(_with_learners(config, 2), 2)
+
+
+def _many_more_learners(shape: ModelShape, config: Config, gpu: Gpu) -> Config:
+    return _with_servers(_with_learners(config, 4), 4)
+
+
+def _with_learners(config: Config, factor: int) -> Config:
+    return with_values(config, learner={"num_learners": factor * config.learner.num_learners})
+
+
+def _with_servers(config: Config, factor: int) -> Config:
+    """As many more servers where they share the learners' GPUs."""
+    if config.cluster.placement == "split":
+        return config
+    return with_values(config, server={"num_servers": factor * config.server.num_servers})
+
+
+CHANGES: tuple[Change, ...] = (
+    _recompute, _small_chunks, _smaller_server, _larger_server, _wider_servers, _more_learners, _offload,
+    _many_more_learners,
+)  # fmt: skip
+"""Those that cost least first."""

@@ -1,0 +1,113 @@
+"""The numbers of a model that its memory and its speed follow from, read from its config.json without weights."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rayapp.config.config import Config
+from rayapp.core.errors import InputError
+from rayapp.core.imports import large_imports
+from rayapp.storage.models.check import check_hub_answers
+from rayapp.storage.models.prefetch import with_local_model
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelShape:
+    """The numbers of a model that its memory depends on."""
+
+    num_parameters: int
+    """All parameters, tied ones once."""
+    num_layer_parameters: int
+    """Parameters of one decoder layer, the largest."""
+    num_layers: int
+    hidden: int
+    intermediate: int
+    num_heads: int
+    num_key_heads: int
+    head_size: int
+    vocabulary: int
+    num_idle_parameters: int = 0
+    """Parameters of experts that a token is not sent to, all layers together."""
+    num_adapter_parameters: int = 0
+    """Parameters of the adapters that `learner.lora` adds; 0 trains all weights."""
+    adapter_rank_sum: int = 0
+    """Sum of the ranks of all adapters of one layer: the numbers that they keep of a token."""
+
+    @property
+    def num_trained(self) -> int:
+        """Parameters with a gradient and an optimizer state."""
+        return self.num_adapter_parameters or self.num_parameters
+
+    @property
+    def num_computed(self) -> int:
+        """Parameters of the layers that one token is multiplied by."""
+        return self.num_layers * self.num_layer_parameters - self.num_idle_parameters
+
+    @property
+    def num_root_parameters(self) -> int:
+        """Parameters outside the layers: embeddings, head and the last norm."""
+        return self.num_parameters - self.num_layers * self.num_layer_parameters
+
+
+def model_shape(config: Config) -> ModelShape:
+    """Shape of the model at `config.model.path`, made on torch's meta device: nothing is allocated.
+
+    A folder needs no more than a config.json.
+
+    Raises:
+        InputError: there is no such model, or it is on a hub that does not answer.
+    """
+    with large_imports():
+        import torch
+        from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = with_local_model(config)
+    path, trusted = config.model.path, config.model.trust_remote_code
+    if not Path(path).is_dir():
+        check_hub_answers(path)
+    try:
+        read: Any = AutoConfig.from_pretrained(path, trust_remote_code=trusted, local_files_only=Path(path).is_dir())
+    except (OSError, ValueError) as error:
+        raise InputError(f"model.path {path!r} can't be read: {error}") from error
+    with torch.device("meta"):
+        model: Any = AutoModelForCausalLM.from_config(read, trust_remote_code=trusted)
+    layers = [sum(p.numel() for p in layer.parameters()) for layer in model.get_decoder().layers]
+    heads = read.num_attention_heads
+    num_parameters = sum(p.numel() for p in model.parameters())
+    adapters = _adapters(model, config)
+    return ModelShape(
+        num_parameters=num_parameters,
+        num_layer_parameters=max(layers),
+        num_layers=len(layers),
+        hidden=read.hidden_size,
+        intermediate=read.intermediate_size,
+        num_heads=heads,
+        num_key_heads=getattr(read, "num_key_value_heads", None) or heads,
+        head_size=getattr(read, "head_dim", None) or read.hidden_size // heads,
+        vocabulary=read.vocab_size,
+        num_idle_parameters=_idle(model, read),
+        num_adapter_parameters=sum(p.numel() for p in adapters),
+        adapter_rank_sum=len(adapters) // 2 * config.learner.lora.rank // len(layers),
+    )
+
+
+def _idle(model: Any, read: Any) -> int:
+    """Parameters of experts that a token is not sent to."""
+    counts = [getattr(read, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts")]
+    num_experts = next((count for count in counts if count), 0)
+    if not num_experts:
+        return 0
+    experts = sum(p.numel() for name, p in model.named_parameters() if ".experts." in name)
+    return int(experts * (1 - read.num_experts_per_tok / num_experts))
+
+
+def _adapters(model: Any, config: Config) -> list[Any]:
+    """Both matrices of every adapter that the learner would add, on the meta device. Changes the model."""
+    from rayapp.learner.state.lora import ADAPTER, add_adapters
+
+    if config.learner.lora.rank == 0:
+        return []
+    add_adapters(model, config.learner.lora)
+    return [parameter for name, parameter in model.named_parameters() if ADAPTER in name]

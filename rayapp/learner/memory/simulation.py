@@ -1,0 +1,277 @@
+"""One step of a learner of any size, run without its memory and without a GPU: what it would allocate.
+
+`rayapp plan CONFIG --simulate` calls `simulate_learner`, and the plan's formulas are tested against it. It runs the
+learner's own model, FSDP, packing, head and optimizer on torch's fake tensors, which have shapes and no numbers, as one
+of `learner.num_learners` ranks whose collectives do nothing. What depends on numbers is left out: the loss is the sum
+of the log-probs. The fake tensors are on the device `cpu`, with a GPU's choices set by hand: layers are gathered one by
+one, attention is the varlen kernel, and the softmax of a chunk is taken at once.
+
+Not seen, as by no simulation: what a kernel needs inside itself, gaps between the allocator's pieces, CUDA itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+from torch import Tensor
+from torch._guards import active_fake_mode
+from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from rayapp.config.config import Config
+from rayapp.core.summaries import summarize_group
+from rayapp.core.types import Group, GroupSummary, Prompt, Reward, RolloutStatus, Trajectory
+from rayapp.learner.attention import varlen_plan
+from rayapp.learner.batch import MicroBatch, TrainItem, make_micro_batch
+from rayapp.learner.log_probs import HeadOptions
+from rayapp.learner.memory.meter import CpuMeter
+from rayapp.learner.optimizer import make_optimizer
+from rayapp.learner.policy import DTYPES, DeviceBatch, PolicyModel, build_causal_lm, policy_of, shard, to_device
+from rayapp.learner.shares import Share
+
+CPU = torch.device("cpu")
+STORAGES: Any = torch.UntypedStorage
+"""The class whose `resize_` a meter follows."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SimulatedLearner:
+    """Bytes on one learner's GPU, without CUDA's own."""
+
+    weights: int
+    """Its shards, in float32; with adapters both kinds."""
+    reference: int
+    """Its shards of the frozen reference; 0 without a KL loss."""
+    gradients: int
+    optimizer: int
+    """AdamW's two moments."""
+    peaks: dict[str, int]
+    """The most that was allocated at once in each part of a micro-batch behind another one of the same step. Clipping
+    and AdamW, which are fused, need nothing of their own."""
+    host: int
+    """Of the above, what `learner.cpu_offload` keeps in host memory; taken off the peaks."""
+
+    @property
+    def peak(self) -> int:
+        return max(self.peaks.values())
+
+    @property
+    def resident(self) -> int:
+        """What stays between steps."""
+        return self.weights + self.reference + self.optimizer - (self.host - self.gradients if self.host else 0)
+
+
+def simulate_learner(config: Config) -> SimulatedLearner:
+    """Run a step of `config` on full micro-batches of the longest trajectories, groups sharing their prompts.
+
+    Needs a process without a process group, which it has for the time being.
+
+    Raises:
+        InputError: the model's config can't be read.
+    """
+    batch = _as_on_gpu(_full_micro_batch(config))
+    with _fake_ranks(config.learner.num_learners) as mesh, FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        model = _fake_policy(config, mesh, trainable=True)
+        reference = _fake_policy(config, mesh, trainable=False) if config.algorithm.kl_loss_coef > 0 else None
+        with FakeMeter(mode) as meter:
+            return _step(config, model, reference, batch, meter)
+
+
+def _step(
+    config: Config, model: PolicyModel, reference: PolicyModel | None, batch: DeviceBatch, meter: FakeMeter
+) -> SimulatedLearner:
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = make_optimizer(model, config.learner.optimizer)
+    for parameter in trained:
+        parameter.grad = torch.zeros_like(parameter)  # the sum of the micro-batches before this one
+    optimizer.step()  # makes the moments
+    kinds = {
+        "weights": _bytes(model.parameters()),
+        "reference": _bytes(reference.parameters()) if reference is not None else 0,
+        "gradients": _bytes(p.grad for p in trained if p.grad is not None),
+        "optimizer": _bytes(state[name] for state in optimizer.state.values() for name in ("exp_avg", "exp_avg_sq")),
+    }
+    meter.follow([*model.parameters(), *(reference.parameters() if reference is not None else ())])
+    host = sum(kinds.values()) if config.learner.cpu_offload else 0
+    peaks: dict[str, int] = {}
+
+    @contextmanager
+    def part(name: str) -> Iterator[None]:
+        meter.restart()
+        yield
+        peaks[name] = max(meter.marks) - host
+
+    options = HeadOptions(
+        temperature=config.rollout.temperature,
+        chunk_rows=config.learner.log_prob_chunk_tokens,
+        entropy_needs_grad=config.algorithm.entropy_coef > 0,
+        softmax_rows=config.learner.log_prob_chunk_tokens,
+    )
+    if reference is not None:
+        with part("reference"), torch.no_grad():
+            reference(batch, options)
+            reference.reshard()  # type: ignore[operator]
+    with part("forward"):
+        scores = model(batch, options)
+    with part("backward"):
+        scores.log_probs.sum().backward()
+        del scores
+    return SimulatedLearner(**kinds, peaks=peaks, host=host)
+
+
+class FakeMeter(CpuMeter):
+    """Follows fake tensors' storages, those too that FSDP frees by resizing them, which no operator shows."""
+
+    def __init__(self, mode: FakeTensorMode) -> None:
+        super().__init__(())
+        self._mode = mode
+        self._resize = STORAGES.resize_
+
+    def follow(self, tensors: list[Any]) -> None:
+        """Count these from now on."""
+        self.mark([_local(tensor) for tensor in tensors])
+
+    def __enter__(self) -> FakeMeter:
+        def resize(storage: torch.UntypedStorage, size: int) -> None:
+            self._resize(storage, size)
+            self._see(storage)
+            self.marks.append(self._now)
+
+        STORAGES.resize_ = resize
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *args: Any) -> None:
+        STORAGES.resize_ = self._resize
+        super().__exit__(*args)  # type: ignore[no-untyped-call]
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if active_fake_mode() is not self._mode:  # DTensor asks what an operator's result would look like
+            return func(*args, **(kwargs or {}))
+        if func is torch.ops._c10d_functional.wait_tensor.default:  # noqa: SLF001
+            return args[0]  # on fake tensors it would make a copy
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+@contextmanager
+def _fake_ranks(world_size: int) -> Iterator[DeviceMesh]:
+    """Within, this process is the first of so many ranks, whose collectives do nothing."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
+    try:
+        yield init_device_mesh("cpu", (world_size,))
+    finally:
+        dist.destroy_process_group()
+
+
+def _fake_policy(config: Config, mesh: DeviceMesh, *, trainable: bool) -> PolicyModel:
+    """The learner's model with fake weights, sharded as on GPUs. Call it within the fake mode."""
+    section = config.learner
+    model = _meta_policy(config, trainable=trainable)
+    _make_fake(model)
+    sharded = shard(model, mesh, compute_dtype=DTYPES[section.compute_dtype], cpu_offload=section.cpu_offload)
+    decoder: Any = sharded.causal_lm.get_decoder()  # type: ignore[operator]
+    for layer in decoder.layers:
+        layer.set_reshard_after_forward(True)
+    return sharded
+
+
+def _meta_policy(config: Config, *, trainable: bool) -> PolicyModel:
+    with unset_fake_temporarily(), torch.device("meta"):
+        causal_lm = build_causal_lm(config, is_checked=False)
+        return policy_of(causal_lm, config, trainable=trainable)
+
+
+def _make_fake(model: torch.nn.Module) -> None:
+    """Put a fake tensor on the CPU in the place of each meta tensor; tied ones stay tied."""
+    made: dict[int, Any] = {}
+    for module in model.modules():
+        for name, parameter in module._parameters.items():  # noqa: SLF001 - named_parameters() can't replace
+            if parameter is not None and id(parameter) not in made:
+                empty = torch.empty(parameter.shape, dtype=parameter.dtype)
+                made[id(parameter)] = torch.nn.Parameter(empty, parameter.requires_grad)
+            module._parameters[name] = made[id(parameter)] if parameter is not None else None  # noqa: SLF001
+        for name, buffer in module._buffers.items():  # noqa: SLF001
+            module._buffers[name] = torch.empty(buffer.shape, dtype=buffer.dtype) if buffer is not None else None  # noqa: SLF001
+
+
+def full_step(config: Config) -> tuple[tuple[GroupSummary, ...], tuple[Share, ...], list[Group]]:
+    """What `train_step` of one rank takes: two full micro-batches of the longest trajectories, groups sharing prompts.
+
+    Rewards differ within each group, so that all of it is trained on.
+    """
+    groups = []
+    for number, rows in enumerate(_full_groups(config, 2 * config.learner.token_budget)):
+        prompt = Prompt(task="full", text="", token_ids=rows[0].token_ids[: config.rollout.max_prompt_tokens])
+        groups.append(Group(group_id=number, prompt=prompt, trajectories=tuple(rows)))
+    summaries = tuple(summarize_group(group, time_total_s=0.0) for group in groups)
+    return summaries, tuple(map(Share, range(len(groups)))), groups
+
+
+def _full_micro_batch(config: Config) -> MicroBatch:
+    groups = _full_groups(config, config.learner.token_budget)
+    rows = [(number, row) for number, group in enumerate(groups) for row in group]
+    items = [
+        TrainItem(row=i, group=group, trajectory=row, advantages=np.ones(row.num_response_tokens, np.float32))
+        for i, (group, row) in enumerate(rows)
+    ]
+    return make_micro_batch(items, share_prefixes=config.learner.share_prefixes)
+
+
+def _full_groups(config: Config, num_tokens: int) -> list[list[Trajectory]]:
+    """Trajectories that bring as many tokens as these, all but the last of the longest kind, groups sharing prompts.
+
+    Completions of a group differ from their first token on.
+    """
+    prompt, completion = config.rollout.max_prompt_tokens, config.rollout.max_completion_tokens
+    groups: list[list[Trajectory]] = []
+    room = num_tokens
+    while True:
+        is_new = not groups or len(groups[-1]) == config.rollout.group_size
+        # All tokens but the last are read; the first completion of a group brings the prompt, too.
+        room -= prompt if is_new or not config.learner.share_prefixes else 0
+        length = min(completion, room + 1)
+        if length < 2 and groups:
+            return groups
+        if is_new:
+            groups.append([])
+        room -= length - 1
+        tokens = np.zeros(prompt + length, np.int32)
+        tokens[prompt:] = 1 + len(groups[-1])
+        groups[-1].append(plain_trajectory(tokens, prompt, reward=float(len(groups[-1]) % 2)))
+
+
+def plain_trajectory(tokens: NDArray[np.int32], num_prompt_tokens: int, *, reward: float = 0.0) -> Trajectory:
+    """A trajectory of these tokens, with log-probs of 0."""
+    return Trajectory(
+        token_ids=tokens,
+        response_mask=np.arange(tokens.size) >= num_prompt_tokens,
+        rollout_log_probs=np.zeros(tokens.size, np.float32),
+        completion_text="",
+        reward=Reward(value=reward),
+        status=RolloutStatus.COMPLETED,
+        min_policy_version=0,
+        max_policy_version=0,
+    )
+
+
+def _as_on_gpu(batch: MicroBatch) -> DeviceBatch:
+    moved = to_device(batch, CPU)
+    return replace(moved, attention=replace(moved.attention, varlen=varlen_plan(batch.packing, CPU)))
+
+
+def _bytes(tensors: Any) -> int:
+    return sum(_local(tensor).nbytes for tensor in tensors)
+
+
+def _local(tensor: Any) -> Tensor:
+    local: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return local

@@ -1,0 +1,89 @@
+"""`rayapp plan` and the same questions to `rayapp doctor`: what they plan for, and what they need to be given."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from rayapp.cli.main import run
+
+ARCHITECTURES = Path(__file__).parents[2] / "data" / "architectures"
+SMALL = str(ARCHITECTURES / "qwen2.5-0.5b.json")
+
+
+def test_a_config_for_gpus_asks_which_where_there_are_none(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert run(["plan", "configs/coding_8gpu.yaml", "--model-config", SMALL]) == 2
+    assert "name one, --gpu h200|h100" in capsys.readouterr().err
+    assert run(["plan", "configs/coding_8gpu.yaml", "--gpu", "tpu", "--model-config", SMALL]) == 2
+    assert "use one of h200, h100, a100" in capsys.readouterr().err
+
+
+def test_a_config_for_cpu_is_planned_for_this_machines_memory(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rayapp.cli.doctor.available_memory", lambda: 40 << 30)
+    assert run(["plan", "configs/coding_cpu.yaml", "--model-config", SMALL]) == 0
+    printed = capsys.readouterr().out
+    assert "494.0M parameters in 24 layers, on this machine's CPU" in printed
+    assert "h200" in printed.splitlines()[-1]
+    monkeypatch.setattr("rayapp.cli.doctor.available_memory", lambda: 4 << 30)
+    assert run(["plan", "configs/coding_cpu.yaml", "--model-config", SMALL]) == 1
+    assert "DOES NOT FIT" in capsys.readouterr().out
+
+
+def test_plan_and_doctor_need_no_more_than_a_config_json(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rayapp.cli.doctor.machine", lambda: iter(()))
+    gpus = ["cluster.num_gpus=8"]
+    assert run(["plan", "configs/coding_8gpu.yaml", *gpus, "--gpu", "h100", "--model-config", SMALL]) == 0
+    assert "largest micro-batch that fits" in capsys.readouterr().out
+    assert run(["doctor", "configs/coding_cpu.yaml", "--model-config", SMALL]) == 0
+    assert "can run here" in capsys.readouterr().out
+    assert run(["plan", "configs/coding_cpu.yaml", "--model-config", "nowhere.json"]) == 2
+    assert "there is no such file" in capsys.readouterr().err
+
+
+def test_a_silent_hub_is_told_at_once(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+    assert run(["plan", "configs/coding_8gpu.yaml", "--gpu", "h100"]) == 2
+    error = capsys.readouterr().err
+    assert "http://127.0.0.1:9 does not answer" in error
+    assert "--model-config FILE" in error
+
+
+def test_a_model_that_is_on_this_disk_is_used_when_the_hub_is_silent(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    import huggingface_hub
+    from huggingface_hub import constants
+
+    from rayapp.storage.models.check import check_hub_answers
+
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+    monkeypatch.setenv("HF_HUB_OFFLINE", "0")
+    monkeypatch.setattr(huggingface_hub, "try_to_load_from_cache", lambda *_: str(tmp_path / "config.json"))
+    check_hub_answers("some/model")
+    assert constants.HF_HUB_OFFLINE
+
+
+def test_the_table_of_shapes_is_that_of_the_models(tmp_path: Path) -> None:
+    sizes = {"qwen2.5-0.5b": 0.494, "qwen2.5-3b": 3.086, "qwen3-8b": 8.191, "llama-3.1-70b": 70.554}
+    from rayapp.config.config import Config
+    from rayapp.learner.memory.shape import model_shape
+
+    for name, billions in sizes.items():
+        architecture = json.loads((ARCHITECTURES / f"{name}.json").read_text())
+        (tmp_path / "config.json").write_text(json.dumps(architecture))
+        shape = model_shape(Config.model_validate({"model": {"path": str(tmp_path)}}))
+        assert shape.num_parameters / 1e9 == pytest.approx(billions, abs=0.001)
