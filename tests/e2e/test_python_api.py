@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[2]
 PROGRAM = ROOT / "tests" / "data" / "train_from_python.py"
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_run_with_a_task_of_the_program_stops_is_cancelled_and_goes_on_leaving_nothing_behind(
     tiny_model: Path, tmp_path: Path
 ) -> None:
