@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[2]
 PROGRAM = ROOT / "tests" / "data" / "train_from_python.py"
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_run_with_a_task_of_the_program_stops_is_cancelled_and_goes_on_leaving_nothing_behind(
     tiny_model: Path, tmp_path: Path
 ) -> None:
@@ -35,4 +35,4 @@ def test_a_run_with_a_task_of_the_program_stops_is_cancelled_and_goes_on_leaving
     assert said["left"] == []
     metrics = read_metrics(tmp_path / "outputs" / "mine" / "metrics.jsonl")
     assert [record["step"] for record in metrics] == [1, 2, 3, 4, 5, 6]
-    assert {key for key in metrics[0] if key.startswith("task/")} >= {"task/letters/reward/mean"}
+    assert "task/letters/reward/mean" in metrics[0], "the program's own task scored in the workers"

@@ -165,7 +165,7 @@ def test_a_missing_package_is_told_before_training_with_the_way_out(monkeypatch:
     monkeypatch.setattr(module, "find_spec", lambda name: None if name == "wandb" else object())
 
     with pytest.raises(ConfigError, match="pip install wandb, or leave it out"):
-        module._check_packages(("console", "mlflow", "wandb"))
+        module.check_packages(("console", "mlflow", "wandb"))
 
 
 def test_the_configuration_is_flat_for_services() -> None:
