@@ -186,7 +186,10 @@ class ChatFormat:
         return around[0] + "".join(map(add, results, around[1:]))
 
     def _frame(self, names: tuple[str, ...]) -> tuple[str, ...] | None:
-        """The texts before, between and after results; None for a template that does not write results as they are."""
+        """The texts before, between and after results; None for a template that does not write results as they are.
+
+        What a template does to one text alone, and to none of the probes, is not found out.
+        """
         marks = [f"result-number-{i}-" for i in range(len(names))]
         try:
             around = tuple(re.split("|".join(marks), self._after_turn(marks, names))) if marks else ()
