@@ -276,12 +276,12 @@ async def test_a_parser_that_fails_is_a_malformed_call(bench: Bench) -> None:
 async def test_a_template_that_can_not_write_a_result_fails_its_trajectory_only(chat_tokenizer: Any) -> None:
     picky = load_template("chatml_hermes").replace(
         "{%- if message.role == 'tool' -%}",
-        "{%- if message.role == 'tool' -%}{%- if message.content == 'x' -%}{{ raise_exception('no x') }}{%- endif -%}",
+        "{%- if message.role == 'tool' -%}{%- if message.content[0] == ' ' -%}{{ raise_exception('no x') }}{% endif %}",
     )
     bench = Bench(chat_tokenizer)
     bench.loop = replace(bench.loop, chat=ChatFormat(chat_tokenizer, bench.loop.tools.schemas, template=picky))
 
-    failed, _ = await bench.run(call("echo", text="x"))
+    failed, _ = await bench.run(call("echo", text=" x"))
 
     assert (failed.status, failed.end) == (RolloutStatus.ERROR_TASK, EpisodeEnd.FAILED)
     assert "the chat template can't write these results: no x" in failed.failure
