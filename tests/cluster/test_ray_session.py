@@ -10,7 +10,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -70,15 +70,17 @@ except KeyboardInterrupt:
 
 
 @pytest.fixture
-def start() -> Iterator[Callable[[], subprocess.Popen[str]]]:
-    """Starts a driver that has reached its Ray, on a machine where nobody has called `ray start`."""
+def environment(without_torch: None) -> Iterator[dict[str, str]]:
+    """Of a machine where nobody has called `ray start`, and on which two runs begin."""
     kept = {key: value for key, value in os.environ.items() if key != "RAY_ADDRESS"}
+    kept["PYTHONPATH"] += f"{os.pathsep}{ROOT}"
     # Short: a Unix socket's path has to fit in 107 bytes.
     with tempfile.TemporaryDirectory(prefix="rs", dir="/tmp", ignore_cleanup_errors=True) as folder:
-        yield lambda: connected(kept | {"PYTHONPATH": str(ROOT), "RAY_TMPDIR": folder})
+        yield kept | {"RAY_TMPDIR": folder}
 
 
 def connected(environment: dict[str, str]) -> subprocess.Popen[str]:
+    """A driver that has reached its Ray and waits."""
     while True:
         driver = subprocess.Popen(
             [sys.executable, "-c", PROGRAM],
@@ -95,59 +97,48 @@ def connected(environment: dict[str, str]) -> subprocess.Popen[str]:
         assert "timed out during startup" in errors, line + output + errors
 
 
-def test_two_runs_of_a_machine_share_no_ray_and_a_signal_ends_each_after_its_cleanup(
-    start: Callable[[], subprocess.Popen[str]],
-) -> None:
-    with ExitStack() as stack:
-        first = started(stack, start)
-        second = started(stack, start)  # has read "its own" as well, beside the first one's Ray
-
-        assert_ends_after_its_cleanup(second, signal.SIGTERM)
-        assert first.poll() is None
-        assert_ends_after_its_cleanup(first, signal.SIGINT)
-
-
-def started(stack: ExitStack, start: Callable[[], subprocess.Popen[str]]) -> subprocess.Popen[str]:
-    """Killed behind the block, if it has not ended."""
-    driver = start()
-    stack.callback(driver.kill)
-    return driver
-
-
-def assert_ends_after_its_cleanup(driver: subprocess.Popen[str], number: signal.Signals) -> None:
-    driver.send_signal(number)
-    output, errors = driver.communicate(timeout=600)
-    assert output == "cleaned up\n", errors
-    assert driver.returncode == 130, errors
-    assert "SIGTERM received" not in errors
-
-
-@pytest.mark.usefixtures("without_torch")
-def test_sigterm_to_the_whole_process_group_ends_with_a_saved_checkpoint(
-    tiny_run: Callable[[str, Path], dict[str, Any]], tmp_path: Path
-) -> None:
-    config = tiny_run("run", tmp_path) | {"cluster": {"device": "cpu", "object_store_mib": 100}}
-    file, metrics = tmp_path / "config.yaml", tmp_path / "run" / "metrics.jsonl"
+@contextmanager
+def training(config: dict[str, Any], folder: Path, environment: dict[str, str]) -> Iterator[subprocess.Popen[str]]:
+    """A run that has trained two steps, in a process group of its own; killed behind the block, if it has not ended."""
+    file, metrics = folder / "config.yaml", folder / "run" / "metrics.jsonl"
     file.write_text(yaml.safe_dump(config))
-    environment = {key: value for key, value in os.environ.items() if key != "RAY_ADDRESS"}
-    environment["PYTHONPATH"] += f"{os.pathsep}{ROOT}"
-    with tempfile.TemporaryDirectory(prefix="rs", dir="/tmp", ignore_cleanup_errors=True) as folder:
-        driver = subprocess.Popen(
-            [sys.executable, "-c", TRAINING, str(file)],
-            env=environment | {"RAY_TMPDIR": folder},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            start_new_session=True,
-        )
+    driver = subprocess.Popen(
+        [sys.executable, "-c", TRAINING, str(file)],
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    try:
         while not metrics.exists() or metrics.read_text().count("\n") < 2:
             assert driver.poll() is None, driver.communicate()
             time.sleep(0.02)
+        yield driver
+    finally:
+        driver.kill()
 
-        os.killpg(driver.pid, signal.SIGTERM)  # as `timeout`, or a shell that ends its job
-        output, _ = driver.communicate(timeout=600)
 
-    assert driver.returncode == 130, output
+def test_two_runs_of_a_machine_share_no_ray_and_sigterm_to_one_or_its_whole_group_ends_it_after_its_cleanup(
+    tiny_run: Callable[[str, Path], dict[str, Any]], tmp_path: Path, environment: dict[str, str]
+) -> None:
+    config = tiny_run("run", tmp_path) | {"cluster": {"device": "cpu", "object_store_mib": 100}}
+    with training(config, tmp_path, environment) as first:
+        second = connected(environment)  # has read "its own" as well, beside the first one's Ray
+        try:
+            second.send_signal(signal.SIGTERM)
+            output, errors = second.communicate(timeout=600)
+        finally:
+            second.kill()
+        assert output == "cleaned up\n", errors
+        assert second.returncode == 130, errors
+        assert "SIGTERM received" not in errors
+        assert first.poll() is None
+
+        os.killpg(first.pid, signal.SIGTERM)  # as `timeout`, or a shell that ends its job
+        output, _ = first.communicate(timeout=600)
+
+    assert first.returncode == 130, output
     with RunFolder.open(Config.model_validate(config)) as opened:
         checkpoint = opened.latest_checkpoint()
     assert checkpoint is not None, output

@@ -211,19 +211,6 @@ async def test_a_server_that_dies_in_a_weight_sync_and_one_that_answers_but_samp
     assert "recovery.stall_replace_s = 10" in stalled
 
 
-async def test_a_learner_dies_and_all_go_on_from_the_last_checkpoint(make_config: Callable[..., Config]) -> None:
-    config = make_config()
-
-    # The stand-in refuses a step that does not follow its state's: it must be that of the checkpoint.
-    cluster, _ = await run(config, {3: [("learner-1", signal.SIGKILL)]})
-
-    assert_whole(config)
-    assert cluster.num_learner_restarts == 1
-    assert records(config)[-1]["recovery/learner_restarts"] == 1.0
-    # Lost after step 3, the checkpoint is that of step 2: the ledger of what followed begins there.
-    assert records(config)[-1]["ledger/trained"] == (NUM_STEPS - 2) * GROUPS_PER_STEP
-
-
 async def test_a_process_that_dies_too_often_ends_the_run_with_a_checkpoint_and_before_it_all_stacks_can_be_had(
     make_config: Callable[..., Config],
 ) -> None:
@@ -250,26 +237,35 @@ async def test_a_process_that_dies_too_often_ends_the_run_with_a_checkpoint_and_
     assert "Thread" in text or "no stack" in text
 
 
-async def test_a_whole_node_is_lost_and_the_run_goes_on_on_the_other(
+async def test_a_learner_dies_and_then_a_whole_node_is_lost_and_all_go_on_from_the_last_checkpoint_on_the_other(
     make_config: Callable[..., Config], nodes: FakeCluster
 ) -> None:
     config = make_config()
+    metrics = config.run_folder / "metrics.jsonl"
     nodes.add_node(num_cpus=2, object_store_memory=NODE_MEMORY)
     nodes.wait_for_nodes()
 
-    async def lose_the_learners_node() -> None:
-        await middle_of_the_step_after(3, config.run_folder / "metrics.jsonl")
+    async def kill_a_learner_and_lose_its_node() -> None:
+        await middle_of_the_step_after(3, metrics)
+        os.kill(int(living("learner-1")["Pid"]), signal.SIGKILL)
+        await middle_of_the_step_after(5, metrics)
         lost = living("learner-0")["Address"]["NodeID"]
         node = next(n for n in nodes.list_all_nodes() if n.node_id == lost)
         await asyncio.to_thread(nodes.remove_node, node, allow_graceful=False)
 
-    cluster, notes = await run_while(config, lose_the_learners_node)
+    # The stand-in refuses a step that does not follow its state's: it must be that of the checkpoint.
+    cluster, notes = await run_while(config, kill_a_learner_and_lose_its_node)
 
     # Servers and learners are packed on one node: all of them went with it, and with the groups in its memory.
     assert_whole(config)
-    assert cluster.num_learner_restarts >= 1, notes
+    after_the_learner, found = NUM_STEPS - 2, {record["step"]: record for record in records(config)}
+    assert found[after_the_learner]["recovery/learner_restarts"] == 1.0, notes
+    assert cluster.num_learner_restarts >= 2, notes
     assert {"vllm-server-0", "vllm-server-1"} <= set(cluster.supervisor.restarts), notes
-    assert records(config)[-1]["ledger/trained"] == (NUM_STEPS - 2) * GROUPS_PER_STEP
+    # Lost after step 3, and after step 5, the checkpoints are those of steps 2 and 4: the ledger of what followed
+    # begins there.
+    assert found[after_the_learner]["ledger/trained"] == (after_the_learner - 2) * GROUPS_PER_STEP
+    assert found[NUM_STEPS]["ledger/trained"] == (NUM_STEPS - 4) * GROUPS_PER_STEP
 
 
 def contents(folder: Path) -> dict[Path, bytes]:

@@ -1,5 +1,8 @@
 """A run that is killed goes on as if nothing had happened: same tokens, same metrics, to the last bit. And Ctrl-C on
-its terminal, in the middle of a step: exit code 130, nothing left running, and a run that can go on."""
+its terminal, in the middle of a step: exit code 130, nothing left running, and a run that can go on.
+
+The steps between what was saved and the kill are taken twice: before it, by processes that nothing had interrupted, and
+after it, by others. The second time must be the first."""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ import json
 import os
 import pty
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -26,8 +30,8 @@ from rayapp.runs.folder import RunFolder
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(3600)]
 
 ROOT = Path(__file__).parents[2]
-NUM_STEPS = 6
-KILL_AFTER = 3
+SAVED, NUM_STEPS = 4, 7
+"""The run is killed inside the step behind NUM_STEPS; SAVED is the last step that it has saved then."""
 MANY_STEPS = 1_000_000
 DEADLINE_S = 1500.0
 """Of one run, for one that hangs: on a machine that others keep busy the actors' start alone takes minutes."""
@@ -91,11 +95,11 @@ def config_file(tiny_model: Path, letter_tasks: list[str], tmp_path_factory: pyt
         "tasks": letter_tasks,
         "cluster": {"device": "cpu"},
         "rollout": {"group_size": 4, "max_prompt_tokens": 32, "max_completion_tokens": 16},
-        "train": {"num_steps": NUM_STEPS, "groups_per_step": 2},
+        "train": {"num_steps": MANY_STEPS, "groups_per_step": 2},
         "learner": {"max_tokens_per_microbatch": 256, "compute_dtype": "float32", "optimizer": {"lr": 3e-3}},
         "server": {"kv_cache_gib": 1},
-        "checkpoint": {"every_steps": 2},
-        "eval": {"samples_per_task": 3},
+        "checkpoint": {"every_steps": SAVED, "keep_last": 100},
+        "eval": {"samples_per_task": 3, "every_steps": 2},
     }
     file = folder / "config.yaml"
     file.write_text(yaml.safe_dump(config))
@@ -144,11 +148,14 @@ def wait_for_step(process: subprocess.Popen[str], folder: Path, step: int) -> No
         time.sleep(0.02)
 
 
-@pytest.fixture(scope="module")
-def uninterrupted(config_file: Path) -> Path:
-    """A whole run, evaluated after steps 3 and 6."""
-    finish(train(config_file, "uninterrupted", "eval.every_steps=3"))
-    return run_folder(config_file, "uninterrupted")
+@dataclass(frozen=True)
+class Killed:
+    """A run whose driver was killed with SIGKILL inside step NUM_STEPS + 1; its engine is gone."""
+
+    folder: Path
+    """Where it goes on."""
+    before: Path
+    """What it had left by then: steps that nothing had interrupted since the first."""
 
 
 @dataclass(frozen=True)
@@ -164,29 +171,25 @@ class Interrupted:
     """Those of them that nothing ends any more."""
 
 
-OVERRIDES = ("eval.every_steps=2", "checkpoint.keep_last=100")
-"""Of the run that is killed and interrupted: evaluated after steps 2, 4 and 6, unlike the uninterrupted one."""
-
-
 @pytest.fixture(scope="module")
-def killed(config_file: Path) -> Path:
-    """A run whose driver is killed with SIGKILL inside step 4, after the checkpoint of step 2; its engine is gone."""
-    folder = run_folder(config_file, "killed")
-    process = train(config_file, "killed", *OVERRIDES)
+def killed(config_file: Path) -> Killed:
+    folder, before = run_folder(config_file, "killed"), config_file.parent / "before"
+    process = train(config_file, "killed")
     try:
-        wait_for_step(process, folder, KILL_AFTER)
+        wait_for_step(process, folder, NUM_STEPS)
         started = psutil.Process(process.pid).children(recursive=True)
         engines = [child for child in started if "VLLM" in child.name()]
         assert engines, started
     finally:
         os.kill(process.pid, signal.SIGKILL)
         process.wait()
+    shutil.copytree(folder, before)
     # An engine whose server has died ends its parent, which would be this process once `descendants` adopts orphans.
     deadline = time.monotonic() + STOP_S
     while any(is_alive(engine) for engine in engines):
         assert time.monotonic() < deadline, engines
         time.sleep(0.1)
-    return folder
+    return Killed(folder, before)
 
 
 def is_alive(process: psutil.Process) -> bool:
@@ -196,17 +199,22 @@ def is_alive(process: psutil.Process) -> bool:
         return False
 
 
+GOES_ON = ("eval.every_steps=3", "checkpoint.every_steps=2")
+"""Of the run that goes on: evaluated and saved after step 6, unlike the one that was killed."""
+
+
 @pytest.fixture(scope="module")
 def interrupted(
-    config_file: Path, killed: Path, descendants: Callable[[], dict[int, str]], settled: Callable[..., dict[int, str]]
+    config_file: Path, killed: Killed, descendants: Callable[[], dict[int, str]], settled: Callable[..., dict[int, str]]
 ) -> Interrupted:
-    """The killed run, started again in a terminal, where Ctrl-C is pressed inside step 7 or later."""
-    folder = killed
-    endless = ("run.name=killed", *OVERRIDES, f"train.num_steps={MANY_STEPS}")
-    terminal = Terminal([sys.executable, "-m", "rayapp", "train", str(config_file), *endless])
+    """The killed run, started again in a terminal: it goes on behind step SAVED, and Ctrl-C is pressed inside step
+    NUM_STEPS + 1 or later."""
+    folder = killed.folder
+    terminal = Terminal([sys.executable, "-m", "rayapp", "train", str(config_file), "run.name=killed", *GOES_ON])
     try:
         deadline = time.monotonic() + DEADLINE_S
-        while len(records(folder)) < NUM_STEPS:
+        # "resumed" is said when the steps to be taken again are gone from the folder.
+        while "resumed from step" not in terminal.output or len(records(folder)) < NUM_STEPS:
             assert terminal.process.poll() is None, terminal.output
             assert time.monotonic() < deadline, f"step {NUM_STEPS} was not reached: {terminal.output}"
             time.sleep(0.02)
@@ -216,12 +224,6 @@ def interrupted(
     finally:
         terminal.close()
     return Interrupted(folder, code, terminal.output, ran, settled(descendants))
-
-
-@pytest.fixture(scope="module")
-def killed_and_resumed(interrupted: Interrupted) -> Path:
-    """Its folder: up to NUM_STEPS, the same run as the uninterrupted one."""
-    return interrupted.folder
 
 
 def deterministic(record: dict[str, float]) -> dict[str, float]:
@@ -234,18 +236,12 @@ def evaluation(record: dict[str, float]) -> dict[str, float]:
     return {key: value for key, value in record.items() if key.startswith("eval/")}
 
 
-def test_a_run_leaves_one_line_of_metrics_a_step_and_a_model_that_loads(uninterrupted: Path) -> None:
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    assert [record["step"] for record in records(uninterrupted)] == list(range(1, NUM_STEPS + 1))
-    model = AutoModelForCausalLM.from_pretrained(uninterrupted / "final")
-    assert model.config.num_hidden_layers == 2
-    assert AutoTokenizer.from_pretrained(uninterrupted / "final").decode([72]) == "f"
-    assert (uninterrupted / "rewards.png").stat().st_size > 10_000
+def test_a_run_leaves_one_line_of_metrics_a_step(killed: Killed) -> None:
+    assert [record["step"] for record in records(killed.before)] == list(range(1, NUM_STEPS + 1))
 
 
-def test_the_letter_that_pays_is_written_more_often(uninterrupted: Path) -> None:
-    rewards = [record["reward/mean"] for record in records(uninterrupted)]
+def test_the_letter_that_pays_is_written_more_often(killed: Killed) -> None:
+    rewards = [record["reward/mean"] for record in records(killed.before)]
     assert sum(rewards[-2:]) > sum(rewards[:2])
 
 
@@ -260,7 +256,7 @@ def test_ctrl_c_in_the_middle_of_a_step_leaves_nothing_running_and_a_whole_check
     assert "Ray dashboard: http://" in interrupted.output
     assert f"step {NUM_STEPS}/{MANY_STEPS}" in interrupted.output
     assert "stopped" in interrupted.output
-    config = load_config(config_file, ["run.name=killed", f"train.num_steps={MANY_STEPS}"])
+    config = load_config(config_file, ["run.name=killed"])
     with RunFolder.open(config) as folder:
         checkpoint = folder.latest_checkpoint()
         assert checkpoint is not None
@@ -268,74 +264,84 @@ def test_ctrl_c_in_the_middle_of_a_step_leaves_nothing_running_and_a_whole_check
         assert checkpoint.next_group_id == 2 * checkpoint.version  # two groups a step, none lost
 
 
-def test_a_killed_run_goes_on_with_the_metrics_of_one_that_was_not(
-    uninterrupted: Path, killed_and_resumed: Path
-) -> None:
-    expected = [deterministic(record) for record in records(uninterrupted)]
-    found = [deterministic(record) for record in records(killed_and_resumed)[:NUM_STEPS]]
-    assert [record["step"] for record in found] == [record["step"] for record in expected]
+def again(folder: Path) -> list[dict[str, float]]:
+    """Records of the steps that were taken once before the kill, and once after it from what was saved."""
+    return [record for record in records(folder) if SAVED < record["step"] <= NUM_STEPS]
+
+
+def test_a_killed_run_goes_on_with_the_metrics_that_it_had(killed: Killed, interrupted: Interrupted) -> None:
+    expected = [deterministic(record) for record in again(killed.before)]
+    found = [deterministic(record) for record in again(interrupted.folder)]
+    assert [record["step"] for record in found] == [record["step"] for record in expected] != []
     ledger = {key for record in expected for key in record if key.startswith("ledger/")}  # counts from the resume on
     for one, other in zip(found, expected, strict=True):
         assert {k: v for k, v in one.items() if k not in ledger} == {k: v for k, v in other.items() if k not in ledger}
+    # The steps before are those of before, and none is there twice.
+    assert records(interrupted.folder)[:SAVED] == records(killed.before)[:SAVED]
+    assert [record["step"] for record in records(interrupted.folder)][:NUM_STEPS] == list(range(1, NUM_STEPS + 1))
 
 
 def test_training_is_evaluated_when_asked_on_weights_that_are_the_same_after_a_resume(
-    uninterrupted: Path, killed_and_resumed: Path
+    killed: Killed, interrupted: Interrupted
 ) -> None:
     expected, found = (
-        [evaluation(record) for record in records(folder)[:NUM_STEPS]] for folder in (uninterrupted, killed_and_resumed)
+        {int(record["step"]): evaluation(record) for record in records(folder)[:NUM_STEPS] if evaluation(record)}
+        for folder in (killed.before, interrupted.folder)
     )
-    assert [bool(metrics) for metrics in expected] == [False, False, True, False, False, True]
-    assert [bool(metrics) for metrics in found] == [False, True, False, True, False, True]
-    assert expected[-1] == found[-1]
-    assert {"eval/reward/mean", "eval/task/first/reward/mean", "eval/task/second/reward/mean"} <= expected[-1].keys()
-    assert expected[-1]["eval/groups/count"] == 2.0
-    assert expected[-1]["eval/staleness/max"] == 0.0
+    assert list(expected) == list(found) == [2, 4, 6]
+    assert expected[6] == found[6]
+    assert {"eval/reward/mean", "eval/task/first/reward/mean", "eval/task/second/reward/mean"} <= expected[6].keys()
+    assert expected[6]["eval/groups/count"] == 2.0
+    assert expected[6]["eval/staleness/max"] == 0.0
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("step", [NUM_STEPS, NUM_STEPS - 2])
+@pytest.mark.parametrize("step", [SAVED, SAVED + 2])
 def test_the_eval_command_finds_of_a_checkpoint_what_the_run_itself_found(
-    config_file: Path, killed_and_resumed: Path, step: int
+    config_file: Path, interrupted: Interrupted, step: int
 ) -> None:
-    checkpoint = killed_and_resumed / "checkpoints" / f"step={step:06d}"
+    checkpoint = interrupted.folder / "checkpoints" / f"step={step:06d}"
 
     output = finish(rayapp("eval", str(config_file), "--model", str(checkpoint)))
 
     found = json.loads(output[output.rindex("\n{\n") :])
     expected = {
-        key.removeprefix("eval/"): value for key, value in evaluation(records(killed_and_resumed)[step - 1]).items()
+        key.removeprefix("eval/"): value for key, value in evaluation(records(interrupted.folder)[step - 1]).items()
     }
     assert {"pass_at_1/first", "pass_at_2/first", "pass_at_3/second", "pass_prompts/first"} <= expected.keys()
     assert found == expected
 
 
-def test_a_killed_run_samples_the_same_tokens_again(uninterrupted: Path, killed_and_resumed: Path) -> None:
+def test_a_killed_run_samples_the_same_tokens_again(killed: Killed, interrupted: Interrupted) -> None:
     import pyarrow.parquet as pq
 
-    name = f"trajectories/step={NUM_STEPS:06d}.parquet"
     columns = ["group_id", "index", "token_ids", "rollout_log_probs", "reward"]
-    tables = [pq.read_table(folder / name, columns=columns) for folder in (uninterrupted, killed_and_resumed)]
-    assert tables[0].equals(tables[1])
+    for step in range(SAVED + 1, NUM_STEPS + 1):
+        name = f"trajectories/step={step:06d}.parquet"
+        before, after = (
+            pq.read_table(folder / name, columns=columns) for folder in (killed.before, interrupted.folder)
+        )
+        assert before.equals(after)
 
 
-def test_nothing_of_a_killed_run_is_left_running(killed_and_resumed: Path) -> None:
+def test_nothing_of_a_killed_run_is_left_running(interrupted: Interrupted) -> None:
     left = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True).stdout
-    assert f"run.name={killed_and_resumed.name}" not in left
+    assert f"run.name={interrupted.folder.name}" not in left
     assert not list(Path("/dev/shm").glob("rayapp-weights-*"))
 
 
 def test_a_replay_of_the_run_gives_its_metrics_to_the_last_bit_without_server_or_sandbox(
-    config_file: Path, uninterrupted: Path
+    config_file: Path, interrupted: Interrupted
 ) -> None:
-    output = finish(train(config_file, "uninterrupted", "--replay", str(uninterrupted)))
+    steps = f"train.num_steps={NUM_STEPS}"
+    output = finish(train(config_file, "killed", steps, "--replay", str(interrupted.folder)))
     assert "metrics are the recorded ones to the last bit" in output
     assert "vllm-server" not in output
     assert "sandbox-pool" not in output
-    replayed = records(run_folder(config_file, "uninterrupted-replay"))
+    replayed = records(run_folder(config_file, "killed-replay"))
     assert [record["replay/differ"] for record in replayed] == [0.0] * NUM_STEPS
     # A step whose groups have no signal computes nothing, and has no entropy.
     assert any("learner/entropy" in record for record in replayed)
     names = ("learner/loss", "learner/grad_norm", "learner/entropy", "reward/mean", "rollout_probs_diff/max")
-    for found, expected in zip(replayed, records(uninterrupted), strict=True):
+    for found, expected in zip(replayed, records(interrupted.folder)[:NUM_STEPS], strict=True):
         assert {name: found.get(name) for name in names} == {name: expected.get(name) for name in names}
