@@ -72,6 +72,11 @@ def test_both_hermes_parsers_read_the_same_calls(case: str, vllm_parser: ToolCal
         assert read == expected, type(parser).__name__
 
 
+def test_both_hermes_parsers_say_the_same_words_beside_calls(vllm_parser: ToolCallParser) -> None:
+    for parser in (HermesParser(), vllm_parser):
+        assert parser.words("let me see\n" + block('{"name": "add", "arguments": {}}') + " and so on") == "let me see"
+
+
 fragment = st.one_of(
     st.text(max_size=20), st.sampled_from(["<tool_call>", "</tool_call>", '{"name": 3, "arguments": {}}'])
 )

@@ -33,13 +33,13 @@ def call(name: str, **arguments: object) -> str:
     return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
 
 
-async def play(tokenizer: Any, config_name: str, turns: Sequence[str], replaced: Mapping[str, str]) -> Episode:
-    """The shipped configuration's agent, with single arguments of its command replaced."""
+async def play(
+    tokenizer: Any, config_name: str, turns: Sequence[str], replaced: Mapping[str, str], left_out: Sequence[str] = ()
+) -> Episode:
+    """The shipped configuration's agent, with single arguments of its command replaced or left out."""
     path = ROOT / "configs" / "agents" / config_name
     config = load_config(path, ["rollout.max_prompt_tokens=200000", "learner.max_tokens_per_microbatch=400000"])
-    command = [
-        next((new for old, new in replaced.items() if old in word), word) for word in config.agent.external.command
-    ]
+    command = [replaced.get(word, word) for word in config.agent.external.command if word not in left_out]
     external = config.agent.external.model_copy(update={"command": tuple(command), "timeout_s": 240.0})
     config = config.model_copy(update={"agent": config.agent.model_copy(update={"external": external})})
     if shutil.which(command[0]) is None:
@@ -74,8 +74,13 @@ async def test_mini_swe_agent_plays_and_its_history_is_one_line(chat_tokenizer: 
     ]
     # What the policy writes is this file's: it may run here.
     here = {"--environment-class=docker": "--environment-class=local"}
+    of_docker = (
+        "--config=environment.image=python:3.12-slim",
+        "--config=environment.cwd=/work",
+        '--config=environment.run_args=["--rm", "--network=none", "--volume={folder}:/work"]',
+    )
 
-    episode = await play(chat_tokenizer, "mini_swe_agent.yaml", turns, here)
+    episode = await play(chat_tokenizer, "mini_swe_agent.yaml", turns, here, of_docker)
 
     assert (episode.status, episode.failure) == (RolloutStatus.COMPLETED, "")
     assert episode.answer == "hello\n"
