@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import importlib.util
 import json
 import struct
 from pathlib import Path
@@ -42,6 +43,12 @@ def _check_family(architecture: dict[str, Any], config: Config) -> None:
     kind = text_type(architecture)
     if (family := FAMILIES.get(kind)) is not None and family.refused:
         raise InputError(f"model.path {config.model.path!r} is a {kind}, which can't be trained: {family.refused}.")
+    missing = [name for name in family.packages if importlib.util.find_spec(name) is None] if family else []
+    if missing:
+        raise InputError(
+            f"model.path {config.model.path!r} is a {kind}, for which vLLM imports {', '.join(missing)}: not installed "
+            "here. Install the release that fits this torch."
+        )
     if architecture.get("quantization_config"):
         method = architecture["quantization_config"].get("quant_method", "unknown")
         raise InputError(

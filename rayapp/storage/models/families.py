@@ -33,6 +33,8 @@ class Family:
     needs: tuple[Need, ...] = ()
     parsers: tuple[str, ...] = ()
     """vLLM's tool parsers that read its calls, the likeliest first."""
+    packages: tuple[str, ...] = ()
+    """What vLLM imports for it beside its own dependencies on a CPU."""
     refused: str = ""
     """Why it can't be trained; empty where it can."""
     tiny: Mapping[str, Any] = field(default_factory=dict)
@@ -73,10 +75,13 @@ FAMILIES: Mapping[str, Family] = {
         parsers=("hermes", "qwen3_coder"),
         tiny=_EXPERTS | _LINEAR | {"shared_expert_intermediate_size": 64},
     ),
-    "qwen3_5_text": Family(needs=("borders",), parsers=("qwen3_coder", "hermes"), tiny=_LINEAR),
+    "qwen3_5_text": Family(
+        needs=("borders",), parsers=("qwen3_coder", "hermes"), packages=("torchvision",), tiny=_LINEAR
+    ),
     "qwen3_5_moe_text": Family(
         needs=("experts", "borders"),
         parsers=("qwen3_coder", "hermes"),
+        packages=("torchvision",),
         tiny=_EXPERTS | _LINEAR | {"shared_expert_intermediate_size": 64},
     ),
     "llama": Family(parsers=("llama3_json", "hermes", "pythonic")),
