@@ -162,8 +162,8 @@ def _final(folder: Path, final: Path, groups: Any) -> tuple[bool, str]:
 def _engine(subject: Subject, models: list[Path], groups: Any, final: Path) -> tuple[bool, str]:
     from rayapp.learner.families.engine_trial import MAX_ENGINE_ERROR, engine_errors
 
-    # vLLM keeps sinks in bfloat16, and its CPU kernel wants all else in that, too.
-    dtype = "bfloat16" if "sinks" in subject.family.needs else "float32"
+    # vLLM's CPU kernels have sinks, and convolutions along the sequence, in bfloat16 only.
+    dtype = "bfloat16" if {"sinks", "borders"} & set(subject.family.needs) else "float32"
     first, second = (trial.trial_config(model, server={"dtype": dtype}) for model in models)
     errors = asyncio.run(engine_errors((first, second), groups, final))
     after = " and ".join(f"{error:.1e}" for error in errors.after_syncs)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import importlib.util
 import json
 import os
 import struct
@@ -51,6 +52,17 @@ def _check_family(architecture: dict[str, Any], config: Config) -> None:
     kind = text_type(architecture)
     if (family := FAMILIES.get(kind)) is not None and family.refused:
         raise InputError(f"model.path {config.model.path!r} is a {kind}, which can't be trained: {family.refused}.")
+    if family is not None and family.unsynced and not config.learner.lora.sends_adapter:
+        raise InputError(
+            f"model.path {config.model.path!r} is a {kind}, whose whole weights servers don't take: {family.unsynced}. "
+            "Train adapters: learner.lora.rank=16 (with learner.lora.send: adapter, the default)."
+        )
+    missing = [name for name in family.packages if importlib.util.find_spec(name) is None] if family else []
+    if missing:
+        raise InputError(
+            f"model.path {config.model.path!r} is a {kind}, for which vLLM imports {', '.join(missing)}: not installed "
+            "here. Install the release that fits this torch."
+        )
     if architecture.get("quantization_config"):
         method = architecture["quantization_config"].get("quant_method", "unknown")
         raise InputError(

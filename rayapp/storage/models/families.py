@@ -33,8 +33,12 @@ class Family:
     needs: tuple[Need, ...] = ()
     parsers: tuple[str, ...] = ()
     """vLLM's tool parsers that read its calls, the likeliest first."""
+    packages: tuple[str, ...] = ()
+    """What vLLM imports for it beside its own dependencies on a CPU."""
     refused: str = ""
     """Why it can't be trained; empty where it can."""
+    unsynced: str = ""
+    """Why servers don't take whole weights of it, so that only adapters can be trained; empty where they do."""
     tiny: Mapping[str, Any] = field(default_factory=dict)
     """Values of its config that make it small, beside those of `TINY`."""
 
@@ -73,10 +77,13 @@ FAMILIES: Mapping[str, Family] = {
         parsers=("hermes", "qwen3_coder"),
         tiny=_EXPERTS | _LINEAR | {"shared_expert_intermediate_size": 64},
     ),
-    "qwen3_5_text": Family(needs=("borders",), parsers=("qwen3_coder", "hermes"), tiny=_LINEAR),
+    "qwen3_5_text": Family(
+        needs=("borders",), parsers=("qwen3_coder", "hermes"), packages=("torchvision",), tiny=_LINEAR
+    ),
     "qwen3_5_moe_text": Family(
         needs=("experts", "borders"),
         parsers=("qwen3_coder", "hermes"),
+        packages=("torchvision",),
         tiny=_EXPERTS | _LINEAR | {"shared_expert_intermediate_size": 64},
     ),
     "llama": Family(parsers=("llama3_json", "hermes", "pythonic")),
@@ -95,7 +102,12 @@ FAMILIES: Mapping[str, Family] = {
         needs=("longrope",), parsers=("phi4_mini_json",), tiny={"pad_token_id": 0, "rope_parameters": _LONGROPE}
     ),
     "phimoe": Family(needs=("experts",), tiny=_EXPERTS),
-    "gpt_oss": Family(needs=("experts", "windows", "sinks"), parsers=("openai",), tiny=_EXPERTS | _SLIDING),
+    "gpt_oss": Family(
+        needs=("experts", "windows", "sinks"),
+        parsers=("openai",),
+        unsynced="vLLM 0.30 copies its experts and sinks past the reload, so that they stay what they were",
+        tiny=_EXPERTS | _SLIDING,
+    ),
     "deepseek_v2": Family(
         needs=("experts", "latent attention"), parsers=("deepseek_v3",), tiny=_LATENT | {"topk_method": "greedy"}
     ),

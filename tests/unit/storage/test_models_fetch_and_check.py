@@ -249,12 +249,15 @@ def test_windows_and_positions_that_are_computed_rightly_are_no_trouble(
     ("architecture", "message"),
     [
         ({"model_type": "bloom"}, "is a bloom, which can't be trained: its attention adds a bias by distance"),
+        ({"model_type": "gpt_oss"}, r"whole weights servers don't take: .* learner\.lora\.rank=16"),
+        ({"model_type": "qwen3_5_text"}, "vLLM imports torchvision: not installed here"),
         ({"quantization_config": {"quant_method": "mxfp4"}}, r"quantized weights \(mxfp4\).*dequantize=True"),
     ],
 )
 def test_a_model_that_can_not_be_trained_is_refused_before_anything_starts(
-    model: Path, architecture: dict[str, Any], message: str
+    model: Path, architecture: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(InputError, match=message):
         check_model(config_of(with_architecture(model, architecture, nested=False)))
 
