@@ -209,7 +209,7 @@ def learner_moments(shape: ModelShape, config: Config) -> tuple[Moment, ...]:
 
 
 def _shard(num_parameters: int, config: Config) -> int:
-    return -(-num_parameters // config.learner.num_learners)
+    return -(-num_parameters // (config.learner.num_learners // config.learner.replicas))
 
 
 def transfer_bytes(shape: ModelShape, config: Config) -> int:
