@@ -109,7 +109,7 @@ def _sequence_group(size: int, rank: int, timeout: timedelta) -> SequenceGroup |
     """Neighbouring ranks, `size` at a time. Collective."""
     if size == 1:
         return None
-    group, _ = dist.new_subgroups(group_size=size, timeout=timeout)
+    group, _ = dist.new_subgroups(group_size=size, timeout=timeout)  # type: ignore[no-untyped-call]
     assert isinstance(group, dist.ProcessGroup)
     return SequenceGroup(group=group, rank=rank % size, size=size)
 

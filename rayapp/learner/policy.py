@@ -202,7 +202,7 @@ def build_causal_lm(config: Config, *, is_checked: bool = True) -> Any:
         raise InputError(f"model.path {config.model.path!r} can't be loaded: {error}") from error
     fit_to_packing(causal_lm, config.max_model_tokens)
     check_sequence_parallel(causal_lm, config)
-    if is_checked and getattr(causal_lm.config.get_text_config(), "router_aux_loss_coef", 0.0):
+    if is_checked and getattr(causal_lm.config.get_text_config(), "router_aux_loss_coef", None):
         log.info("the model's config has router_aux_loss_coef: routers are trained by the policy's loss alone")
     if (sampling := generation_config(config.model.path)) is not None:
         causal_lm.generation_config = sampling

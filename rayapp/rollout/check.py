@@ -75,7 +75,9 @@ def input_checks(
     yield InputCheck(what="evaluation", run=partial(_check_something_to_evaluate, config, training=training))
     for source in sources_of(config):
         own = source.config
-        checks = {"tools": partial(_check_tools, own, training=training, has_tokenizer=has_tokenizer)}
+        checks: dict[str, Callable[[], object]] = {
+            "tools": partial(_check_tools, own, training=training, has_tokenizer=has_tokenizer)
+        }
         if own.default_agent == EXTERNAL_AGENT:
             checks["agent"] = partial(check_agent, own)
         if own.uses_data:
@@ -88,7 +90,7 @@ def input_checks(
             yield InputCheck(what=what, run=partial(_named, source, run))
 
 
-def _named(source: Source, check: Callable[[], None]) -> None:
+def _named(source: Source, check: Callable[[], object]) -> None:
     with naming(source):
         check()
 

@@ -19,6 +19,8 @@ _MESSAGE = re.compile(
     re.DOTALL,
 )
 _RECIPIENT = re.compile(r"(?:^|\s)to=(?:functions\.)?([\w.-]+)")
+_BESIDE = re.compile(rf"{_RECIPIENT.pattern}|<\|channel\|>analysis")
+"""Head of what is not said to the user: calls, and thoughts."""
 
 
 class HarmonyParser:
@@ -30,3 +32,7 @@ class HarmonyParser:
         found = ((_RECIPIENT.search(message["head"]), message["body"]) for message in _MESSAGE.finditer(text))
         calls = (RawCall(name=to[1], arguments=body.strip() or "{}") for to, body in found if to is not None)
         return tuple(islice(calls, MAX_CALLS + 1))
+
+    def words(self, text: str) -> str:
+        said = (message["body"] for message in _MESSAGE.finditer(text) if not _BESIDE.search(message["head"]))
+        return "\n".join(said).strip()

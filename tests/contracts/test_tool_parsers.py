@@ -176,13 +176,15 @@ def test_the_doctor_finds_a_parser_that_does_not_fit_the_model(
     tokenizer = copy.deepcopy(chat_family("qwen3_coder").tokenizer)
     tokenizer.chat_template = chat_family("qwen3_coder").template
     tokenizer.save_pretrained(tmp_path)
+    tools = tmp_path / "tools.yaml"
+    tools.write_text("tools: [{class_name: rayapp.tools.gsm8k.Gsm8kTool, config: {type: native}}]")
 
     def found(parser: str) -> list[str]:
         config = {
             "cluster": {"device": "cpu"},
             "model": {"path": str(tmp_path)},
             "data": {"train_files": ["train.parquet"]},
-            "agent": {"tool_file": "tools.yaml", "tool_parser": parser},
+            "agent": {"tool_file": str(tools), "tool_parser": parser},
         }
         return [finding.detail for finding in fitness(Config.model_validate(config)) if finding.what == "tools"]
 
@@ -279,6 +281,13 @@ def test_calls_of_gpt_oss_are_messages_with_a_recipient() -> None:
     assert read(" to=functions.add<|channel|>commentary json<|message|>{}<|call|>")[0].name == "add"
     assert read("<|channel|>final<|message|>Write to=functions.add<|return|>") == ()
     assert len(read("<|start|>assistant to=f<|message|>{}<|call|>" * 5000)) == MAX_CALLS + 1
+
+
+def test_what_gpt_oss_says_beside_a_call_is_neither_the_call_nor_a_thought() -> None:
+    thought, call = HARMONY_CALL.split("<|start|>")
+    told = "<|start|>assistant<|channel|>commentary<|message|>I add them.<|end|>"
+    assert HarmonyParser().words(f"{thought}{told}<|start|>{call}<|call|>") == "I add them."
+    assert HarmonyParser().words(HARMONY_CALL) == ""
 
 
 def test_unknown_parser_is_refused_with_those_there_are(chat_tokenizer: Any, vllm_parser: ToolCallParser) -> None:

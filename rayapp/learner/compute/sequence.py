@@ -175,7 +175,7 @@ def _exchange(parts: list[Tensor], group: SequenceGroup) -> list[Tensor]:
     flat = torch.cat([part.reshape(group.size, -1) for part in parts], dim=1)
     received = torch.empty_like(flat)
     dist.all_to_all_single(received, flat, group=group.group)
-    columns = received.split([part[0].numel() for part in parts], dim=1)
+    columns = torch.split(received, [part[0].numel() for part in parts], dim=1)
     return [column.view(part.shape) for column, part in zip(columns, parts, strict=True)]
 
 

@@ -70,7 +70,7 @@ def _opened(file: str) -> Iterator[tuple[str, Any]]:
         return
     from safetensors import safe_open
 
-    opened = safe_open(file, framework="pt", device="cpu")
+    opened: Any = safe_open(file, framework="pt", device="cpu")
     for name in opened.keys():  # noqa: SIM118 - it is no mapping
         yield name, opened.get_slice(name)
 
