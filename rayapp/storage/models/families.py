@@ -112,7 +112,9 @@ FAMILIES: Mapping[str, Family] = {
         needs=("experts", "latent attention"), parsers=("deepseek_v3",), tiny=_LATENT | {"topk_method": "greedy"}
     ),
     "deepseek_v3": Family(
-        needs=("experts", "latent attention"), parsers=("deepseek_v31", "deepseek_v3", "kimi_k2"), tiny=_LATENT
+        needs=("experts", "latent attention"),
+        parsers=("deepseek_v31", "deepseek_v3", "kimi_k2"),
+        tiny=_LATENT | {"topk_method": "noaux_tc"},
     ),
     "glm": Family(tiny={"pad_token_id": 0}),
     "glm4": Family(tiny={"pad_token_id": 0}),
