@@ -265,7 +265,8 @@ def plain_trajectory(tokens: NDArray[np.int32], num_prompt_tokens: int, *, rewar
 
 def _as_on_gpu(batch: MicroBatch) -> DeviceBatch:
     moved = to_device(batch, CPU)
-    return replace(moved, attention=replace(moved.attention, varlen=varlen_plan(batch.packing, CPU)))
+    plan: Any = moved.attention
+    return replace(moved, attention=replace(plan, varlen=varlen_plan(batch.packing, CPU)))
 
 
 def _bytes(tensors: Any) -> int:
