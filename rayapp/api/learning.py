@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
@@ -116,7 +117,8 @@ class Learner:
         """Write the weights as a Hugging Face folder, with the model's tokenizer."""
         from rayapp.learner.state.export import export_hf
 
-        export_hf(self._config, self._open().model, str(folder), rank=0)
+        learner = self._open()
+        export_hf(self._config, learner.model, Path(folder), learner.ranks)
 
     def _open(self) -> PolicyLearner:
         if self._learner is None:

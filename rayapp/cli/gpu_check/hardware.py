@@ -193,7 +193,7 @@ def _reduce_rank(rank: int, ranks: int, store: str, num_bytes: int, on_gpu: bool
     device = torch.device("cuda", rank) if on_gpu else torch.device("cpu")
     if on_gpu:
         torch.cuda.set_device(device)
-    files = dist.FileStore(store, ranks)
+    files = dist.FileStore(store, ranks)  # type: ignore[attr-defined]
     dist.init_process_group(
         "nccl" if on_gpu else "gloo", store=files, rank=rank, world_size=ranks, timeout=timedelta(seconds=120)
     )
