@@ -28,7 +28,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from rayapp.config.config import Config
 from rayapp.core.summaries import summarize_group
 from rayapp.core.types import Group, GroupSummary, Prompt, Reward, RolloutStatus, Trajectory
-from rayapp.learner.attention import varlen_plan
+from rayapp.learner.attention import AttentionPlan, varlen_plan
 from rayapp.learner.batch import MicroBatch, TrainItem, make_micro_batch
 from rayapp.learner.log_probs import HeadOptions
 from rayapp.learner.memory.meter import CpuMeter
@@ -265,8 +265,8 @@ def plain_trajectory(tokens: NDArray[np.int32], num_prompt_tokens: int, *, rewar
 
 def _as_on_gpu(batch: MicroBatch) -> DeviceBatch:
     moved = to_device(batch, CPU)
-    plan: Any = moved.attention
-    return replace(moved, attention=replace(plan, varlen=varlen_plan(batch.packing, CPU)))
+    assert isinstance(moved.attention, AttentionPlan)
+    return replace(moved, attention=replace(moved.attention, varlen=varlen_plan(batch.packing, CPU)))
 
 
 def _bytes(tensors: Any) -> int:
