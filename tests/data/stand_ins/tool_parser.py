@@ -4,5 +4,5 @@ from rayapp.testing.hermes import HermesParser
 
 
 def load_parser(name, tokenizer, tools, sample=None):
-    assert name == "hermes"
+    assert name in {"hermes", "auto"}
     return HermesParser()
