@@ -9,6 +9,7 @@ Whoever waits goes on only when the work has ended, also when it is stopped: not
 from __future__ import annotations
 
 import asyncio
+import signal
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
@@ -77,9 +78,12 @@ def work_apart(work: Callable[[], T]) -> T:
     """
     if not works_in_loop():
         return work()
+    # Ctrl-C waits until there is something to stop: else it would leave the work running.
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     stopper, result = _begun(work)
     while True:
         try:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
             return result.result()
         except KeyboardInterrupt:
             stopper.stop()
@@ -116,6 +120,7 @@ def _begun(work: Callable[[], T]) -> tuple[Stopper, Future[T]]:
 
     def run() -> None:
         _stopper.set(stopper)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # or processes that it starts would have it blocked
         try:
             result.set_result(work())
         except KeyboardInterrupt:

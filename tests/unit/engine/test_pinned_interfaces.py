@@ -184,7 +184,7 @@ def test_every_environment_variable_that_we_set_is_read() -> None:
     header = root("torch") / "include/torch/csrc/distributed/c10d/ProcessGroupNCCL.hpp"
     assert {name for name in variables("TORCH_NCCL") if name not in header.read_text()} == set()
     core = (root("ray") / "_raylet.so").read_bytes()
-    folders = (root("ray") / name for name in ("_private", "_common", "dag"))
+    folders = (root("ray") / name for name in ("_private", "_common", "dag", "dashboard"))
     python = "".join(path.read_text() for folder in folders for path in folder.rglob("*.py"))
     unread = {n for n in variables("RAY") if n not in python and n.removeprefix("RAY_").encode() not in core}
     assert unread == set()
