@@ -9,7 +9,6 @@ Whoever waits goes on only when the work has ended, also when it is stopped: not
 from __future__ import annotations
 
 import asyncio
-import signal
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
@@ -78,12 +77,11 @@ def work_apart(work: Callable[[], T]) -> T:
     """
     if not works_in_loop():
         return work()
-    # Ctrl-C waits until there is something to stop: else it would leave the work running.
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    stopper, result = _begun(work)
+    may_begin = threading.Event()
+    stopper, result = _begun(work, may_begin)
     while True:
         try:
-            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+            may_begin.set()  # not before: a Ctrl-C outside of this block would leave the work running
             return result.result()
         except KeyboardInterrupt:
             stopper.stop()
@@ -115,12 +113,13 @@ async def _ended(waiting: asyncio.Future[T], stopper: Stopper) -> None:
     waiting.exception()  # it was stopped: what it raised is nobody's news
 
 
-def _begun(work: Callable[[], T]) -> tuple[Stopper, Future[T]]:
+def _begun(work: Callable[[], T], may_begin: threading.Event | None = None) -> tuple[Stopper, Future[T]]:
     stopper, result = Stopper(), Future[T]()
 
     def run() -> None:
         _stopper.set(stopper)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # or processes that it starts would have it blocked
+        if may_begin is not None:
+            may_begin.wait()
         try:
             result.set_result(work())
         except KeyboardInterrupt:
