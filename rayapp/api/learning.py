@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
@@ -17,7 +18,7 @@ import numpy as np
 from rayapp.api.arguments import ConfigLike, Overrides, load
 from rayapp.core.errors import InputError
 from rayapp.core.summaries import summarize_group
-from rayapp.core.types import Group, Prompt, Reward, RolloutStatus, Trajectory
+from rayapp.core.types import Group, Prompt, Reward, Trajectory
 
 if TYPE_CHECKING:
     from rayapp.learner.step import PolicyLearner
@@ -44,18 +45,10 @@ def trajectory(
     if log_probs is not None and len(log_probs) != len(completion_ids):
         raise InputError(f"{len(completion_ids)} tokens were sampled, but there are {len(log_probs)} log-probs")
     token_ids = np.asarray([*prompt_ids, *completion_ids], np.int32)
+    mask = np.arange(token_ids.size) >= len(prompt_ids)
     of_engine = np.zeros(token_ids.size, np.float32)
-    of_engine[len(prompt_ids) :] = log_probs if log_probs is not None else 0.0
-    return Trajectory(
-        token_ids=token_ids,
-        response_mask=np.arange(token_ids.size) >= len(prompt_ids),
-        rollout_log_probs=of_engine,
-        completion_text="",
-        reward=Reward(value=reward),
-        status=RolloutStatus.COMPLETED,
-        min_policy_version=0,
-        max_policy_version=0,
-    )
+    of_engine[mask] = log_probs if log_probs is not None else 0.0
+    return Trajectory.of_tokens(token_ids, mask, reward=Reward(value=reward), log_probs=of_engine)
 
 
 class Learner:
@@ -70,26 +63,22 @@ class Learner:
         self._config = load(config, overrides)
         self._learner: PolicyLearner | None = None
         self._num_steps = 0
+        self._exits = ExitStack()
 
     def __enter__(self) -> Self:
         from rayapp.learner.build import build_learner
-        from rayapp.learner.distributed import end_ranks, start_ranks
+        from rayapp.learner.distributed import only_rank
 
-        ranks = start_ranks(self._config, 0, 1, "", 0)
-        try:
-            self._learner = build_learner(self._config, ranks)
-        except BaseException:
-            end_ranks()
-            raise
+        with ExitStack() as exits:
+            self._learner = build_learner(self._config, exits.enter_context(only_rank(self._config)))
+            self._exits = exits.pop_all()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        from rayapp.learner.distributed import end_ranks
-
         self._learner = None
-        end_ranks()
+        self._exits.close()
 
     def step(self, groups: Sequence[Sequence[Trajectory]]) -> dict[str, float]:
         """One training step on trajectories grouped by prompt: their rewards are compared within a group.

@@ -183,6 +183,21 @@ class TurnRecord:
     version_spans: tuple[VersionSpan, ...] = ()
     """The versions that sampled it, as in `Completion`."""
 
+    @classmethod
+    def of(cls, completion: Completion, *, end: int, text: str, started_at_s: float) -> TurnRecord:
+        """The turn whose sampled tokens end before index `end`."""
+        return cls(
+            start=end - completion.token_ids.size,
+            end=end,
+            text=text,
+            finish_reason=completion.finish_reason,
+            policy_version=completion.policy_version,
+            started_at_s=started_at_s,
+            queued_s=completion.time_queued_s,
+            generate_s=completion.time_generate_s,
+            version_spans=completion.version_spans,
+        )
+
     @property
     def max_policy_version(self) -> int:
         """Weights that sampled its last token."""
@@ -228,6 +243,32 @@ class Trajectory:
     after."""
     agent_output: str = ""
     """What an external agent's program wrote, cut; empty for other agents."""
+
+    @classmethod
+    def of_tokens(
+        cls,
+        token_ids: Int32Array,
+        response_mask: BoolArray,
+        *,
+        reward: Reward,
+        log_probs: FloatArray | None = None,
+        completion_text: str = "",
+    ) -> Trajectory:
+        """A completed one whose tokens are all that is known: a demonstration, or one made to measure or to compare.
+
+        Args:
+            log_probs: the engine's; None: unknown, which is 0.
+        """
+        return cls(
+            token_ids=token_ids,
+            response_mask=response_mask,
+            rollout_log_probs=np.zeros(token_ids.size, np.float32) if log_probs is None else log_probs,
+            completion_text=completion_text,
+            reward=reward,
+            status=RolloutStatus.COMPLETED,
+            min_policy_version=0,
+            max_policy_version=0,
+        )
 
     @property
     def num_tokens(self) -> int:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TypeVar
@@ -95,6 +96,16 @@ def start_ranks(config: Config, rank: int, world_size: int, master_address: str,
         save_group=save_group,
         sequence=_sequence_group(config.learner.sequence_parallel, rank, timeout),
     )
+
+
+@contextmanager
+def only_rank(config: Config) -> Iterator[Ranks]:
+    """A learner that is alone, in this process, for the length of the block."""
+    ranks = start_ranks(config, 0, 1, "", 0)
+    try:
+        yield ranks
+    finally:
+        end_ranks()
 
 
 def learner_mesh(device_type: str, world_size: int, replicas: int) -> DeviceMesh:

@@ -22,7 +22,7 @@ import numpy as np
 
 from rayapp.config.config import Config, all_tasks
 from rayapp.core.errors import InputError
-from rayapp.core.types import Fork, Reward, RolloutStatus, Trajectory
+from rayapp.core.types import Fork, Reward, Trajectory
 from rayapp.rollout.agent.chat import ChatTokenizer, load_template
 from rayapp.storage.models.tokenizer import load_tokenizer
 from rayapp.tasks.coding import CodingTask
@@ -272,13 +272,5 @@ def _trajectory(parts: Sequence[tuple[Sequence[int], bool]], text: str) -> Traje
 
 
 def _trajectory_of(token_ids: Any, mask: Any, text: str) -> Trajectory:
-    return Trajectory(
-        token_ids=token_ids,
-        response_mask=mask,
-        rollout_log_probs=np.zeros(token_ids.size, np.float32),
-        completion_text=text,
-        reward=Reward(value=1.0, status="demonstration"),
-        status=RolloutStatus.COMPLETED,
-        min_policy_version=0,
-        max_policy_version=0,
-    )
+    reward = Reward(value=1.0, status="demonstration")
+    return Trajectory.of_tokens(token_ids, mask, reward=reward, completion_text=text)

@@ -68,10 +68,7 @@ def sampled(
 def learner_alone(config: Config) -> Iterator[tuple[PolicyLearner, Ranks]]:
     """The only rank, in this process."""
     from rayapp.learner.build import build_learner
-    from rayapp.learner.distributed import end_ranks, start_ranks
+    from rayapp.learner.distributed import only_rank
 
-    ranks = start_ranks(config, 0, 1, "", 0)
-    try:
+    with only_rank(config) as ranks:
         yield build_learner(config, ranks), ranks
-    finally:
-        end_ranks()

@@ -120,13 +120,12 @@ def _learner_log_probs(config: Config, tokens: np.ndarray) -> np.ndarray:
     import torch
 
     from rayapp.learner.batch import TrainItem, make_micro_batch
-    from rayapp.learner.distributed import end_ranks, start_ranks
+    from rayapp.learner.distributed import only_rank
     from rayapp.learner.log_probs import HeadOptions
     from rayapp.learner.memory.simulation import plain_trajectory
     from rayapp.learner.policy import load_policy, to_device
 
-    ranks = start_ranks(config, 0, 1, "", 0)
-    try:
+    with only_rank(config) as ranks:
         model = load_policy(config, ranks.mesh, trainable=False)
         trajectory = plain_trajectory(tokens.astype(np.int32), 1)
         item = TrainItem(row=0, group=0, trajectory=trajectory, advantages=np.ones(tokens.size - 1, np.float32))
@@ -135,8 +134,6 @@ def _learner_log_probs(config: Config, tokens: np.ndarray) -> np.ndarray:
             scores = model(batch, HeadOptions(temperature=1.0, chunk_rows=1024))
         found: np.ndarray = scores.log_probs[0].float().cpu().numpy()
         return found
-    finally:
-        end_ranks()
 
 
 def memory_against_plan(context: CheckContext) -> Outcome:
@@ -144,14 +141,13 @@ def memory_against_plan(context: CheckContext) -> Outcome:
     import torch
 
     from rayapp.learner.build import build_learner
-    from rayapp.learner.distributed import end_ranks, start_ranks
+    from rayapp.learner.distributed import only_rank
     from rayapp.learner.memory.plan import plan_learner
     from rayapp.learner.memory.shape import model_shape
     from rayapp.learner.memory.simulation import full_step
 
     config = memory_config(context)
-    ranks = start_ranks(config, 0, 1, "", 0)
-    try:
+    with only_rank(config) as ranks:
         learner = build_learner(config, ranks)
         summaries, shares, groups = full_step(config)
         for step in (1, 2):
@@ -160,8 +156,6 @@ def memory_against_plan(context: CheckContext) -> Outcome:
         taken = torch.cuda.max_memory_allocated(ranks.device)
         free, total = torch.cuda.mem_get_info(ranks.device)
         outside = total - free - torch.cuda.memory_reserved(ranks.device)
-    finally:
-        end_ranks()
     plan = plan_learner(model_shape(config), config)
     return judge_memory(taken, plan.total - plan.runtime, outside, plan.runtime)
 

@@ -19,9 +19,9 @@ from torch import Tensor
 
 from rayapp.config.config import Config
 from rayapp.core.summaries import summarize_group
-from rayapp.core.types import FloatArray, Group, Prompt, Reward, RolloutStatus, Trajectory
+from rayapp.core.types import FloatArray, Group, Prompt, Reward, Trajectory
 from rayapp.learner.build import build_learner
-from rayapp.learner.distributed import end_ranks, start_ranks
+from rayapp.learner.distributed import only_rank
 from rayapp.learner.family import persistent_buffers
 from rayapp.learner.scoring import log_probs_of
 from rayapp.learner.shares import deal
@@ -128,16 +128,8 @@ def _trajectory(prompt: list[int], response: list[int], reward: float) -> Trajec
     mask = np.arange(len(prompt) + len(response)) >= len(prompt)
     if len(response) > 6:
         mask[len(prompt) + 2 : len(prompt) + 4] = False  # what a tool said
-    return Trajectory(
-        token_ids=np.array(prompt + response, np.int32),
-        response_mask=mask,
-        rollout_log_probs=np.where(mask, -1.0, 0.0).astype(np.float32),
-        completion_text="",
-        reward=Reward(value=reward),
-        status=RolloutStatus.COMPLETED,
-        min_policy_version=0,
-        max_policy_version=0,
-    )
+    tokens, log_probs = np.array(prompt + response, np.int32), np.where(mask, -1.0, 0.0).astype(np.float32)
+    return Trajectory.of_tokens(tokens, mask, reward=Reward(value=reward), log_probs=log_probs)
 
 
 def plain_scores(causal_lm: Any, groups: list[Group]) -> Scores:
@@ -167,11 +159,8 @@ def _advantages(group: Group) -> FloatArray:
 @contextmanager
 def learner_of(config: Config) -> Iterator[PolicyLearner]:
     """The only rank of this config, in this process."""
-    ranks = start_ranks(config, 0, 1, "", 0)
-    try:
+    with only_rank(config) as ranks:
         yield build_learner(config, ranks)
-    finally:
-        end_ranks()
 
 
 def learner_scores(learner: PolicyLearner, groups: list[Group]) -> Scores:

@@ -27,7 +27,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from rayapp.config.config import Config
 from rayapp.core.summaries import summarize_group
-from rayapp.core.types import Group, GroupSummary, Prompt, Reward, RolloutStatus, Trajectory
+from rayapp.core.types import Group, GroupSummary, Prompt, Reward, Trajectory
 from rayapp.learner.attention import AttentionPlan, varlen_plan
 from rayapp.learner.batch import MicroBatch, TrainItem, make_micro_batch
 from rayapp.learner.log_probs import HeadOptions
@@ -251,16 +251,8 @@ def _full_groups(config: Config, num_tokens: int) -> list[list[Trajectory]]:
 
 def plain_trajectory(tokens: NDArray[np.int32], num_prompt_tokens: int, *, reward: float = 0.0) -> Trajectory:
     """A trajectory of these tokens, with log-probs of 0."""
-    return Trajectory(
-        token_ids=tokens,
-        response_mask=np.arange(tokens.size) >= num_prompt_tokens,
-        rollout_log_probs=np.zeros(tokens.size, np.float32),
-        completion_text="",
-        reward=Reward(value=reward),
-        status=RolloutStatus.COMPLETED,
-        min_policy_version=0,
-        max_policy_version=0,
-    )
+    mask = np.arange(tokens.size) >= num_prompt_tokens
+    return Trajectory.of_tokens(tokens, mask, reward=Reward(value=reward))
 
 
 def _as_on_gpu(batch: MicroBatch) -> DeviceBatch:

@@ -56,22 +56,10 @@ class Transcript:
         """
         started_at_s = time.time()
         completion = await engine.generate(request_id, self.ids, sampling)
-        start = len(self.ids)
         self._sampled.append(completion)
         self.ids.extend(completion.token_ids.tolist())
-        self.turns.append(
-            TurnRecord(
-                start=start,
-                end=len(self.ids),
-                text=text_of(completion),
-                finish_reason=completion.finish_reason,
-                policy_version=completion.policy_version,
-                started_at_s=started_at_s,
-                queued_s=completion.time_queued_s,
-                generate_s=completion.time_generate_s,
-                version_spans=completion.version_spans,
-            )
-        )
+        text = text_of(completion)
+        self.turns.append(TurnRecord.of(completion, end=len(self.ids), text=text, started_at_s=started_at_s))
         return completion
 
     def add_calls(self, calls: tuple[CallRecord, ...]) -> None:

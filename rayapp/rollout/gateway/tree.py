@@ -79,19 +79,7 @@ class TokenTree:
         after, num_known = self._known(after, ids)
         prompt_end = self._append(after, ids[num_known:], sampled=False)
         last = self._append(prompt_end, completion.token_ids, completion.log_probs, sampled=True)
-        self.turns.append(
-            TurnRecord(
-                start=self.size - completion.token_ids.size,
-                end=self.size,
-                text=text,
-                finish_reason=completion.finish_reason,
-                policy_version=completion.policy_version,
-                started_at_s=started_at_s,
-                queued_s=completion.time_queued_s,
-                generate_s=completion.time_generate_s,
-                version_spans=completion.version_spans,
-            )
-        )
+        self.turns.append(TurnRecord.of(completion, end=self.size, text=text, started_at_s=started_at_s))
         return prompt_end, last
 
     def _known(self, after: int, ids: Int32Array) -> tuple[int, int]:
