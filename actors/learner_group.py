@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Coroutine, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from ray.exceptions import RayActorError
 
@@ -24,6 +24,8 @@ from rayapp.core.errors import (
 from rayapp.core.types import FloatArray, Group, GroupSummary, Trajectory
 from rayapp.engine.weights.transfer_plan import TransferPlan
 from rayapp.learner.shares import deal
+
+T = TypeVar("T")
 
 DEATH_NOTICE_S = 10.0
 """From a rank's death to the others' and Ray's word of it."""
@@ -68,12 +70,12 @@ class LearnerGroup:
         """
         self._version = None
         shares = deal(summaries, self.config, self._data_parallel)
-        refs_of = [[refs[share.position] for share in mine] for mine in shares]
+        refs_of = self._of_ranks([[refs[share.position] for share in mine] for mine in shares])
         self._at_rest.clear()
         try:
             results = await self._all(
-                handle.train_step(step, summaries, shares, refs_of[rank // self.config.learner.sequence_parallel])
-                for rank, handle in enumerate(self.handles)
+                handle.train_step(step, summaries, shares, own)
+                for handle, own in zip(self.handles, refs_of, strict=True)
             )
         finally:
             self._at_rest.set()
@@ -112,7 +114,11 @@ class LearnerGroup:
             rank = loads.index(min(loads))
             dealt[rank].append(row)
             loads[rank] += row.num_tokens
-        return [dealt[rank // self.config.learner.sequence_parallel] for rank in range(len(self.handles))]
+        return self._of_ranks(dealt)
+
+    def _of_ranks(self, parts: Sequence[T]) -> list[T]:
+        """By rank what its group of ranks gets: those that share micro-batches get the same."""
+        return [parts[rank // self.config.learner.sequence_parallel] for rank in range(len(self.handles))]
 
     async def log_probs_before(self, step: int) -> dict[int, FloatArray]:
         """Log-probs of the step's response tokens before its update, by the trajectory's position in the step.

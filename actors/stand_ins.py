@@ -150,6 +150,7 @@ class InstantLearner:
         self, config: Config, rank: int, world_size: int, master_address: str, master_port: int, latency_s: float
     ) -> None:
         self._rank = rank
+        self._data_rank = rank // config.learner.sequence_parallel
         self._latency_s = latency_s
         self._version = 0
 
@@ -167,7 +168,7 @@ class InstantLearner:
         *groups: Group,
     ) -> dict[str, float]:
         assert step == self._version + 1, f"step {step} after {self._version}: state is not that of the step before"
-        assert len(groups) == len(shares[self._rank])
+        assert len(groups) == len(shares[self._data_rank])
         time.sleep(self._latency_s)
         self._version = step
         return {"learner/steps_taken": float(step)}

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from rayapp.config.config import Config
+from rayapp.config.config import Config, with_values
 from rayapp.core.errors import InputError
 from rayapp.runs.checkpoints import Checkpoint, CheckpointFolder, damage
 from rayapp.storage.folders import MANIFEST
@@ -31,13 +31,13 @@ def with_checkpoint_as_model(config: Config) -> Iterator[Config]:
         return
     checkpoint = _whole(path, config)
     if (path / "hf_model").is_dir():
-        yield _with_model(config, path / "hf_model")
+        yield with_values(config, model={"path": str(path / "hf_model")})
         return
     if "model" not in checkpoint.contents:
         raise InputError(f"checkpoint {path} holds {', '.join(checkpoint.contents)} and no weights to evaluate")
     with tempfile.TemporaryDirectory(prefix="rayapp-eval-") as folder:
         _convert(path, Path(folder))
-        yield _with_model(config, Path(folder))
+        yield with_values(config, model={"path": folder})
 
 
 def _whole(path: Path, config: Config) -> Checkpoint:
@@ -62,7 +62,3 @@ def _convert(path: Path, out: Path) -> None:
         raise InputError(f"checkpoint {path} was saved without hf_model, and its run's {file}, which names the base "
                          "model, is not there: evaluate it in its run folder")  # fmt: skip
     checkpoint_to_hf(after_warmup(load_config(file)), path / "learner", out)
-
-
-def _with_model(config: Config, folder: Path) -> Config:
-    return config.model_copy(update={"model": config.model.model_copy(update={"path": str(folder)})})

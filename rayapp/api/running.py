@@ -8,21 +8,21 @@ of their own, which the caller waits for.
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rayapp.api.arguments import ConfigLike, Job, Overrides, RewardLike, TaskLike, make_job
 from rayapp.api.run import Run
+from rayapp.config.config import with_values
 from rayapp.core.names.given import giving
 from rayapp.core.own_thread import work_apart, work_awaited
 
 if TYPE_CHECKING:
     import pandas as pd
 
-OnStep = Callable[[int, Mapping[str, float]], Awaitable[None] | None]
-"""Told of each training step with its metrics. May raise `StopTraining`; whatever it raises, the step is saved."""
+    from rayapp.driver.loop import OnStep
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -178,9 +178,9 @@ def _evaluation_job(
     config: ConfigLike, overrides: Overrides, model: str | Path | None, samples: int | None, **given: Any
 ) -> Job:
     job = make_job(config, overrides, **given)
-    changed: dict[str, Any] = {}
+    changed: dict[str, dict[str, Any]] = {}
     if model is not None:
-        changed["model"] = job.config.model.model_copy(update={"path": str(model)})
+        changed["model"] = {"path": str(model)}
     if samples is not None:
-        changed["eval"] = job.config.eval.model_copy(update={"samples_per_task": samples})
-    return Job(config=job.config.model_copy(update=changed), objects=job.objects)
+        changed["eval"] = {"samples_per_task": samples}
+    return Job(config=with_values(job.config, **changed), objects=job.objects)

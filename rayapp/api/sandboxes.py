@@ -39,9 +39,7 @@ class SandboxPool:
     """
 
     def __init__(self, config: ConfigLike = None, overrides: Overrides = ()) -> None:
-        section = load(config, overrides).sandbox
-        # Without a stock of warm sandboxes: what is not used costs nothing.
-        self._config = section.model_copy(update={"min_ready": 0})
+        self._config = load(config, overrides).sandbox.without_stock
         self._opened = AsyncExitStack()
         self._thread: _LoopThread | None = None
         self._source: protocols.SandboxSource | None = None

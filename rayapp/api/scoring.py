@@ -79,8 +79,7 @@ def score_all(
     """Score in a pool that is ended behind it; `tell` gets the place of each text and its verdict, in order."""
 
     async def run() -> None:
-        # Without a stock of warm sandboxes, which would cost money and serve nobody.
-        async with open_pool(sandbox.model_copy(update={"min_ready": 0}), f"score-{os.getpid()}") as (sandboxes, _):
+        async with open_pool(sandbox.without_stock, f"score-{os.getpid()}") as (sandboxes, _):
             async for place, reward in _verdicts(task, texts, sandboxes, seed=seed):
                 tell(place, reward)
 

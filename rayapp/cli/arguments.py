@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from rayapp.config.config import Config
+from rayapp.config.config import Config, with_values
 from rayapp.core.errors import InputError
 
 EXIT_FAILED, EXIT_USER_ERROR = 1, 2
@@ -47,4 +47,4 @@ def with_model_config(config: Config, file: Path | None) -> Iterator[Config]:
         raise InputError(f"--model-config {str(file)!r}: there is no such file. Give a model's config.json.")
     with tempfile.TemporaryDirectory(prefix="rayapp-model-") as folder:
         shutil.copyfile(file, Path(folder) / "config.json")
-        yield config.model_copy(update={"model": config.model.model_copy(update={"path": folder})})
+        yield with_values(config, model={"path": folder})

@@ -97,7 +97,8 @@ def fitness(config: Config, *, has_weights: bool = True) -> Iterator[Finding]:
     problems = [*_device_fits(config), *_model_fits(config, has_weights=has_weights), *_memory_fits(config)]
     problems += [*_gpu_memory_fits(config), *_folder_fits(config), *_storage_answers(config), *_trackers_fit(config)]
     if has_weights:  # and with them a tokenizer
-        problems += [*_inputs_fit(config), *_demonstrations_fit(config)]
+        tokenizer = _tokenizer(config)
+        problems += [*_inputs_fit(config, tokenizer), *_demonstrations_fit(config, has_tokenizer=tokenizer is not None)]
     sandbox = _sandbox(config.sandbox, level_if_none="problem")
     problems += [sandbox] if sandbox.level != "ok" else []
     yield from problems
@@ -191,7 +192,7 @@ def _sandbox(config: SandboxConfig, *, level_if_none: Level) -> Finding:
 
     async def isolation() -> str:
         async with (
-            open_pool(config.model_copy(update={"min_ready": 0}), f"doctor-{os.getpid()}") as (sandboxes, _),
+            open_pool(config.without_stock, f"doctor-{os.getpid()}") as (sandboxes, _),
             sandboxes.lease(SandboxSpec(), timeout_s=_SANDBOX_TIMEOUT_S) as sandbox,
         ):
             return (await sandbox.run_code("pass", timeout_s=_SANDBOX_TIMEOUT_S)).isolation
@@ -235,11 +236,10 @@ def _model_fits(config: Config, *, has_weights: bool) -> Iterator[Finding]:
         yield Finding(level="problem", what="model", detail=str(error))
 
 
-def _inputs_fit(config: Config) -> Iterator[Finding]:
+def _inputs_fit(config: Config, tokenizer: Any) -> Iterator[Finding]:
     """What `train` checks before it starts anything, and the tool parser, which is the workers' business there."""
     from rayapp.rollout.check import input_checks
 
-    tokenizer = _tokenizer(config)
     found = [
         finding
         for check in input_checks(config, training=True, has_tokenizer=tokenizer is not None, may_fetch=False)
@@ -279,11 +279,9 @@ def _trackers_fit(config: Config) -> Iterator[Finding]:
     yield from _problem("trackers", partial(check_packages, config.tracking.trackers))
 
 
-def _demonstrations_fit(config: Config) -> Iterator[Finding]:
+def _demonstrations_fit(config: Config, *, has_tokenizer: bool) -> Iterator[Finding]:
     files = (*config.warmup.files, *config.warmup.eval_files)
-    if not config.warmup.num_steps or any(Location.parse(file).is_remote for file in (config.model.path, *files)):
-        return
-    if _tokenizer(config) is None:
+    if not config.warmup.num_steps or not has_tokenizer or any(Location.parse(file).is_remote for file in files):
         return
     from rayapp.rollout.demonstrations import read_demonstrations
 

@@ -49,11 +49,14 @@ def evaluate(
     """Sample completions of every task or evaluation row, score them, and print the metrics with pass@k as JSON."""
     import json
 
-    from rayapp.api.running import evaluate as run_evaluation
+    from rayapp.api.checkpoint_model import with_checkpoint_as_model
+    from rayapp.config.loading import load_config
+    from rayapp.driver.evaluation import run_evaluation
 
     options = [f"model.path={json.dumps(model)}"] if model else []
     options += [f"eval.samples_per_task={samples}"] if samples else []
     # The benchmark's prompts are asked once, without tools, whatever the run would do.
     options += [f"tasks=[{json.dumps(f'benchmark:{benchmark}')}]", *_NO_DATA] if benchmark else []
-    found = run_evaluation(config, [*(overrides or ()), *options], out=out)
-    typer.echo(json.dumps(dict(found.metrics), indent=2))
+    with with_checkpoint_as_model(load_config(config, [*(overrides or ()), *options])) as ready:
+        metrics = run_evaluation(ready, out)
+    typer.echo(json.dumps(metrics, indent=2))

@@ -58,16 +58,19 @@ def score_command(task_source: str, files: Sequence[str], *, seed: int, config_p
 
 
 def as_record(task: Task, answer: Answer, reward: Reward) -> dict[str, object]:
+    found = {"file": answer.file, "line": answer.line, "task": task.name} | verdict_fields(reward)
+    return found | {"detail": reward.detail + _how_it_was_read(task, answer, reward)}
+
+
+def verdict_fields(reward: Reward) -> dict[str, object]:
+    """A verdict in a line of JSON."""
     return {
-        "file": answer.file,
-        "line": answer.line,
-        "task": task.name,
         "reward": reward.value if reward.valid else None,
         "terms": reward.terms,
         "status": reward.status,
         "valid": reward.valid,
         "failure_kind": reward.failure_kind,
-        "detail": reward.detail + _how_it_was_read(task, answer, reward),
+        "detail": reward.detail,
         "seconds": round(reward.time_score_s, 4),
     }
 

@@ -139,6 +139,13 @@ def sources_of(config: Config) -> tuple[Source, ...]:
     return tuple(Source(name=each.name, ratio=each.ratio, config=_alone(config, each)) for each in config.sources)
 
 
+def with_values(config: Config, **sections: dict[str, Any]) -> Config:
+    """The config with other values in some sections, not checked."""
+    return config.model_copy(
+        update={name: getattr(config, name).model_copy(update=values) for name, values in sections.items()}
+    )
+
+
 def all_tasks(config: Config) -> tuple[str, ...]:
     """The tasks of all sources, each once."""
     return tuple(dict.fromkeys(name for source in sources_of(config) for name in source.config.tasks))

@@ -201,6 +201,11 @@ class SandboxConfig(FrozenModel):
         return self
 
     @property
+    def without_stock(self) -> Self:
+        """The same without a stock of warm sandboxes, which would cost money and serve nobody where few are leased."""
+        return self.model_copy(update={"min_ready": 0})
+
+    @property
     def local(self) -> LocalConfig | None:
         """The local provider's section, if it is in the list."""
         return next((provider for provider in self.providers if isinstance(provider, LocalConfig)), None)

@@ -433,7 +433,7 @@ class AgentStart:
     """Tools that the task brings, besides those of the run's tool file: shipped names or classes (docs/tools.md)."""
     tools_kwargs: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """By tool: `{"create_kwargs": {...}}`, as in `extra_info.tools_kwargs` of a data row."""
-    spec: SandboxSpec = field(default_factory=SandboxSpec)
+    spec: SandboxSpec | None = None
     """What sandbox its workspace is; packages and what the tools ask for are added."""
     setup: tuple[str, ...] = ()
     """A command that is run in it once the files are there. It may fail: the agent then works without what it does."""

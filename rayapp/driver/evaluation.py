@@ -43,9 +43,7 @@ Record = Callable[[Sequence[Group]], None]
 """Keeps what was sampled, part after part. Blocks."""
 
 
-def run_evaluation(
-    config: Config, out: Path | None = None, *, report: Callable[[str], None] = lambda text: None
-) -> dict[str, float]:
+def run_evaluation(config: Config, out: Path | None = None) -> dict[str, float]:
     """Everything behind `rayapp eval`: sample `config.eval.samples_per_task` completions per task and score them.
 
     Args:
@@ -58,9 +56,9 @@ def run_evaluation(
     start_logs(config.run.name, config.tracking.log_format)
     check_inputs(config, training=False)
     if out is None:
-        return run_until_done(evaluate_model(config, report=report))
+        return run_until_done(evaluate_model(config))
     with evaluation_folder(config, out) as (record, keep):
-        metrics = run_until_done(evaluate_model(config, report=report, record=record))
+        metrics = run_until_done(evaluate_model(config, record=record))
         keep(metrics)
     return metrics
 

@@ -6,7 +6,7 @@ import logging
 
 import torch
 
-from rayapp.config.config import Config
+from rayapp.config.config import Config, with_values
 from rayapp.learner.distributed import Ranks
 from rayapp.learner.families.mixers import mixers_of
 from rayapp.learner.memory.token_budget import find_token_budget
@@ -44,8 +44,7 @@ def with_sharing(config: Config, model: PolicyModel) -> Config:
     if not config.learner.share_prefixes or not mixers_of(model.causal_lm):
         return config
     log.info("learner.share_prefixes is off: layers of this model read along the sequence otherwise than by attention")
-    learner = config.learner.model_copy(update={"share_prefixes": False})
-    return config.model_copy(update={"learner": learner})
+    return with_values(config, learner={"share_prefixes": False})
 
 
 def with_token_budget(config: Config, ranks: Ranks, model: PolicyModel) -> Config:
@@ -53,5 +52,4 @@ def with_token_budget(config: Config, ranks: Ranks, model: PolicyModel) -> Confi
     if config.learner.max_tokens_per_microbatch != "auto":
         return config
     budget = find_token_budget(config, ranks, model)
-    learner = config.learner.model_copy(update={"max_tokens_per_microbatch": budget})
-    return config.model_copy(update={"learner": learner})
+    return with_values(config, learner={"max_tokens_per_microbatch": budget})

@@ -107,6 +107,7 @@ def check_tasks(config: Config, *, training: bool, has_tokenizer: bool = True) -
     Raises:
         UserError: a task, its prompt or its tools can't be used, or there are too few sandboxes.
     """
+    brought: dict[str, str] = {}
     for names in (config.tasks, *([config.eval.tasks] if config.eval.tasks else [])):
         tasks = load_tasks(names)
         if config.default_agent == SINGLE_TURN_AGENT:
@@ -120,15 +121,17 @@ def check_tasks(config: Config, *, training: bool, has_tokenizer: bool = True) -
         # The workers measure the agent's prompts: they have the tools' schemas.
         starts = {task.name: agent_start(task) for task in tasks}
         for task_name, start in starts.items():
-            if why := why_no_sandbox(config.sandbox, start.spec.template):
-                template = start.spec.template
+            template = start.spec.template if start.spec else ""
+            if why := why_no_sandbox(config.sandbox, template):
                 raise ConfigError(f"task {task_name} needs sandboxes of {template}, and {why} (docs/environments.md)")
-        brought = {name: f"task {task}: tools: {name}" for task, start in starts.items() for name in start.tools}
-        for name, where in brought.items():
-            load_class(name, Path(), where)
-        _check_tools(
-            config, [ToolEntry(class_name=name) for name in brought], training=training, has_tokenizer=has_tokenizer
-        )
+        brought |= {name: f"task {task}: tools: {name}" for task, start in starts.items() for name in start.tools}
+    for name, where in brought.items():
+        load_class(name, Path(), where)
+    # Where there is a tool file, the check of its tools has looked at the template.
+    asks_template = has_tokenizer and not config.agent.tool_file
+    _check_entries(
+        config, [ToolEntry(class_name=name) for name in brought], training=training, asks_template=asks_template
+    )
 
 
 def _check_something_to_evaluate(config: Config, *, training: bool) -> None:
@@ -170,19 +173,24 @@ def check_data(config: Config, files: Sequence[str]) -> None:
     asyncio.run(check())
 
 
-def _check_tools(
-    config: Config, brought: Sequence[ToolEntry] = (), *, training: bool, has_tokenizer: bool = True
-) -> None:
+def _check_tools(config: Config, *, training: bool, has_tokenizer: bool) -> None:
+    """Those of the run's own tool file."""
     if config.agent.chat_template:
         load_template(config.agent.chat_template)
     file = config.agent.tool_file
-    entries = (*(read_tool_file(file) if file else ()), *brought)
+    entries = read_tool_file(file) if file else ()
     for entry in entries:
         _check_own_file(entry, Path(file).parent, f"tool file {file}: {entry.class_name}")
+    _check_entries(config, entries, training=training, asks_template=has_tokenizer)
+
+
+def _check_entries(config: Config, entries: Sequence[ToolEntry], *, training: bool, asks_template: bool) -> None:
+    """Whether there are sandboxes for these tools, and a place for them in the chat template."""
+    file = config.agent.tool_file
     holding = (entry for entry in entries if _holds_sandbox(entry, f"tool file {file}: {entry.class_name}: config"))
     if (first := next(holding, None)) is not None:
         _check_sandboxes_suffice(config, first, training=training)
-    if entries and has_tokenizer:
+    if entries and asks_template:
         tokenizer: Any = load_tokenizer(config)
         check_template(tokenizer, model=config.model.path, chat_template=config.agent.chat_template)
 

@@ -20,7 +20,7 @@ from rayapp.core.types import AgentStart, Prompt, Reward
 from rayapp.rollout.agent.build import open_loop
 from rayapp.rollout.agent.episode import AgentPrompt, Episode
 from rayapp.rollout.agent.loop import AgentLoop
-from rayapp.rollout.agent.loops import TOOL_AGENT, player_of
+from rayapp.rollout.agent.loops import TOOL_AGENT, Player, player_of
 from rayapp.rollout.agent.outcome import tool_reward, tool_verdict, with_terms
 from rayapp.rollout.group import Play
 from rayapp.rollout.prompts import check_length
@@ -55,6 +55,7 @@ class TaskAgents:
         self._tool_verdict_weight = tool_verdict_weight
         self._agent = agent
         self._loops: dict[tuple[str, ...], AgentLoop] = {}
+        self._players: dict[tuple[str, ...], Player] = {}
 
     @classmethod
     def of(cls, config: Config, sandboxes: SandboxSource) -> TaskAgents:
@@ -85,7 +86,8 @@ class TaskAgents:
     async def _prompt(self, task: Task) -> Prompt:
         start = agent_start(task)
         if start.tools not in self._loops:
-            self._loops[start.tools] = await self._make_loop(start.tools)
+            loop = self._loops[start.tools] = await self._make_loop(start.tools)
+            self._players[start.tools] = player_of(self._agent, loop)
         chat = self._loops[start.tools].chat
         text = chat.render(start.messages)
         return Prompt(task=task.name, text=text, token_ids=np.array(chat.prompt_ids(start.messages), np.int32))
@@ -101,7 +103,7 @@ class TaskAgents:
             spec=start.spec,
             setup=start.setup,
         )
-        return partial(player_of(self._agent, self._loops[start.tools]).run, begin)
+        return partial(self._players[start.tools].run, begin)
 
     async def score(self, episode: Episode, verdict: Callable[[], Awaitable[Reward]]) -> Reward:
         """The verdict on the answer, with what the calls gave; none on an episode that failed."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from rayapp.tasks.banned import find_banned
-from rayapp.tasks.extraction import extract_code, extract_program, parse, syntax_problem
+from rayapp.tasks.extraction import extract_code, extract_program, syntax_problem
 
 
 def screen(completion: str, func_name: str, prefill: str, banned_patterns: Sequence[str]) -> tuple[str, str, str]:
@@ -20,8 +20,8 @@ def screen(completion: str, func_name: str, prefill: str, banned_patterns: Seque
     code = extract_code(completion, func_name, prefill=prefill) if func_name else extract_program(completion)
     if code is None:
         return "", "no_code", f"no `def {func_name}` in the completion" if func_name else "the completion is empty"
-    if parse(code) is None:
-        return code, "syntax_error", f"the code does not parse: {syntax_problem(code)}"
+    if problem := syntax_problem(code):
+        return code, "syntax_error", f"the code does not parse: {problem}"
     banned = find_banned(code, banned_patterns)
     if banned is not None:
         return code, "banned", f"uses {banned.strip()}"

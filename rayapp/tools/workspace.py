@@ -71,7 +71,7 @@ class Workspace:
         setup: Sequence[str] = (),
     ) -> None:
         self._sandboxes = sandboxes
-        self._spec = spec
+        self.spec = spec
         self._lease_timeout_s = lease_timeout_s
         self._files = dict(files or {})
         self._setup = tuple(setup)
@@ -122,7 +122,7 @@ class Workspace:
     async def _open(self) -> Sandbox:
         if self._is_closed:
             raise SandboxGoneError("this trajectory's workspace has ended")
-        lease = self._sandboxes.lease(self._spec, timeout_s=self._lease_timeout_s)
+        lease = self._sandboxes.lease(self.spec, timeout_s=self._lease_timeout_s)
         sandbox = await lease.__aenter__()
         self._lease = lease
         try:
@@ -210,14 +210,14 @@ def open_workspace(
 
     Args:
         packages: besides the spec's and the tools' own.
-        spec: what the task asks for; the tools may ask for more memory.
+        spec: what the task asks for; the tools may ask for more memory, or, without one, say how much there is.
         setup: see `Workspace`.
     """
     asked = spec or SandboxSpec()
     spec = replace(
         asked,
         packages=tuple(sorted({*asked.packages, *packages, *(name for tool in tools for name in tool.own.packages)})),
-        memory_mib=max(asked.memory_mib if spec else 0, *(tool.own.memory_mib for tool in tools)),
+        memory_mib=max([tool.own.memory_mib for tool in tools] + ([spec.memory_mib] if spec else [])),
     )
     wait_s = max(tool.own.lease_timeout for tool in tools)
     return Workspace(tools[0].sandboxes, spec, lease_timeout_s=wait_s, files=files, setup=setup)

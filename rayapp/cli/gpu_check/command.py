@@ -20,6 +20,7 @@ from rayapp.cli.gpu_check.processes import Row, run_check
 from rayapp.core.errors import InputError
 from rayapp.core.files import write_text
 from rayapp.core.terminal import visible
+from rayapp.core.version import __version__
 
 app = typer.Typer()
 
@@ -45,10 +46,8 @@ def print_rows(rows: Iterable[Row]) -> list[Row]:
 
 def report_of(rows: Sequence[Row], context: CheckContext) -> dict[str, Any]:
     """What to add to an issue. It names this machine's hardware and software; no user, host or path but the model's."""
-    from importlib.metadata import version
-
     return {
-        "rayapp": version("rayapp"),
+        "rayapp": __version__,
         "when": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "platform": platform.platform(),
         "device": context.device,

@@ -46,7 +46,6 @@ def _train(context: CheckContext, placement: str, transport: str) -> Outcome:
         [sys.executable, "-m", "rayapp", "train", str(file)],
         env=environment, capture_output=True, text=True, check=False, errors="replace",
     )  # fmt: skip
-    (context.folder / "train.log").write_text(done.stdout + done.stderr)
     if done.returncode:
         return judged(
             f"{transport}: exit code {done.returncode}", _reason(done.stderr), "docs/troubleshoot.md has it by message",

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import PurePosixPath
 from typing import Any
 
 import yaml
+
+from rayapp.cli.kuberay.render import LOADER
 
 _CLAIMS, _SECRETS = "PersistentVolumeClaim", "Secret"
 
@@ -18,11 +20,12 @@ def before_apply(files: Mapping[str, str], namespace: str) -> list[str]:
     Args:
         files: as `render` gives them.
     """
-    documents = [each for text in files.values() for each in yaml.safe_load_all(text) if each]
-    made = {(each["kind"], each["metadata"]["name"]) for each in documents}
-    found = list(dict.fromkeys(need for each in documents for need in _needs(each) if need not in made))
+    documents = {file: [each for each in yaml.load_all(text, LOADER) if each] for file, text in files.items()}
+    every = [each for of_file in documents.values() for each in of_file]
+    made = {(each["kind"], each["metadata"]["name"]) for each in every}
+    found = list(dict.fromkeys(need for each in every for need in _needs(each) if need not in made))
     lines = [_LINES[kind].format(name=name, namespace=namespace) for kind, name in found]
-    return [*lines, *_model(files)]
+    return [*lines, *_model(documents)]
 
 
 _LINES = {
@@ -52,15 +55,15 @@ def _needs(node: Any) -> Iterator[tuple[str, str]]:
             yield from _needs(value)
 
 
-def _model(files: Mapping[str, str]) -> Iterator[str]:
+def _model(documents: Mapping[str, Sequence[Any]]) -> Iterator[str]:
     """That the run fetches its model from the hub, though a volume with models is mounted."""
-    job = yaml.safe_load(files["rayjob.yaml"])
+    job = documents["rayjob.yaml"][0]
     words = shlex.split(job["spec"]["entrypoint"])
     container = job["spec"]["rayClusterSpec"]["headGroupSpec"]["template"]["spec"]["containers"][0]
     mounts = {each["name"]: each["mountPath"] for each in container["volumeMounts"]}
     given = [word.partition("=")[2] for word in words if word.startswith("model.path=")]
-    of_config = yaml.safe_load(files["configmap.yaml"])["data"]["run.yaml"]
-    path = given[-1] if given else yaml.safe_load(of_config)["model"]["path"]
+    of_config = documents["configmap.yaml"][0]["data"]["run.yaml"]
+    path = given[-1] if given else yaml.load(of_config, LOADER)["model"]["path"]
     if "models" not in mounts or path.startswith("s3://") or PurePosixPath(path).is_absolute():
         return
     yield (

@@ -74,9 +74,7 @@ async def _audited(
     from rayapp.tasks.audit.subjects import subjects_of
 
     subjects = await subjects_of(tasks, answer_rewards(config), cache=config.data.cache_dir, limit=limit)
-    # Without a stock of warm sandboxes, which would cost money and serve nobody.
-    sandbox = config.sandbox.model_copy(update={"min_ready": 0})
-    async with open_pool(sandbox, f"audit-{os.getpid()}") as (sandboxes, _):
+    async with open_pool(config.sandbox.without_stock, f"audit-{os.getpid()}") as (sandboxes, _):
         return await run_audit(subjects, sandboxes, runs=runs, max_trivial=max_trivial)
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rayapp.cli.score import read_answers
+from rayapp.cli.score import read_answers, verdict_fields
 from rayapp.config.config import Config
 from rayapp.core.errors import InputError
 from rayapp.core.types import Reward
@@ -60,7 +60,7 @@ def try_reward(trial: Trial, texts: Sequence[str], files: Sequence[str]) -> bool
 
     async def run() -> bool:
         all_valid = True
-        async with open_pool(config.sandbox.model_copy(update={"min_ready": 0}), f"try-{os.getpid()}") as (pool, _):
+        async with open_pool(config.sandbox.without_stock, f"try-{os.getpid()}") as (pool, _):
             for number, row in given:
                 for text in answers or _extremes(row):
                     verdict = await score_answer(_answer(row, text), rewards, pool, seed=trial.seed)
@@ -87,15 +87,23 @@ def rows_of(trial: Trial) -> Iterator[tuple[int, DataRow]]:
         source = "own" if trial.has_function else trial.name
         yield 0, DataRow(messages=(), data_source=source, ground_truth=trial.ground_truth)
         return
-    table = read_table(trial.data)
-    if trial.rows.start >= table.num_rows:
-        raise InputError(f"{trial.data} has {table.num_rows} rows, and no row {trial.rows.start} (counted from 0)")
-    for number in trial.rows[: table.num_rows - trial.rows.start]:
-        yield number, parse_row(table.slice(number, 1).to_pylist()[0], f"{trial.data}, row {number}")
+    yield from read_rows(trial.data, trial.rows)
 
 
-def read_table(file: Path) -> Any:
-    """A parquet file. Raises InputError: it can't be read."""
+def read_rows(file: Path, rows: range) -> Iterator[tuple[int, DataRow]]:
+    """Rows of a parquet file, each with its number.
+
+    Raises:
+        InputError: there is no such file or row, or a row is not in verl's schema.
+    """
+    table = _read_table(file)
+    if rows.start >= table.num_rows:
+        raise InputError(f"{file} has {table.num_rows} rows, and no row {rows.start} (counted from 0)")
+    for number in rows[: table.num_rows - rows.start]:
+        yield number, parse_row(table.slice(number, 1).to_pylist()[0], f"{file}, row {number}")
+
+
+def _read_table(file: Path) -> Any:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -121,14 +129,4 @@ def _answer(row: DataRow, text: str) -> Answer:
 
 def record(number: int, text: str, verdict: Reward) -> dict[str, object]:
     """One line of the output."""
-    return {
-        "row": number,
-        "answer": text[:SHOWN_CHARS],
-        "reward": verdict.value if verdict.valid else None,
-        "terms": verdict.terms,
-        "status": verdict.status,
-        "valid": verdict.valid,
-        "failure_kind": verdict.failure_kind,
-        "detail": verdict.detail,
-        "seconds": round(verdict.time_score_s, 4),
-    }
+    return {"row": number, "answer": text[:SHOWN_CHARS]} | verdict_fields(verdict)

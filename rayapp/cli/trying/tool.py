@@ -10,10 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rayapp.cli.trying.reward import read_table
+from rayapp.cli.trying.reward import read_rows
 from rayapp.core.errors import InputError
 from rayapp.core.types import CallRecord
-from rayapp.tasks.data.data_row import parse_row
 from rayapp.tools.base import ToolContext
 from rayapp.tools.calls import RawCall
 from rayapp.tools.toolset import ToolSet
@@ -50,7 +49,7 @@ def try_tool(trial: Trial, words: Sequence[str]) -> bool:
     from rayapp.tools.loading import open_tools
 
     calls = list(calls_of(words))
-    sandbox = load_config(trial.config).sandbox.model_copy(update={"min_ready": 0})
+    sandbox = load_config(trial.config).sandbox.without_stock
 
     async def run() -> bool:
         async with open_pool(sandbox, f"try-{os.getpid()}") as (pool, _):
@@ -102,10 +101,8 @@ def _kwargs(trial: Trial, tools: ToolSet) -> Mapping[str, Mapping[str, Any]]:
         return {schema.name: {"create_kwargs": given} for schema in tools.schemas}
     if trial.data is None:
         return {}
-    table = read_table(trial.data)
-    if trial.row >= table.num_rows:
-        raise InputError(f"{trial.data} has {table.num_rows} rows, and no row {trial.row} (counted from 0)")
-    return parse_row(table.slice(trial.row, 1).to_pylist()[0], f"{trial.data}, row {trial.row}").tools_kwargs
+    [(_, row)] = read_rows(trial.data, range(trial.row, trial.row + 1))
+    return row.tools_kwargs
 
 
 def _shown(record: CallRecord) -> dict[str, object]:

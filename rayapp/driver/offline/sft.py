@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from rayapp.config.agent import DataSection
-from rayapp.config.config import Config, all_tasks
+from rayapp.config.config import Config, all_tasks, with_values
 from rayapp.config.sections import RolloutSection, TrainSection
 from rayapp.core.aio import finish_then_cancel, run_until_done
 from rayapp.core.errors import ConfigError, LearnersLostError, RestartsUsedUpError
@@ -109,7 +109,7 @@ def after_warmup(config: Config) -> Config:
         return config
     root = Location.parse(config.run.output_dir)
     trained = root.join(sft_name(config)).join("final")
-    return config.model_copy(update={"model": config.model.model_copy(update={"path": str(trained)})})
+    return with_values(config, model={"path": str(trained)})
 
 
 def rows_of_step(step: int, *, num_rows: int, rows_per_step: int, seed: int) -> list[int]:

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import numpy as np
 
-from rayapp.config.config import Config
+from rayapp.config.config import Config, with_values
 from rayapp.core.types import FloatArray, Group
 from rayapp.engine.vllm import VllmEngine
 from rayapp.engine.weights.buckets import WeightBucket, pack
-from rayapp.learner.families.trial import at_folder, learner_of
+from rayapp.learner.families.trial import learner_of
 from rayapp.learner.scoring import log_probs_of
 from rayapp.learner.state.export import export_hf, sent_weights
 
@@ -46,7 +46,7 @@ async def engine_errors(configs: tuple[Config, Config], groups: list[Group], fin
         WeightSyncError: it refused the weights.
     """
     first, second = _sent(configs[0], groups, final), _sent(configs[1], groups)
-    engine = await VllmEngine.start(at_folder(configs[0], final))
+    engine = await VllmEngine.start(with_values(configs[0], model={"path": str(final)}))
     try:
         at_start = await _error(engine, groups, first[1])
         after = []

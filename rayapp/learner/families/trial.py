@@ -97,11 +97,6 @@ def trial_config(folder: Path, *, server: Mapping[str, Any] = NOTHING, **learner
     )
 
 
-def at_folder(config: Config, folder: Path) -> Config:
-    """The same over another model."""
-    return config.model_copy(update={"model": config.model.model_copy(update={"path": str(folder)})})
-
-
 def trial_groups(vocabulary: int, *, seed: int = 0) -> list[Group]:
     """Two groups whose completions share more than the prompt, with tokens of a tool in between."""
     rng = np.random.default_rng(seed)

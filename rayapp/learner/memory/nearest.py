@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from rayapp.config.config import Config
+from rayapp.config.config import Config, with_values
 from rayapp.learner.memory.gpus import Gpu
 from rayapp.learner.memory.plan import GpuPlan, plan_gpu
 from rayapp.learner.memory.shape import ModelShape
@@ -49,13 +49,6 @@ def nearest_that_fits(shape: ModelShape, config: Config, gpu: Gpu) -> Config | N
 def overrides_between(before: Config, after: Config) -> list[str]:
     """`key.sub=value` for what differs, as the command line takes it."""
     return [f"{key}={str(new).lower()}" for key, old, new in _leaves(before, after) if old != new]
-
-
-def with_values(config: Config, **sections: dict[str, Any]) -> Config:
-    """The config with other values in some sections, not checked."""
-    return config.model_copy(
-        update={name: getattr(config, name).model_copy(update=values) for name, values in sections.items()}
-    )
 
 
 def _leaves(before: Config, after: Config) -> Iterator[tuple[str, Any, Any]]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rayapp.config.config import Config
+from rayapp.config.config import Config, with_values
 from rayapp.learner.memory.gpus import GIB, Gpu
 from rayapp.learner.memory.shape import ModelShape
 
@@ -233,9 +233,7 @@ def with_token_budget(shape: ModelShape, config: Config, gpu_bytes: int) -> Conf
         return config
 
     def having(tokens: int) -> Config:
-        return config.model_copy(
-            update={"learner": config.learner.model_copy(update={"max_tokens_per_microbatch": tokens})}
-        )
+        return with_values(config, learner={"max_tokens_per_microbatch": tokens})
 
     sizes = [having(1 << power) for power in range(16, 3, -1) if 1 << power >= config.max_model_tokens]
     fitting = (sized for sized in sizes if plan_learner(shape, sized).total <= AUTO_SHARE * gpu_bytes)

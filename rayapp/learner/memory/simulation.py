@@ -23,13 +23,15 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch._guards import active_fake_mode
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
-from rayapp.config.config import Config
+from rayapp.config.config import Config, with_values
+from rayapp.config.learner import LearnerSection
 from rayapp.core.summaries import summarize_group
 from rayapp.core.types import Group, GroupSummary, Prompt, Reward, Trajectory
 from rayapp.learner.attention import AttentionPlan, varlen_plan
 from rayapp.learner.batch import MicroBatch, TrainItem, make_micro_batch
+from rayapp.learner.distributed import learner_mesh
 from rayapp.learner.log_probs import HeadOptions
 from rayapp.learner.memory.meter import CpuMeter
 from rayapp.learner.optimizer import make_optimizer
@@ -76,8 +78,10 @@ def simulate_learner(config: Config) -> SimulatedLearner:
     Raises:
         InputError: the model's config can't be read.
     """
+    # The budget is one rank's: a rank that shares its micro-batches with others holds what one with its own does.
+    config = with_values(config, learner={"sequence_parallel": 1})
     batch = _as_on_gpu(_full_micro_batch(config))
-    with _fake_ranks(config.learner.num_learners) as mesh, FakeTensorMode(allow_non_fake_inputs=True) as mode:
+    with _fake_ranks(config.learner) as mesh, FakeTensorMode(allow_non_fake_inputs=True) as mode:
         model = _fake_policy(config, mesh, trainable=True)
         reference = _fake_policy(config, mesh, trainable=False) if config.algorithm.kl_loss_coef > 0 else None
         with FakeMeter(mode) as meter:
@@ -161,13 +165,13 @@ class FakeMeter(CpuMeter):
 
 
 @contextmanager
-def _fake_ranks(world_size: int) -> Iterator[DeviceMesh]:
-    """Within, this process is the first of so many ranks, whose collectives do nothing."""
+def _fake_ranks(section: LearnerSection) -> Iterator[DeviceMesh]:
+    """Within, this process is the first of all ranks, whose collectives do nothing."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=section.num_learners)
     try:
-        yield init_device_mesh("cpu", (world_size,))
+        yield learner_mesh("cpu", section.num_learners, section.replicas)
     finally:
         dist.destroy_process_group()
 

@@ -176,7 +176,7 @@ def _whole(
     """
     # Adapters are merged in float32 and rounded once, as weights are that are trained directly; those are cast before
     # they are gathered, so that half the bytes travel.
-    own: Any = merged_weight(parameters, name, lora) if lora.rank > 0 else parameters[name].detach()
+    own: Any = merged_weight(parameters, name, lora) if BASE in name else parameters[name].detach()
     narrow = own.to(EXPORT_DTYPE).to(device or own.device)
     full: Tensor = narrow.full_tensor() if hasattr(narrow, "full_tensor") else narrow
     return full

@@ -78,7 +78,7 @@ class HfLayout:
 
 def hf_layout(config: Config, causal_lm: Any, file_bytes: int = FILE_BYTES) -> HfLayout:
     """The folder of this model; nothing is gathered or read."""
-    shapes = {name: _outline(name, tensor) for name, tensor in _exported(causal_lm)}
+    shapes = {name: _outline(tensor) for name, tensor in _exported(causal_lm)}
     groups = groups_of(causal_lm, shapes)
     hubs = [hub_tensors(causal_lm, {name: shapes[name] for name in group}) for group in groups]
     chosen: list[list[int]] = []
@@ -115,7 +115,7 @@ def _exported(causal_lm: Any) -> Iterator[tuple[str, Tensor]]:
             yield name, tensor
 
 
-def _outline(name: str, tensor: Tensor) -> Tensor:
+def _outline(tensor: Tensor) -> Tensor:
     dtype = EXPORT_DTYPE if isinstance(tensor, torch.nn.Parameter) else tensor.dtype
     return torch.empty(tensor.shape, dtype=dtype, device="meta")
 

@@ -31,7 +31,7 @@ _ANSWER: Message = {"role": "assistant", "content": _STAND_IN}
 _WORD, _NO_WORD = re.compile(r"\w"), re.compile(r"[^\w\s\u2581]")
 _RESULTS = ("result-of-the-first-call", "result-of-the-second-call")
 _MOST_FRAMES = 256
-_FRAMED = {"role", "name", "content"}
+_FRAMED = {"role", "name", "content", "tool_call_id"}
 
 
 class ChatTokenizer(Protocol):
@@ -77,8 +77,8 @@ class ChatFormat:
         self._needs_calls = False
         self._head_ids = self._end_ids
         self._neutralize = Neutralizer(_added_tokens(tokenizer))
-        self._frames: dict[tuple[tuple[str, str | None], ...], tuple[str, ...] | None] = {}
-        """By roles and names: see `frames`."""
+        self._frames: dict[tuple[tuple[str | None, ...], ...], tuple[str, ...] | None] = {}
+        """By roles, names and ids of calls: see `frames`."""
         if tools:
             self._check_tools()
 
@@ -185,7 +185,7 @@ class ChatFormat:
         """`_after_turn`; what the template writes around messages is rendered once for messages of the same tools."""
         if any(message.keys() - _FRAMED for message in messages):
             return self._after_turn(messages)
-        key = tuple((message["role"], message.get("name")) for message in messages)
+        key = tuple((message["role"], message.get("name"), message.get("tool_call_id")) for message in messages)
         if key not in self._frames:
             if len(self._frames) >= _MOST_FRAMES:
                 self._frames.clear()

@@ -105,7 +105,7 @@ class AgentPrompt:
     """What lies in the workspace at the start."""
     packages: tuple[str, ...] = ()
     """What is preloaded there."""
-    spec: SandboxSpec = field(default_factory=SandboxSpec)
+    spec: SandboxSpec | None = None
     """What sandbox it is."""
     setup: tuple[str, ...] = ()
     """A command that is run in it first."""

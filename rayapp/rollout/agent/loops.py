@@ -12,7 +12,7 @@ Made once per rollout worker. Rows say nothing else about how they are played.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from rayapp.config.agent import AGENTS
@@ -75,6 +75,8 @@ class AgentLoops:
     single_turn_agent: AgentLoop
     default: str = TOOL_AGENT
     """For rows that name none."""
+    _players: dict[str, Player] = field(default_factory=dict, compare=False)
+    """Plug-ins by name, made when a row first asks for one."""
 
     def of(self, agent_name: str) -> AgentLoop:
         """The loop of a row: its chat format, and its tools. A plug-in has those of the tool agent.
@@ -88,7 +90,11 @@ class AgentLoops:
     def player(self, agent_name: str) -> Player:
         """Who plays a row. Raises as `of`, or ConfigError as `player_of`."""
         loop, name = self.of(agent_name), agent_name or self.default
-        return loop if name in AGENTS else player_of(name, loop)
+        if name in AGENTS:
+            return loop
+        if name not in self._players:
+            self._players[name] = player_of(name, loop)
+        return self._players[name]
 
     def prompt_ids(self, messages: Sequence[Mapping[str, Any]], agent_name: str = "") -> list[int]:
         """What the policy reads of a row: only the tool agent's prompts tell of tools."""

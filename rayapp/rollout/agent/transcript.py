@@ -15,11 +15,12 @@ from rayapp.core.protocols import RolloutEngine
 from rayapp.core.types import CallRecord, Completion, RolloutStatus, SamplingParams, TurnRecord
 from rayapp.rollout.agent.episode import Episode, EpisodeEnd
 
-_STATUS = {
+STATUS = {
     EpisodeEnd.ANSWERED: RolloutStatus.COMPLETED,
     EpisodeEnd.MAX_TURNS: RolloutStatus.MAX_TURNS,
     EpisodeEnd.MAX_TOKENS: RolloutStatus.TRUNCATED,
 }
+"""Of an episode that did not fail."""
 
 
 class Transcript:
@@ -72,7 +73,7 @@ class Transcript:
 
     def finished(self, end: EpisodeEnd) -> Episode:
         """The episode, ended by the policy or by a limit."""
-        return self._episode(end, _STATUS[end], "")
+        return self._episode(end, STATUS[end], "")
 
     def failed(self, status: RolloutStatus, failure: str) -> Episode:
         """The episode, ended by something that is not the policy's doing; `failure` says what, to a person."""

@@ -18,10 +18,11 @@ from typing import Literal
 
 from rayapp.core.errors import RayappError
 from rayapp.core.protocols import RolloutEngine
-from rayapp.core.types import CallRecord, Completion, RolloutStatus, SamplingParams
+from rayapp.core.types import CallRecord, RolloutStatus, SamplingParams
 from rayapp.rollout.agent.cutting import readable
 from rayapp.rollout.agent.episode import Episode, EpisodeEnd
 from rayapp.rollout.agent.parsing import read_turn
+from rayapp.rollout.agent.transcript import STATUS
 from rayapp.rollout.gateway.conversation import Ask, Choice, Conversations, Found, Reply, Said, ToolCall, in_order
 from rayapp.rollout.gateway.formats import Format, Formats, continued, rendered
 from rayapp.rollout.gateway.refusals import RefusedError
@@ -64,7 +65,6 @@ class _Turn:
 
     number: int
     """In `TokenTree.turns`."""
-    completion: Completion
     prompt_end: int
     end: int
     """Index of its last token."""
@@ -89,10 +89,6 @@ class Session:
     """What ran out, if anything did."""
     trouble: asyncio.Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
     """Fails when the engine does."""
-    num_prompt_tokens: int = 0
-    """Of all calls, whatever the session had before."""
-    num_cached_tokens: int = 0
-    """Those of them that the session had before."""
     _conversations: Conversations = field(default_factory=Conversations)
     _replies: dict[str, tuple[Said, ...]] = field(default_factory=dict)
     """By id: the conversation up to a reply, for calls that name it (Responses)."""
@@ -110,8 +106,6 @@ class Session:
         wanted = await self._wanted(ask, messages)
         num_cached = len(wanted.prompt_ids) - self.tree.num_new(wanted.after, wanted.read_ids)
         choices = await self._sampled(ask, messages, wanted)
-        self.num_prompt_tokens += len(wanted.prompt_ids)
-        self.num_cached_tokens += num_cached
         reply = Reply(
             choices=choices,
             num_prompt_tokens=len(wanted.prompt_ids),
@@ -164,7 +158,7 @@ class Session:
             num_prompt_tokens=tree.turns[0].start if tree.turns else 0,
             turns=tuple(tree.turns),
             end=end,
-            status=_STATUS[end],
+            status=STATUS.get(end, RolloutStatus.ERROR_TASK),
             failure=failure if end is EpisodeEnd.FAILED else "",
             answer=answer,
             forks=tuple(tree.forks),
@@ -301,19 +295,20 @@ class Session:
         )
         if self.tree.size >= self.limits.max_tokens:
             self.limit = self.limit or "tokens"
-        return _Turn(number=len(self.tree.turns) - 1, completion=completion, prompt_end=prompt_end, end=end)
+        return _Turn(number=len(self.tree.turns) - 1, prompt_end=prompt_end, end=end)
 
     async def _choice(self, ask: Ask, chat_format: Format, turn: _Turn) -> Choice:
-        text, stopped_by = _before_stop(self.tree.turns[turn.number].text, ask.stop)
+        record = self.tree.turns[turn.number]
+        text, stopped_by = _before_stop(record.text, ask.stop)
         said = readable(after_thoughts(text))
         calls, said = await self._calls(ask, chat_format, said, turn.number)
         return Choice(
             text=said,
             thoughts=readable(thoughts_of(text)),
             calls=calls,
-            finish_reason=turn.completion.finish_reason,
+            finish_reason=record.finish_reason,
             is_stopped_by=stopped_by,
-            num_tokens=turn.completion.token_ids.size,
+            num_tokens=record.end - record.start,
         )
 
     async def _calls(self, ask: Ask, chat_format: Format, said: str, number: int) -> tuple[tuple[ToolCall, ...], str]:
@@ -335,14 +330,6 @@ class Session:
             for call in raw
         )
         self.tree.turns[number] = replace(self.tree.turns[number], calls=records)
-
-
-_STATUS = {
-    EpisodeEnd.ANSWERED: RolloutStatus.COMPLETED,
-    EpisodeEnd.MAX_TURNS: RolloutStatus.MAX_TURNS,
-    EpisodeEnd.MAX_TOKENS: RolloutStatus.TRUNCATED,
-    EpisodeEnd.FAILED: RolloutStatus.ERROR_TASK,
-}
 
 
 def _before_stop(text: str, stop: Sequence[str]) -> tuple[str, str]:

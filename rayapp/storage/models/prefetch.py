@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
 
-from rayapp.config.config import Config
+from rayapp.config.config import Config, with_values
 from rayapp.core.aio import together
 from rayapp.core.errors import InputError, StorageError
 from rayapp.core.location import Location
@@ -44,7 +44,7 @@ def with_local_model(config: Config) -> Config:
     with folder.with_name(f"{folder.name}.lock").open("a") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         _run(_fetch(str(location), folder))
-    return config.model_copy(update={"model": config.model.model_copy(update={"path": str(folder)})})
+    return with_values(config, model={"path": str(folder)})
 
 
 def check_remote_model(config: Config) -> None:

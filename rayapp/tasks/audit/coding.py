@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from functools import partial
 
-import numpy as np
-
 from rayapp.core.protocols import SandboxSource
-from rayapp.core.types import Prompt, Reward, SandboxSpec
+from rayapp.core.types import SandboxSpec
 from rayapp.sandbox.verdict.compare import same_value
 from rayapp.tasks.audit.batteries import cheats_of_function, fenced, nothing_of_function, trivial_of_function
-from rayapp.tasks.audit.subject import Subject, TestRun
+from rayapp.tasks.audit.subject import Subject, TestRun, score_of
 from rayapp.tasks.cases import MODULES, Case
 from rayapp.tasks.coding import CodingTask
 from rayapp.tasks.extraction import extract_code
@@ -30,12 +28,12 @@ def coding_subject(task: CodingTask) -> Subject:
         kind="coding",
         prompt=task.prompt,
         tests_key=repr((task.tests, task.helpers, task.reference)),
-        score=partial(_score, free if with_reference else task),
+        score=score_of(free if with_reference else task),
         solution=fenced(_reference(task) if with_reference else task.demonstrations[0]),
         nothing=nothing_of_function(name, parameters),
         trivial=trivial_of_function(name, parameters),
         cheats=cheats_of_function(name, parameters),
-        score_cheat=partial(_score, free),
+        score_cheat=score_of(free),
         run_tests=partial(_run_tests, task),
         limit_s=task.timeout_s,
         secrets=tuple(text for text in _oracle(task) if len(text) >= MIN_SECRET_CHARS),
@@ -57,14 +55,6 @@ def _reference(task: CodingTask) -> str:
     return (
         f"{above}\ndef {task.func_name}({parameters}):\n    args = ({parameters},)\n    return (\n{task.reference}\n)"
     )
-
-
-async def _score(task: CodingTask, answer: str, sandboxes: SandboxSource, seed: int) -> Reward:
-    return await task.score(_prompt(task), answer, sandboxes, seed=seed)
-
-
-def _prompt(task: CodingTask) -> Prompt:
-    return Prompt(task=task.name, text="", token_ids=np.zeros(0, np.int32))
 
 
 async def _run_tests(task: CodingTask, answer: str, sandboxes: SandboxSource, seed: int) -> tuple[TestRun, ...]:

@@ -14,7 +14,7 @@ from dataclasses import replace
 
 from rayapp.core.errors import SandboxProtocolError
 from rayapp.core.protocols import SandboxSource
-from rayapp.core.types import AgentStart
+from rayapp.core.types import AgentStart, SandboxSpec
 from rayapp.tasks.sandboxed import LEASE_TIMEOUT_S
 
 _TIMEOUT_S = 60.0
@@ -63,7 +63,8 @@ async def texts_in_sandbox(start: AgentStart, words: Iterable[str], sandboxes: S
     Raises:
         SandboxError: the sandbox failed.
     """
-    spec = replace(start.spec, packages=(*start.spec.packages, *start.packages))
+    asked = start.spec or SandboxSpec()
+    spec = replace(asked, packages=(*asked.packages, *start.packages))
     async with sandboxes.lease(spec, timeout_s=LEASE_TIMEOUT_S) as sandbox:
         for path, text in start.files.items():
             await sandbox.write_file(path, text.encode())

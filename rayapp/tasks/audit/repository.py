@@ -5,12 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import partial
 
-import numpy as np
-
 from rayapp.core.protocols import SandboxSource
-from rayapp.core.types import Prompt, Reward
 from rayapp.tasks.audit.batteries import PROSE, cheats
-from rayapp.tasks.audit.subject import Answer, Subject, TestRun
+from rayapp.tasks.audit.subject import Answer, Subject, TestRun, score_of
 from rayapp.tasks.repository.grading import run_tests
 from rayapp.tasks.repository.task import RepositoryTask
 from rayapp.tasks.repository.work import as_answer, read_answer
@@ -41,7 +38,7 @@ def repository_subject(task: RepositoryTask) -> Subject:
         kind="repository",
         prompt=folder.instruction,
         tests_key="\n".join(test.original for test in folder.tests),
-        score=partial(_score, task),
+        score=score_of(task),
         solution=task.solution,
         nothing=(*PROSE, Answer(name="nothing changed", text=as_answer({}))),
         trivial=tuple(_trivial(task)),
@@ -53,11 +50,6 @@ def repository_subject(task: RepositoryTask) -> Subject:
         public_words=(task.name,),
         notes={} if folder.solution else {"solution": "there is no folder solution in it"},
     )
-
-
-async def _score(task: RepositoryTask, answer: str, sandboxes: SandboxSource, seed: int) -> Reward:
-    prompt = Prompt(task=task.name, text="", token_ids=np.zeros(0, np.int32))
-    return await task.score(prompt, answer, sandboxes, seed=seed)
 
 
 async def _run_tests(task: RepositoryTask, answer: str, sandboxes: SandboxSource, seed: int) -> tuple[TestRun, ...]:

@@ -1,6 +1,6 @@
 """What an audit has to know of a task, whatever kind it is: answers to try, how they are scored, what must stay secret.
 
-Made by `coding.py`, `rows.py` and `folders.py`; read by `checks.py`. Data and two functions.
+Made by `coding.py`, `rows.py` and `repository.py`; read by `checks.py`. Data, but for `score_of`.
 """
 
 from __future__ import annotations
@@ -8,11 +8,23 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 
-from rayapp.core.protocols import SandboxSource
-from rayapp.core.types import AgentStart, Reward
+import numpy as np
+
+from rayapp.core.protocols import SandboxSource, Task
+from rayapp.core.types import AgentStart, Prompt, Reward
 
 Score = Callable[[str, SandboxSource, int], Awaitable[Reward]]
 """From an answer and a seed, which draws the hidden tests, to what the task pays for it."""
+
+
+def score_of(task: Task) -> Score:
+    """The task's own score, of a text that follows no prompt."""
+    prompt = Prompt(task=task.name, text="", token_ids=np.zeros(0, np.int32))
+
+    async def score(answer: str, sandboxes: SandboxSource, seed: int) -> Reward:
+        return await task.score(prompt, answer, sandboxes, seed=seed)
+
+    return score
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

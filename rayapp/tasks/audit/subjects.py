@@ -5,16 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-import numpy as np
-
-from rayapp.core.protocols import AgentTask, SandboxSource, Task
-from rayapp.core.types import Prompt, Reward
+from rayapp.core.protocols import AgentTask, Task
 from rayapp.tasks.answers import AnswerRewards
 from rayapp.tasks.audit.batteries import PROSE
 from rayapp.tasks.audit.coding import coding_subject
 from rayapp.tasks.audit.repository import repository_subject
 from rayapp.tasks.audit.rows import benchmark_subjects, file_subjects
-from rayapp.tasks.audit.subject import Subject
+from rayapp.tasks.audit.subject import Subject, score_of
 from rayapp.tasks.code.benchmarks import PREFIX, load_benchmark
 from rayapp.tasks.coding import CodingTask
 from rayapp.tasks.loading import load_source
@@ -55,10 +52,6 @@ def _task_subject(task: Task) -> Subject:
 def _other_subject(task: Task) -> Subject:
     """A task of another class. `solution` and `prompt`, texts, are attributes that it may have."""
 
-    async def score(text: str, sandboxes: SandboxSource, seed: int) -> Reward:
-        prompt = Prompt(task=task.name, text="", token_ids=np.zeros(0, np.int32))
-        return await task.score(prompt, text, sandboxes, seed=seed)
-
     solution = getattr(task, "solution", None)
     start = task.agent_start() if isinstance(task, AgentTask) else None
     told = " ".join(message["content"] for message in start.messages) if start else ""
@@ -68,7 +61,7 @@ def _other_subject(task: Task) -> Subject:
         kind=type(task).__name__,
         prompt=prompt,
         tests_key=prompt,
-        score=score,
+        score=score_of(task),
         solution=solution if isinstance(solution, str) else None,
         nothing=PROSE,
         workspace=start,

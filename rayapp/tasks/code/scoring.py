@@ -170,8 +170,10 @@ class _Candidate:
         if problem := _problem(ran):
             return problem, ran.duration_s
         is_right = await off_the_loop(len(ran.stdout), partial(test.is_expected, ran.stdout))
+        if is_right:
+            return "", ran.duration_s
         told = f"wrong output: input {shown(test.stdin)}: got {shown(ran.stdout)}, expected {shown(test.expected)}"
-        return "" if is_right else told, ran.duration_s
+        return told, ran.duration_s
 
     async def _run_calls(self, test: CallTest, sandbox: Sandbox, timeout_s: float) -> tuple[str, float]:
         code = callable_code(self.code, self.screened.target)

@@ -77,7 +77,6 @@ class TaskFolder:
     own: Own
     image: str
     """Image or template that the sandboxes need; empty: any with Python."""
-    why_image: str
     timeout_s: float
     memory_mib: int
     disk_mib: int
@@ -96,7 +95,7 @@ def read_folder(folder: Traversable, name: str) -> TaskFolder:
             raise InputError(f"{where}: there is no {part} in it (docs/environments.md)")
     toml = _read_toml(folder.joinpath("task.toml"), where)
     environment = dict(_texts(folder.joinpath("environment"), where))
-    image, why = _image(toml.environment.docker_image, environment, name)
+    image = _image(toml.environment.docker_image, environment, name)
     solution = folder.joinpath("solution")
     instruction = _text(folder.joinpath("instruction.md"), where).strip()
     if not instruction:
@@ -109,7 +108,6 @@ def read_folder(folder: Traversable, name: str) -> TaskFolder:
         solution=dict(_texts(solution, where)) if solution.is_dir() else {},
         own=toml.metadata.rayapp,
         image=image,
-        why_image=why,
         timeout_s=toml.verifier.timeout_sec,
         memory_mib=toml.environment.memory_mb,
         disk_mib=min(toml.environment.storage_mb, _LARGEST_DISK_MIB),
@@ -125,14 +123,12 @@ def _read_toml(file: Traversable, where: str) -> _Toml:
         raise InputError(f"{where}: its task.toml: {explain(error, _Toml)}") from error
 
 
-def _image(docker_image: str, environment: Mapping[str, str], name: str) -> tuple[str, str]:
-    """What sandboxes the task needs, and why."""
+def _image(docker_image: str, environment: Mapping[str, str], name: str) -> str:
+    """What sandboxes the task needs; empty: any with Python."""
     if docker_image:
-        return docker_image, f"task.toml names the image {docker_image}"
-    if any(file.startswith("docker-compose") for file in environment):
-        return name, "it has a docker-compose file"
-    why = why_an_image(environment.get("Dockerfile", ""))
-    return (name, f"its Dockerfile, {why}") if why else ("", "")
+        return docker_image
+    needs_one = any(file.startswith("docker-compose") for file in environment)
+    return name if needs_one or why_an_image(environment.get("Dockerfile", "")) else ""
 
 
 def _tests(folder: Traversable, where: str) -> tuple[HiddenTest, ...]:

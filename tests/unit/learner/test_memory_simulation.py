@@ -66,6 +66,11 @@ def test_the_plan_of_two_layers_of_8b_on_8_gpus_is_what_the_learner_allocates(
     check_plan(make_config("qwen3-8b", 8, layers=2, **changes))
 
 
+@pytest.mark.parametrize("layout", ["replicas", "sequence_parallel"])
+def test_the_plan_of_ranks_in_pairs_is_what_the_learner_allocates(make_config: MakeConfig, layout: str) -> None:
+    check_plan(make_config("qwen3-8b", 8, layers=2, **{layout: 2}))
+
+
 @pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.timeout(1800)

@@ -12,9 +12,12 @@ from rayapp.config.sandbox import SandboxConfig
 from rayapp.core.errors import SandboxGoneError
 from rayapp.core.protocols import Sandbox
 from rayapp.core.types import SandboxSpec
+from rayapp.rollout.agent.episode import AgentPrompt
 from rayapp.sandbox.pool.in_process import open_pool
 from rayapp.sandbox.providers.fake import FakeProvider
-from rayapp.tools.workspace import Workspace
+from rayapp.tools.base import ToolContext
+from rayapp.tools.coding import BashTool
+from rayapp.tools.workspace import Workspace, open_workspace
 
 
 @asynccontextmanager
@@ -77,3 +80,16 @@ async def test_who_comes_first_is_served_first() -> None:
             for number in range(5):
                 group.create_task(note(number))
     assert order == list(range(5))
+
+
+@pytest.mark.parametrize(
+    ("asked", "memory_mib"),
+    [(AgentPrompt(token_ids=()).spec, 256), (SandboxSpec(memory_mib=128), 256), (SandboxSpec(memory_mib=512), 512)],
+)
+async def test_the_tools_say_how_much_memory_there_is_where_the_task_asks_for_no_more(
+    asked: SandboxSpec | None, memory_mib: int
+) -> None:
+    provider = FakeProvider()
+    async with open_pool(SandboxConfig(max_leases=1), "test-workspace", local=provider) as (sandboxes, _):
+        tool = BashTool({"memory_mib": 256}, None, ToolContext(sandboxes=sandboxes))
+        assert open_workspace([tool], spec=asked).spec.memory_mib == memory_mib
