@@ -15,7 +15,7 @@ from typing import Annotated
 
 import typer
 
-from rayapp.cli import config, data, doctor, mcp, model, plan, plugins, score, sft, sync, train, view
+from rayapp.cli import config, data, doctor, mcp, model, plan, plugins, score, serve, sft, sync, train, view
 from rayapp.cli import eval as evaluate
 from rayapp.cli.arguments import EXIT_FAILED, EXIT_USER_ERROR
 from rayapp.cli.gpu_check import command as gpu_check
@@ -58,7 +58,7 @@ def _program(
 GROUPS = {
     "config": config, "data": data, "task": task, "try": trying, "model": model, "sandbox": sandbox, "mcp": mcp,
 }  # fmt: skip
-for command in (train, sft, evaluate, score, view, doctor, plan, gpu_check, jobs, sync, plugins, kuberay):
+for command in (train, sft, evaluate, serve, score, view, doctor, plan, gpu_check, jobs, sync, plugins, kuberay):
     app.add_typer(command.app)
 for name, group in GROUPS.items():
     app.add_typer(group.app, name=name)

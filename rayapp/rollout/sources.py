@@ -137,7 +137,7 @@ async def _open(config: Config, sandboxes: SandboxSource) -> Groups:
         held_out = prompted_tasks(config, config.eval.tasks) if config.eval.tasks else ()
         return TaskGroups(prompted_tasks(config, config.tasks), held_out, sandboxes)
     is_external = config.default_agent == EXTERNAL_AGENT
-    agents = await ExternalAgent.open(config) if is_external else TaskAgents.of(config, sandboxes)
+    agents = await ExternalAgent.open(config, sandboxes) if is_external else TaskAgents.of(config, sandboxes)
     try:
         train = await agents.prompted(load_tasks(config.tasks))
         held_out = await agents.prompted(load_tasks(config.eval.tasks)) if config.eval.tasks else ()

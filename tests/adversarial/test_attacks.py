@@ -22,7 +22,7 @@ from rayapp.core.types import SandboxSpec
 from rayapp.sandbox.local.doctor.attacks import Attack, load_attacks
 from rayapp.sandbox.local.doctor.canary import Canary
 from rayapp.sandbox.local.doctor.doctor import try_attack
-from rayapp.sandbox.local.provider import LEVELS, LocalProvider
+from rayapp.sandbox.local.provider import LEVELS, LOOPBACK_LEVELS, LocalProvider
 from rayapp.sandbox.local.sandbox import LocalSandbox
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -69,7 +69,7 @@ asyncio.run(main())
 """
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module", params=LEVELS)
+@pytest_asyncio.fixture(scope="module", loop_scope="module", params=(*LEVELS, *LOOPBACK_LEVELS))
 async def sandbox(request: pytest.FixtureRequest) -> AsyncIterator[LocalSandbox]:
     """One sandbox for all programs: what one of them breaks, the next one finds broken."""
     provider = LocalProvider(levels=(request.param,))
@@ -89,7 +89,7 @@ async def canary(sandbox: LocalSandbox) -> AsyncIterator[Canary]:
 async def test_the_sandbox_holds_and_the_next_honest_program_passes(
     attack: Attack, sandbox: LocalSandbox, canary: Canary
 ) -> None:
-    if sandbox.isolation not in attack.levels:
+    if not attack.is_for(sandbox.isolation):
         pytest.skip(attack.because)
 
     check = await try_attack(sandbox, attack, canary)
@@ -98,7 +98,7 @@ async def test_the_sandbox_holds_and_the_next_honest_program_passes(
     assert await sandbox.alive()
 
 
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("level", [*LEVELS, *LOOPBACK_LEVELS])
 def test_the_doctor_finds_every_attack_held_for_an_ordinary_user(level: str) -> None:
     # What it finds as root, at every level: the test above, by the same `try_attack`.
     done = run_python(DOCTOR, "doctor", "--all", "--json", "--level", level, as_user=True)

@@ -11,6 +11,7 @@ import os
 import signal
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 _PASSED_ON = ("PATH", "LANG", "LC_ALL", "LC_CTYPE", "TZ", "LD_LIBRARY_PATH", "SSL_CERT_FILE", "SSL_CERT_DIR")
@@ -48,6 +49,17 @@ class Tail:
     def last_line(self) -> str:
         lines = self.text.strip().splitlines()
         return lines[-1].strip()[:300] if lines else ""
+
+
+@dataclass(slots=True, kw_only=True)
+class Playing:
+    """One trajectory's agent under way."""
+
+    output: Tail
+    answer: str | None = None
+    failure: str = ""
+    ran_out: bool = False
+    """Its time is up."""
 
 
 def environment(folder: Path, own: Mapping[str, str]) -> dict[str, str]:

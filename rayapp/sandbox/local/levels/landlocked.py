@@ -22,6 +22,7 @@ class Landlocked:
 
     name = "ll"
     num_spares = 1
+    listener = None
 
     def __init__(self, view: View) -> None:
         self.usage = Usage(-1)
