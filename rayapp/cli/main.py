@@ -15,13 +15,14 @@ from typing import Annotated
 
 import typer
 
-from rayapp.cli import config, data, doctor, mcp, model, plan, plugins, score, serve, sft, sync, train, view
+from rayapp.cli import config, data, doctor, mcp, model, plan, plugins, score, sft, sync, train, view
 from rayapp.cli import eval as evaluate
 from rayapp.cli.arguments import EXIT_FAILED, EXIT_USER_ERROR
 from rayapp.cli.gpu_check import command as gpu_check
 from rayapp.cli.jobs import command as jobs
 from rayapp.cli.kuberay import command as kuberay
 from rayapp.cli.sandbox import command as sandbox
+from rayapp.cli.serving import command as serve
 from rayapp.cli.task import command as task
 from rayapp.cli.trying import command as trying
 from rayapp.core.errors import RayappError, UserError
