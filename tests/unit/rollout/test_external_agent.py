@@ -238,14 +238,14 @@ async def test_a_program_that_fails_is_a_failed_rollout_without_a_reward(
     assert played.summary.valid.tolist() == [False]
 
 
-async def test_time_that_is_up_ends_the_whole_process_group_and_what_is_there_is_scored(
+async def test_time_that_is_up_ends_all_processes_whatever_session_they_are_in_and_what_is_there_is_scored(
     bench: Any, tmp_path: Path
 ) -> None:
     command = program(
         tmp_path,
         """
         import subprocess
-        child = subprocess.Popen([sys.executable, "-I", "-c", "import time; time.sleep(600)"])
+        child = subprocess.Popen([sys.executable, "-I", "-c", "import time; time.sleep(600)"], start_new_session=True)
         ask({"role": "user", "content": "hi"})
         print(os.getpid(), child.pid, flush=True)
         child.wait()
@@ -260,6 +260,30 @@ async def test_time_that_is_up_ends_the_whole_process_group_and_what_is_there_is
     pids = [int(pid) for pid in played.first.agent_output.split()]
     assert len(pids) == 2
     assert [pid for pid in pids if psutil.pid_exists(pid) and psutil.Process(pid).status() != "zombie"] == []
+
+
+WORKER = """
+import asyncio, os, sys
+from pathlib import Path
+from rayapp.rollout.external.program import Tail, environment, run_program
+folder = Path(sys.argv[1])
+program = "echo $$ > pids; setsid sh -c 'echo $$ >> pids; touch ready; sleep 600' & sleep 600"
+asyncio.run(run_program(["sh", "-c", program], folder=folder, env=environment(folder, {}), output=Tail(99)))
+"""
+
+
+async def test_a_worker_killed_with_sigkill_takes_its_agents_with_it(tmp_path: Path) -> None:
+    worker = await asyncio.create_subprocess_exec(sys.executable, "-c", WORKER, str(tmp_path), cwd=Path.cwd())
+    async with asyncio.timeout(60):
+        while not (tmp_path / "ready").exists():
+            await asyncio.sleep(0.02)
+        pids = [int(pid) for pid in (tmp_path / "pids").read_text().split()]
+        worker.kill()
+        await worker.wait()
+        while [pid for pid in pids if psutil.pid_exists(pid) and psutil.Process(pid).status() != "zombie"]:
+            await asyncio.sleep(0.02)
+
+    assert len(pids) == 2
 
 
 async def test_an_agent_that_runs_out_of_turns_is_scored_on_what_it_has(bench: Any, tmp_path: Path) -> None:
