@@ -63,7 +63,7 @@ SLOW_UNITS = frozenset(
 
 GROUPS = {
     "cluster": {
-        "vllm": "tensor_parallel engine_in_flight weight_group vllm_adapter vllm_experts vllm_server",
+        "vllm": "tensor_parallel engine_in_flight weight_group vllm_adapter vllm_experts vllm_server vllm_gateway",
     },
     "contracts": {"vllm": "tool_parsers"},
     "unit": {"vllm": "vllm_adapter monitoring", "mlflow": "traces trackers"},

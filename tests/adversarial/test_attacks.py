@@ -28,6 +28,8 @@ from rayapp.sandbox.local.sandbox import LocalSandbox
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 ATTACKS = load_attacks()
+REST = pytest.param(LOOPBACK_LEVELS[1], marks=pytest.mark.long)
+"""Differs from one level in the loopback and from another in /proc, both of which are tried on every run."""
 ROOT = Path(__file__).parents[2]
 AS_USER = f"""
 import os, sys
@@ -69,7 +71,7 @@ asyncio.run(main())
 """
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module", params=(*LEVELS, *LOOPBACK_LEVELS))
+@pytest_asyncio.fixture(scope="module", loop_scope="module", params=(*LEVELS, LOOPBACK_LEVELS[0], REST))
 async def sandbox(request: pytest.FixtureRequest) -> AsyncIterator[LocalSandbox]:
     """One sandbox for all programs: what one of them breaks, the next one finds broken."""
     provider = LocalProvider(levels=(request.param,))
@@ -98,7 +100,7 @@ async def test_the_sandbox_holds_and_the_next_honest_program_passes(
     assert await sandbox.alive()
 
 
-@pytest.mark.parametrize("level", [*LEVELS, *LOOPBACK_LEVELS])
+@pytest.mark.parametrize("level", [*LEVELS, pytest.param(LOOPBACK_LEVELS[0], marks=pytest.mark.long), REST])
 def test_the_doctor_finds_every_attack_held_for_an_ordinary_user(level: str) -> None:
     # What it finds as root, at every level: the test above, by the same `try_attack`.
     done = run_python(DOCTOR, "doctor", "--all", "--json", "--level", level, as_user=True)
