@@ -242,7 +242,9 @@ def _inputs_fit(config: Config, tokenizer: Any) -> Iterator[Finding]:
 
     found = [
         finding
-        for check in input_checks(config, training=True, has_tokenizer=tokenizer is not None, may_fetch=False)
+        for check in input_checks(
+            config, training=True, has_tokenizer=tokenizer is not None, may_fetch=False, asks_judges=True
+        )
         for finding in _problem(check.what, check.run)
     ]
     yield from found

@@ -8,7 +8,8 @@ heavy, so that `rayapp --help` is instant.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -19,6 +20,7 @@ from rayapp.config.agent import AgentSection, DataSection, RewardSection
 from rayapp.config.algorithm import AlgorithmSection
 from rayapp.config.algorithm_names import NEEDS_NO_GROUP
 from rayapp.config.base import FrozenModel
+from rayapp.config.judges import JudgeSection
 from rayapp.config.learner import LearnerSection
 from rayapp.config.sandbox import SandboxConfig
 from rayapp.config.sections import (
@@ -52,6 +54,8 @@ class Config(FrozenModel):
     data: DataSection = DataSection()
     agent: AgentSection = AgentSection()
     reward: RewardSection = RewardSection()
+    judges: tuple[JudgeSection, ...] = ()
+    """Models behind HTTP that `reward.judges` can name (docs/judges.md)."""
     algorithm: AlgorithmSection = AlgorithmSection()
     rollout: RolloutSection = RolloutSection()
     train: TrainSection = TrainSection()
@@ -213,6 +217,7 @@ def _check_agreement(config: Config) -> None:
     _tasks_or_data(config)
     _sources_fit(config)
     _external_agents_fit(config)
+    _judges_fit(config)
     _placement_fits(config)
     _gpus_suffice(config)
     _minibatches_divide(config)
@@ -269,6 +274,47 @@ def _external_agents_fit(config: Config) -> None:
                 f"{where}agent.{key} is external_agent, whose trajectories may fork, and learner.share_prefixes is "
                 "false: what their branches share would be computed for each, and might fit in no micro-batch. Set "
                 "learner.share_prefixes: true."
+            )
+
+
+def _judges_fit(config: Config) -> None:
+    judges = {judge.name: judge for judge in config.judges}
+    if len(judges) < len(config.judges):
+        raise ValueError(f"judges: two have the same name ({', '.join(judge.name for judge in config.judges)})")
+    for judge in config.judges:
+        if judge.max_concurrent < config.rollout.num_workers:
+            raise ValueError(
+                f"judges ({judge.name}): max_concurrent is {judge.max_concurrent}, which rollout.num_workers = "
+                f"{config.rollout.num_workers} can't share: raise it, or use fewer workers."
+            )
+    for source in sources_of(config):
+        _source_has_judges(source, judges)
+
+
+def _source_has_judges(source: Source, judges: Mapping[str, JudgeSection]) -> None:
+    where, reward = f"source {source.name}: " if source.name else "", source.config.reward
+    weight = reward.verdict_weight
+    if (not reward.judges and weight != 1.0) or (not weight and not any(reward.judges.values())):
+        raise ValueError(
+            f"{where}reward.verdict_weight is {weight:g}, and reward.judges names nothing that would count beside the "
+            "verdict: name a judge with a weight, or leave it out."
+        )
+    for name, weight in reward.judges.items():
+        if name not in judges or not math.isfinite(weight):
+            raise ValueError(
+                f"{where}reward.judges has {name}: {weight}, but judges are {', '.join(judges) or 'none'}, and a "
+                "weight is a finite number. Name one of them, or add it to `judges` (docs/judges.md)."
+            )
+        judge, deadline_s = judges[name], source.config.rollout.group_deadline_s
+        if judge.reference and not source.config.uses_data:
+            raise ValueError(
+                f"{where}judges ({name}): reference is true, but tasks have no ground_truth to show: leave it out, or "
+                "ask this judge about rows of data."
+            )
+        if judge.kind == "pairwise" and judge.timeout_s >= deadline_s:
+            raise ValueError(
+                f"{where}judges ({name}): timeout_s is {judge.timeout_s:g}, but rollout.group_deadline_s is "
+                f"{deadline_s:g}, and a group is compared within it: lower timeout_s, or raise the deadline."
             )
 
 

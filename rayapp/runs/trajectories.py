@@ -7,6 +7,7 @@ The schema is in docs/run-folder.md; its version is in the file's metadata under
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -86,6 +87,9 @@ SCHEMA = pa.schema(
         ("source", pa.string()),
         ("task", pa.string()),
         ("prompt", pa.string()),
+        ("messages", pa.string()),
+        ("ground_truth", pa.string()),
+        ("extra_info", pa.string()),
         ("prefill", pa.string()),
         ("stop", pa.list_(pa.string())),
         ("num_prompt_tokens", pa.int32()),
@@ -198,6 +202,9 @@ def _row(step: int, group: Group, index: int, of_response: FloatArray | None) ->
         "source": prompt.source,
         "task": prompt.task,
         "prompt": prompt.text,
+        "messages": _json(prompt.messages),
+        "ground_truth": _json(prompt.ground_truth),
+        "extra_info": _json(prompt.extra_info),
         "prefill": prompt.prefill,
         "stop": list(prompt.stop),
         "num_prompt_tokens": prompt.token_ids.size,
@@ -223,6 +230,10 @@ def _row(step: int, group: Group, index: int, of_response: FloatArray | None) ->
         "forks": [asdict(fork) for fork in trajectory.forks],
         "agent_output": trajectory.agent_output,
     }
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False, default=str)
 
 
 def read_groups(path: Path) -> list[Group]:
@@ -251,6 +262,9 @@ def _group(rows: list[dict[str, Any]]) -> Group:
         stop=tuple(first["stop"]),
         # Files written before runs had sources have no such column.
         source=first.get("source") or "",
+        messages=tuple(json.loads(first.get("messages") or "[]")),
+        ground_truth=json.loads(first.get("ground_truth") or "null"),
+        extra_info=json.loads(first.get("extra_info") or "{}"),
     )
     return Group(group_id=first["group_id"], prompt=prompt, trajectories=tuple(_trajectory(row) for row in rows))
 
