@@ -25,6 +25,7 @@ import typer
 from rayapp.cli.arguments import EXIT_FAILED, ModelConfig, OptionalConfigFile, Overrides, with_model_config
 from rayapp.config.config import Config, bundles_of, gpu_arithmetic, num_gpus_of, sources_of
 from rayapp.config.sandbox import SandboxConfig
+from rayapp.core.aio import run_until_done
 from rayapp.core.errors import SandboxError, StorageError, UserError
 from rayapp.core.location import Location
 from rayapp.core.terminal import visible
@@ -198,7 +199,7 @@ def _sandbox(config: SandboxConfig, *, level_if_none: Level) -> Finding:
             return (await sandbox.run_code("pass", timeout_s=_SANDBOX_TIMEOUT_S)).isolation
 
     try:
-        return Finding(level="ok", what="sandbox", detail=f"isolation {asyncio.run(isolation())}")
+        return Finding(level="ok", what="sandbox", detail=f"isolation {run_until_done(isolation())}")
     except SandboxError as error:
         return Finding(level=level_if_none, what="sandbox", detail=str(error))
 

@@ -20,6 +20,7 @@ from rayapp.config.agent import AgentSection, DataSection, RewardSection
 from rayapp.config.algorithm import AlgorithmSection
 from rayapp.config.algorithm_names import NEEDS_NO_GROUP
 from rayapp.config.base import FrozenModel
+from rayapp.config.distillation import DistillationSection
 from rayapp.config.judges import JudgeSection
 from rayapp.config.learner import LearnerSection
 from rayapp.config.sandbox import SandboxConfig
@@ -57,6 +58,7 @@ class Config(FrozenModel):
     judges: tuple[JudgeSection, ...] = ()
     """Models behind HTTP that `reward.judges` can name (docs/judges.md)."""
     algorithm: AlgorithmSection = AlgorithmSection()
+    distillation: DistillationSection = DistillationSection()
     rollout: RolloutSection = RolloutSection()
     train: TrainSection = TrainSection()
     warmup: WarmupSection = WarmupSection()
@@ -148,6 +150,14 @@ def with_values(config: Config, **sections: dict[str, Any]) -> Config:
     return config.model_copy(
         update={name: getattr(config, name).model_copy(update=values) for name, values in sections.items()}
     )
+
+
+def frozen_models(config: Config) -> dict[str, Config]:
+    """The models that learners hold beside the policy and do not train, by name: the config that each is loaded by."""
+    models = {"reference": config} if config.algorithm.kl_loss_coef > 0 else {}
+    if teacher := config.distillation.teacher:
+        models["teacher"] = with_values(config, model={"path": teacher})
+    return models
 
 
 def all_tasks(config: Config) -> tuple[str, ...]:
@@ -350,6 +360,11 @@ def _dapo_fits(config: Config) -> None:
         raise ValueError(
             f"algorithm.overlong.buffer_tokens is {buffer}, but rollout.max_completion_tokens is {longest}: every "
             f"completion would be punished. Use less than {longest}."
+        )
+    if config.algorithm.dynamic_sampling.enabled and config.distillation.reward_weight == 0:
+        raise ValueError(
+            "algorithm.dynamic_sampling drops groups of equal rewards, and distillation.reward_weight is 0: rewards "
+            "would choose what the teacher alone trains. Turn it off, or give rewards a weight."
         )
     estimator = config.algorithm.adv_estimator
     if config.algorithm.dynamic_sampling.enabled and estimator in ("gdpo", *NEEDS_NO_GROUP):

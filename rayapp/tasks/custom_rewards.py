@@ -127,23 +127,23 @@ class CustomReward:
         self._function = None
 
 
-def load_function(path: str, *, what: str = "reward function") -> Callable[..., Any]:
+def load_function(path: str, *, what: str = "reward function", is_reward: bool = True) -> Callable[..., Any]:
     """The function that `module:name` or `file.py:name` names.
 
     Args:
         what: it is for, in messages.
+        is_reward: the name of a plug-in that is a reward will do as well.
     Raises:
         ConfigError: it can't be imported, isn't there, or is no function.
     """
     if is_given(path):
         return given(path)  # type: ignore[return-value]
     place, _, name = path.rpartition(":")
-    if not place and is_plugin("rewards", path):
+    if is_reward and not place and is_plugin("rewards", path):
         return load_plugin("rewards", path)  # type: ignore[no-any-return]
     if not place or not name:
-        raise ConfigError(
-            f"{what} {path!r}: write package.module:function or file.py:function, or the name of a plug-in"
-        )
+        plugins = ", or the name of a plug-in" if is_reward else ""
+        raise ConfigError(f"{what} {path!r}: write package.module:function or file.py:function{plugins}")
     try:
         module = _load_file(Path(place)) if place.endswith(".py") else importlib.import_module(place)
     except (Exception, SystemExit) as error:  # boundary: the module is the user's and raises what it likes

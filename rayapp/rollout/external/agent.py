@@ -211,7 +211,7 @@ def check_agent(config: Config) -> Entry | None:
     """
     settings = config.agent.external
     if settings.entry:
-        return load_function(settings.entry, what="agent.external.entry")
+        return load_function(settings.entry, what="agent.external.entry", is_reward=False)
     if shutil.which(settings.command[0]) is None:
         raise ConfigError(
             f"agent.external.command: there is no program {settings.command[0]!r} on this machine. Install it on every "

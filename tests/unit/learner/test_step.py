@@ -328,7 +328,7 @@ def _write_unchecked(learner: Learner, folder: Path) -> None:
 def held_bytes(learner: Learner) -> int:
     """Memory of this learner's weights and of its optimizer's moments."""
     own = learner._learner
-    tensors = [*weights_of(own.model, own.reference), *moments_of(own.optimizer)]
+    tensors = [*weights_of(own.model, *own.frozen.values()), *moments_of(own.optimizer)]
     return sum(tensor.to_local().untyped_storage().nbytes() for tensor in tensors)  # type: ignore[attr-defined]
 
 
