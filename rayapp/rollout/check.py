@@ -30,6 +30,7 @@ from rayapp.rollout.task_agents import agent_start
 from rayapp.sandbox.providers.table import why_no_sandbox
 from rayapp.storage.models.check import check_model
 from rayapp.storage.models.prefetch import with_local_model
+from rayapp.storage.models.teacher import check_teacher
 from rayapp.storage.models.tokenizer import load_tokenizer
 from rayapp.tasks.data.reading import ReadOptions, open_data
 from rayapp.tasks.loading import load_tasks
@@ -49,7 +50,7 @@ class InputCheck:
 
 
 def check_inputs(config: Config, *, training: bool) -> None:
-    """The model, and tasks or data with their tools and rewards.
+    """The model, its teacher, and tasks or data with their tools and rewards.
 
     Args:
         training: False for evaluation alone.
@@ -58,6 +59,8 @@ def check_inputs(config: Config, *, training: bool) -> None:
     """
     config = with_local_model(config)
     check_model(config)
+    if training:
+        check_teacher(config)
     for check in input_checks(config, training=training):
         check.run()
 
