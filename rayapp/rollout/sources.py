@@ -155,11 +155,13 @@ async def open_groups(config: Config, sandboxes: SandboxSource) -> RunGroups:
 
 def open_judges(config: Config) -> Judges | None:
     """The judges of a rollout worker; None in a run without. Raises ConfigError: a key is not set."""
-    if not any(source.config.reward.judges for source in sources_of(config)):
+    names = {name for source in sources_of(config) for name in source.config.reward.judges}
+    if not names:
         return None
     from rayapp.tasks.judges.judging import Judges  # imports aiohttp, which runs without judges don't need
 
-    return Judges(config, num_sharing=config.rollout.num_workers)
+    used = [each for each in config.judges if each.name in names]
+    return Judges(used, config.run_folder, num_sharing=config.rollout.num_workers)
 
 
 def judged(assignment: Assignment, judging: Judging, *, compares: bool) -> Assignment:

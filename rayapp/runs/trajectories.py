@@ -236,14 +236,16 @@ def _json(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False, default=str)
 
 
-def read_groups(path: Path) -> list[Group]:
+def read_groups(path: Path | str, files: Any = None) -> list[Group]:
     """The groups of a file, as they were written.
 
+    Args:
+        files: pyarrow's file system that it is in; None: this machine's.
     Raises:
         InputError: it is no file of this schema version.
     """
     try:
-        table = pq.read_table(path, page_checksum_verification=True)
+        table = pq.read_table(path, filesystem=files, partitioning=None, page_checksum_verification=True)
     except (OSError, pa.ArrowException) as error:
         raise InputError(f"{path} is no readable parquet file: {error}") from None
     found = (table.schema.metadata or {}).get(_KEY, b"none").decode()

@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from rayapp.config.agent import RewardSection
-from rayapp.config.config import Config, sources_of
+from rayapp.config.judges import JudgeSection
 from rayapp.core.errors import one_error
 from rayapp.core.types import Prompt, Reward
 from rayapp.tasks.custom_rewards import RewardFailedError
@@ -30,21 +30,18 @@ _WON = {"A": 1.0, "B": 0.0, "tie": 0.5}
 
 
 class Judges:
-    """The judges of a run that one of its sources names, for one process; `close` them.
+    """Judges of one process; `close` them.
 
     Args:
-        config: the run's.
+        run_folder: where answers are kept.
         num_sharing: processes that ask the same judges.
     Raises:
         ConfigError: the variable of a key is not set.
     """
 
-    def __init__(self, config: Config, *, num_sharing: int = 1) -> None:
-        used = {name for source in sources_of(config) for name in source.config.reward.judges}
-        folder: Path = config.run_folder / CACHE
-        self._judges = {
-            each.name: Judge(each, folder, num_sharing=num_sharing) for each in config.judges if each.name in used
-        }
+    def __init__(self, sections: Iterable[JudgeSection], run_folder: Path, *, num_sharing: int = 1) -> None:
+        folder = run_folder / CACHE
+        self._judges = {each.name: Judge(each, folder, num_sharing=num_sharing) for each in sections}
 
     async def check(self) -> None:
         """Ask each of them one question. Raises ConfigError: one gives no usable answer."""

@@ -75,7 +75,7 @@ def desk(tmp_path: Path) -> Any:
                     "reward": {"judges": {"quality": weight}, "verdict_weight": verdict_weight},
                 }
             )
-            judges = Judges(config, num_sharing=num_sharing)
+            judges = Judges(config.judges, config.run_folder, num_sharing=num_sharing)
             try:
                 yield Desk(stub, judges, judges.of(config.reward), tmp_path / "run")
             finally:
