@@ -22,6 +22,7 @@ from rayapp.rollout.agent.build import check_template
 from rayapp.rollout.agent.chat import load_template
 from rayapp.rollout.agent.loops import SINGLE_TURN_AGENT, check_agent_name
 from rayapp.rollout.data_groups import answer_rewards
+from rayapp.rollout.environments.agents import check_environments, plays_environments
 from rayapp.rollout.external.agent import check_agent
 from rayapp.rollout.order import evaluation_waves
 from rayapp.rollout.prompts import render_prompts
@@ -130,6 +131,9 @@ def check_tasks(config: Config, *, training: bool, has_tokenizer: bool = True) -
     brought: dict[str, str] = {}
     for names in (config.tasks, *([config.eval.tasks] if config.eval.tasks else [])):
         tasks = load_tasks(names)
+        if plays_environments(tasks):
+            check_environments(tasks)
+            continue
         if config.default_agent == SINGLE_TURN_AGENT:
             if has_tokenizer:
                 render_prompts(config, tasks)
