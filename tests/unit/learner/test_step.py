@@ -29,7 +29,7 @@ from rayapp.engine.weights.buckets import unpack
 from rayapp.learner.memory.idle import moments_of, weights_of
 from rayapp.learner.optimizer import learning_rate
 from rayapp.learner.shares import Share
-from rayapp.testing.learners import sampled
+from rayapp.testing.learners import sampled, save_llama
 
 GROUP_SIZE = 4
 
@@ -174,6 +174,24 @@ def test_the_reference_is_where_training_began(tiny_model: Path) -> None:
     assert first["learner/kl_to_reference"] == pytest.approx(0.0, abs=1e-7)
     assert second["learner/kl_to_reference"] > 1e-6
     assert first["timing_s/learner/ref"] > 0
+
+
+@pytest.mark.parametrize(("kl", "kl_over"), [("reverse", "sampled"), ("reverse", "vocabulary"), ("forward", "top_k")])
+def test_steps_towards_a_teacher_lower_the_kl_to_it_whatever_the_rewards(
+    tiny_model: Path, tmp_path: Path, kl: str, kl_over: str
+) -> None:
+    teacher = Path(shutil.copytree(tiny_model, tmp_path / "teacher"))
+    save_llama(teacher, vocab_size=97, hidden_size=64, initializer_range=0.2)
+    section = {"teacher": str(teacher), "reward_weight": 0.0, "kl": kl, "kl_over": kl_over}
+    changes = {"distillation": section, "learner": {"optimizer": {"lr": 3e-3}}, "train": {"num_steps": 8}}
+    group = make_group(0, rewards=[0.5] * GROUP_SIZE)
+    with learner_of(tiny_model, changes) as learner:
+        found = [step(learner, number, [group]) for number in range(1, 9)]
+        weighed = [t.response_mask.sum() for t in group.trajectories]
+    assert found[-1]["distillation/kl"] < 0.85 * found[0]["distillation/kl"]
+    assert found[0]["learner/tokens_trained"] == sum(weighed)
+    assert found[0]["learner/share_computed"] == 1.0
+    assert found[0]["timing_s/learner/teacher"] > 0
 
 
 def test_a_policy_that_reads_the_verdict_teaches_the_one_that_did_not(tiny_model: Path) -> None:
