@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -126,22 +127,25 @@ def rescore(
 
 
 async def _rescored(run: Run, config: Config, reward: str, steps: range | None, purpose: Purpose) -> Rescored:
-    recorded = list(run.groups(steps, purpose=purpose))
+    seed = config.run.seed if purpose == "train" else evaluation_seed(config.run.seed)
+    recorded = run.groups(steps, purpose=purpose)
     at_once = asyncio.Semaphore(_GROUPS_AT_ONCE)
+    running = []
 
-    async def one(step: int, group: Group) -> list[dict[str, Any]]:
-        async with at_once:
-            return await _rows(step, group, scorer)
-
-    async with open_pool(config.sandbox.without_stock, f"rescore-{os.getpid()}") as (pool, _):
-        seed = config.run.seed if purpose == "train" else evaluation_seed(config.run.seed)
-        scorer, close = _scorer(run, config, reward, pool, seed)
+    async def rows(step: int, group: Group, score: Scorer) -> list[dict[str, Any]]:
         try:
-            with one_error():
-                async with asyncio.TaskGroup() as tasks:
-                    running = [tasks.create_task(one(*each)) for each in recorded]
+            return await _rows(step, group, score)
         finally:
-            await close()
+            at_once.release()
+
+    pool_of = open_pool(config.sandbox.without_stock, f"rescore-{os.getpid()}")
+    async with pool_of as (pool, _), _scoring(run, config, reward, pool, seed) as score:
+        with one_error():
+            async with asyncio.TaskGroup() as tasks:
+                # Read as they are scored: a run's tokens may not fit in memory.
+                while (each := await asyncio.to_thread(next, recorded, None)) is not None:
+                    await at_once.acquire()
+                    running.append(tasks.create_task(rows(*each, score)))
     return Rescored([row for task in running for row in task.result()])
 
 
@@ -168,19 +172,14 @@ def _value(reward: Reward) -> float | None:
     return reward.value if reward.valid else None
 
 
-def _scorer(
-    run: Run, config: Config, reward: str, sandboxes: SandboxSource, seed: int
-) -> tuple[Scorer, Callable[[], Awaitable[None]]]:
-    """What scores, and what is to be closed behind it."""
+@asynccontextmanager
+async def _scoring(run: Run, config: Config, reward: str, sandboxes: SandboxSource, seed: int) -> AsyncIterator[Scorer]:
     if reward.startswith(JUDGE):
-        return _by_judge(run, config, reward.removeprefix(JUDGE))
-
-    async def nothing() -> None: ...
-
-    by_source = {
-        source.name: _Verdicts(source.config, "" if reward == VERDICT else reward, sandboxes, seed)
-        for source in sources_of(config)
-    }
+        async with _by_judge(run, config, reward.removeprefix(JUDGE)) as by_judge:
+            yield by_judge
+        return
+    function = "" if reward == VERDICT else reward
+    by_source = {source.name: _Verdicts(source.config, function, sandboxes, seed) for source in sources_of(config)}
 
     async def score(group: Group, trajectories: Sequence[Trajectory]) -> list[Reward]:
         if group.prompt.source not in by_source:
@@ -190,16 +189,16 @@ def _scorer(
             )
         return await asyncio.gather(*(by_source[group.prompt.source].score(group, each) for each in trajectories))
 
-    return score, nothing
+    yield score
 
 
-def _by_judge(run: Run, config: Config, name: str) -> tuple[Scorer, Callable[[], Awaitable[None]]]:
+@asynccontextmanager
+async def _by_judge(run: Run, config: Config, name: str) -> AsyncIterator[Scorer]:
     chosen = [each for each in config.judges if each.name == name]
     if not chosen:
         there = ", ".join(each.name for each in config.judges) or "none"
         raise InputError(f"there is no judge {name!r}: the config's are {there}. Name another config with --config.")
-    folder = config.run_folder if "://" in run.uri else Path(run.uri)
-    judges = Judges(chosen, folder)
+    judges = Judges(chosen, config.run_folder if "://" in run.uri else Path(run.uri))
     judging = judges.of(RewardSection(judges={name: 1.0}, verdict_weight=0.0))
 
     async def score(group: Group, trajectories: Sequence[Trajectory]) -> list[Reward]:
@@ -208,7 +207,10 @@ def _by_judge(run: Run, config: Config, name: str) -> tuple[Scorer, Callable[[],
         scores = [judging.with_scores(prompt, text, verdict) for text, verdict in zip(texts, known, strict=True)]
         return await judging.with_comparisons(prompt, texts, await asyncio.gather(*scores))
 
-    return score, judges.close
+    try:
+        yield score
+    finally:
+        await judges.close()
 
 
 def _solved(reward: Reward) -> dict[str, float]:
