@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
@@ -43,6 +44,7 @@ Purpose = Literal["train", "eval"]
 Scorer = Callable[[Group, Sequence[Trajectory]], Awaitable[list[Reward]]]
 """From trajectories of a group to what they are worth now."""
 _GROUPS_AT_ONCE = 16
+ANSWER_CHARS = 200
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,8 +52,8 @@ class Rescored:
     """What another reward says; see `rescore`."""
 
     rows: list[dict[str, Any]] = field(repr=False)
-    """Of each trajectory: step, group_id, index, source, task, before and after (None where there is no reward), and
-    of the new reward terms, failure_kind and detail."""
+    """Of each trajectory: step, group_id, index, source, task, the beginning of its answer, before and after (None
+    where there is no reward), and of the new reward terms, failure_kind and detail."""
 
     @property
     def frame(self) -> pd.DataFrame:
@@ -62,9 +64,9 @@ class Rescored:
 
     @property
     def summary(self) -> dict[str, float]:
-        """trajectories; failed, those without a new reward; and of those that have both: mean_before, mean_after,
-        changed, rank_correlation (Spearman's, the mean of the groups in which both rewards differ). With judges also
-        what they cost."""
+        """trajectories; failed, those without a new reward, also by kind; of those that have both: mean_before,
+        mean_after, changed, rank_correlation (Spearman's, the mean of the groups in which both rewards differ). With
+        judges also what they cost."""
         both = self._both
         found = {
             "trajectories": float(len(self.rows)),
@@ -75,6 +77,8 @@ class Rescored:
             found |= {f"mean_{when}": float(np.mean([row[when] for row in both])) for when in ("before", "after")}
         if correlations := list(_correlations(both)):
             found["rank_correlation"] = float(np.mean(correlations))
+        kinds = Counter(row["failure_kind"] for row in self.rows if row["after"] is None)
+        found |= {f"failed/{kind}": float(count) for kind, count in sorted(kinds.items())}
         names = {name for row in self.rows for name in row["terms"] if name.startswith("judged/")}
         return found | {name: sum(row["terms"].get(name, 0.0) for row in self.rows) for name in sorted(names)}
 
@@ -152,12 +156,14 @@ async def _rescored(run: Run, config: Config, reward: str, steps: range | None, 
 async def _rows(step: int, group: Group, score: Scorer) -> list[dict[str, Any]]:
     members = [(index, each) for index, each in enumerate(group.trajectories) if _can_be_scored(each)]
     rewards = await score(group, [each for _, each in members])
-    known = {"step": step, "group_id": group.group_id, "source": group.prompt.source, "task": group.prompt.task}
+    same = {"step": step, "group_id": group.group_id, "source": group.prompt.source, "task": group.prompt.task}
     return [
-        known | {"index": index, "before": _value(each.reward), "after": _value(now)}
+        same
+        | {"index": index, "answer": each.completion_text[:ANSWER_CHARS]}
+        | {"before": _value(each.reward), "after": _value(now)}
         | {"terms": now.terms, "failure_kind": now.failure_kind, "detail": now.detail}
         for (index, each), now in zip(members, rewards, strict=True)
-    ]  # fmt: skip
+    ]
 
 
 def _can_be_scored(trajectory: Trajectory) -> bool:
@@ -284,7 +290,7 @@ def _ranks(values: Sequence[float]) -> np.ndarray[Any, Any]:
     """Equal values have the mean of their ranks."""
     _, place, counts = np.unique(values, return_inverse=True, return_counts=True)
     last = np.cumsum(counts)
-    return (last - (counts - 1) / 2)[place]  # type: ignore[no-any-return]
+    return (last - (counts - 1) / 2)[place]
 
 
 def _schema() -> Any:
@@ -292,5 +298,5 @@ def _schema() -> Any:
 
     numbers = [("step", pa.int32()), ("group_id", pa.int64()), ("index", pa.int32())]
     numbers += [("before", pa.float64()), ("after", pa.float64()), ("terms", pa.map_(pa.string(), pa.float64()))]
-    texts = [(name, pa.string()) for name in ("source", "task", "failure_kind", "detail")]
+    texts = [(name, pa.string()) for name in ("source", "task", "answer", "failure_kind", "detail")]
     return pa.schema([*numbers, *texts])
