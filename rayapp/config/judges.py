@@ -48,6 +48,9 @@ class JudgeSection(FrozenModel):
     """pairwise: so many others each response is compared with, in both orders; at most all of its group."""
     class_index: int | None = Field(None, ge=0)
     """reward_model: whose number is the reward, where the model has several classes."""
+    response_format: Literal["json_schema", "json_object", "none"] = "json_schema"
+    """How the server is told the form of the answer, which is checked here in any case. For servers that refuse
+    json_schema; none: in words alone."""
     temperature: float | None = Field(0.0, ge=0.0)
     """None: not sent, for models that refuse it."""
     max_tokens: int = Field(1024, ge=16)
