@@ -9,6 +9,7 @@ Whoever waits goes on only when the work has ended, also when it is stopped: not
 from __future__ import annotations
 
 import asyncio
+import signal
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
@@ -96,20 +97,35 @@ def work_apart(work: Callable[[], T]) -> T:
     """Do it in this thread if no event loop runs here, else in a thread of its own; returns when it has ended.
 
     Raises:
-        KeyboardInterrupt: Ctrl-C; the work was stopped, and has ended.
+        KeyboardInterrupt: Ctrl-C or SIGTERM; the work was stopped, and has ended.
     """
     if not works_in_loop():
         return work()
     may_begin = threading.Event()
     stopper, result = _begun(work, may_begin)
-    while True:
-        try:
-            may_begin.set()  # not before: a Ctrl-C outside of this block would leave the work running
-            return result.result()
-        except KeyboardInterrupt:
-            stopper.stop()
-        except _WorkStoppedError:
-            raise KeyboardInterrupt from None
+    with _sigterm_as_ctrl_c():
+        while True:
+            try:
+                may_begin.set()  # not before: a Ctrl-C outside of this block would leave the work running
+                return result.result()
+            except KeyboardInterrupt:
+                stopper.stop()
+            except _WorkStoppedError:
+                raise KeyboardInterrupt from None
+
+
+@contextmanager
+def _sigterm_as_ctrl_c() -> Iterator[None]:
+    """A notebook's server ends its kernel with SIGTERM. Where somebody answers to it already, that stays so."""
+    is_main = threading.current_thread() is threading.main_thread()
+    is_ours = is_main and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    if is_ours:
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        if is_ours:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 async def work_awaited(work: Callable[[], T]) -> T:

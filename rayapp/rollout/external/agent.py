@@ -135,7 +135,8 @@ class ExternalAgent:
         if not all(isinstance(message.get("content"), str) for message in messages):
             raise InputError(f"{name}: an external agent is told text alone, and a message has other parts")
         # It has no token ids: what the policy reads is the agent's to write.
-        return Prompt(task=name, text=self._formats.plain.chat.render(messages), token_ids=np.empty(0, np.int32))
+        text = self._formats.plain.chat.render(messages)
+        return Prompt(task=name, text=text, token_ids=np.empty(0, np.int32), messages=tuple(messages))
 
     def playing(
         self,
