@@ -146,7 +146,7 @@ class Bench:
             sampling=SamplingParams(max_tokens=2000),
             group_size=size,
             seed=0,
-            deadline_s=60.0,
+            deadline_s=600.0,
         )
         return group
 
@@ -450,6 +450,7 @@ VERIFIERS = json.dumps(
 @pytest.fixture
 def sums(bench: Callable[..., Bench], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Bench]:
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "the trainer's")
+    monkeypatch.setenv("RAYAPP_ENVIRONMENTS_DIR", str(tmp_path / "environments"))
     (tmp_path / "verifiers").mkdir()
     for name, text in STAND_IN.items():
         (tmp_path / "verifiers" / name).write_text(textwrap.dedent(text))
