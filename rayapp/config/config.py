@@ -161,7 +161,7 @@ def frozen_models(config: Config) -> dict[str, Config]:
     """The models that learners hold beside the policy and do not train, by name: the config that each is loaded by."""
     models = {"reference": config} if config.algorithm.kl_loss_coef > 0 else {}
     section = config.distillation
-    if section.teacher and not section.is_policy:
+    if section.teacher and not section.is_policy and not section.base_url:
         models["teacher"] = with_values(config, model={"path": section.teacher})
     return models
 
@@ -241,6 +241,15 @@ def _check_agreement(config: Config) -> None:
     _warmup_fits(config)
     _dapo_fits(config)
     _best_metric_exists(config)
+    _teacher_fits(config)
+
+
+def _teacher_fits(config: Config) -> None:
+    if config.distillation.base_url and config.rollout.temperature != 1.0:
+        raise ValueError(
+            f"rollout.temperature is {config.rollout.temperature:g} and distillation.base_url is set: the server's "
+            "log-probs are those of temperature 1. Use that, or a teacher in the learners."
+        )
 
 
 def _sources_fit(config: Config) -> None:
