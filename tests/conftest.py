@@ -68,7 +68,9 @@ GROUPS = {
     "contracts": {"vllm": "tool_parsers"},
     "unit": {"vllm": "vllm_adapter monitoring", "mlflow": "traces trackers"},
     "e2e": {
-        "standing_ray": "attached sources sft coding_agent sandbox_reaper bad_input tools_at_start namespace serve",
+        "standing_ray": (
+            "attached judges sources sft coding_agent sandbox_reaper bad_input tools_at_start namespace serve"
+        ),
     },
 }
 """By folder: files that one process runs one after the other. Importing vLLM takes longer than starting an engine, and

@@ -115,7 +115,8 @@ class CodeSection(FrozenModel):
 
 class RewardSection(FrozenModel):
     """What an answer to a data row is worth: score + format_weight * format + tool_weight * tool +
-    tool_verdict_weight * tool_verdict. Of these a task that the tool agent plays takes the last two."""
+    tool_verdict_weight * tool_verdict. Of these a task that the tool agent plays takes the last two. All of it is the
+    verdict: with judges the reward is verdict_weight * verdict + the weighted sum of what they say."""
 
     method: Literal["strict", "flexible"] = "strict"
     """GSM8K: strict wants `#### N`, flexible takes the last number."""
@@ -134,3 +135,7 @@ class RewardSection(FrozenModel):
     code: CodeSection = CodeSection()
     custom_timeout_s: float = Field(30.0, gt=0)
     """Deadline of one call of it."""
+    judges: dict[str, float] = Field(default_factory=dict)
+    """Name of one of the run's judges -> its weight, also for tasks. 0: asked and recorded, worth nothing."""
+    verdict_weight: float = Field(1.0, allow_inf_nan=False)
+    """Weight of the verdict beside judges. 0: they alone count, also where no rule scores the data source."""

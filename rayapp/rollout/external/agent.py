@@ -49,7 +49,10 @@ class _Start:
     task: str
     messages: tuple[Mapping[str, str], ...]
     files: Mapping[str, str]
+    entry: Entry | None = None
+    """Who plays in place of the source's program or function."""
     spec: SandboxSpec | None = None
+    """Of the program's sandbox, with `agent.external.inside`."""
 
 
 class ExternalAgent:
@@ -90,9 +93,12 @@ class ExternalAgent:
         """
         entry = check_agent(config)
         formats = await asyncio.to_thread(Formats.of, config)
-        agent = cls(config, formats, entry, sandboxes=sandboxes, files=_own_files(config))
-        await agent._gateway.start()
-        return agent
+        return await cls(config, formats, entry, sandboxes=sandboxes, files=_own_files(config)).started()
+
+    async def started(self) -> ExternalAgent:
+        """Itself, listening."""
+        await self._gateway.start()
+        return self
 
     def prompt_ids(self, messages: Sequence[Mapping[str, Any]], agent_name: str = "") -> list[int]:
         """What is asked, as the model's template has it, for its length alone: the agent writes prompts of its own."""
@@ -110,18 +116,16 @@ class ExternalAgent:
         Raises:
             InputError: a message is no text.
         """
-        return Assignment(
-            prompt=self._prompt(name, messages), play=self._play(name, messages, files or {}), score=score
-        )
+        return Assignment(prompt=self.prompt(name, messages), play=self.playing(name, messages, files), score=score)
 
     async def prompted(self, tasks: Sequence[Task]) -> list[tuple[Task, Prompt]]:
         """The tasks, each with what is asked. Raises InputError: an agent can't play one."""
-        return [(task, self._prompt(task.name, agent_start(task).messages)) for task in tasks]
+        return [(task, self.prompt(task.name, agent_start(task).messages)) for task in tasks]
 
     def play(self, task: Task, prompt: Prompt) -> Play:
         """How a trajectory of one of the tasks of `prompted` is played. Tools that it brings are for the tool agent."""
         start = agent_start(task)
-        return self._play(task.name, start.messages, start.files, start.spec)
+        return self.playing(task.name, start.messages, start.files, spec=start.spec)
 
     async def score(self, episode: Episode, verdict: Callable[[], Awaitable[Reward]]) -> Reward:
         """The verdict on the answer; none on an episode that failed."""
@@ -131,21 +135,31 @@ class ExternalAgent:
         """End all sessions. Idempotent."""
         await self._gateway.close()
 
-    def _prompt(self, name: str, messages: Sequence[Mapping[str, Any]]) -> Prompt:
+    def prompt(self, name: str, messages: Sequence[Mapping[str, Any]]) -> Prompt:
+        """What is asked. Raises InputError: a message is no text."""
         if not all(isinstance(message.get("content"), str) for message in messages):
             raise InputError(f"{name}: an external agent is told text alone, and a message has other parts")
         # It has no token ids: what the policy reads is the agent's to write.
-        return Prompt(task=name, text=self._formats.plain.chat.render(messages), token_ids=np.empty(0, np.int32))
+        text = self._formats.plain.chat.render(messages)
+        return Prompt(task=name, text=text, token_ids=np.empty(0, np.int32), messages=tuple(messages))
 
-    def _play(
+    def playing(
         self,
         name: str,
         messages: Sequence[Mapping[str, Any]],
-        files: Mapping[str, str],
+        files: Mapping[str, str] | None = None,
+        entry: Entry | None = None,
         spec: SandboxSpec | None = None,
     ) -> Play:
+        """How a trajectory is played.
+
+        Args:
+            entry: who plays it; None: the source's program or function.
+            spec: the sandbox that a program inside asks for.
+        """
         told = tuple({"role": str(each["role"]), "content": str(each["content"])} for each in messages)
-        return partial(self._run, _Start(task=name, messages=told, files=files, spec=spec))
+        start = _Start(task=name, messages=told, files=files or {}, entry=entry or self._entry, spec=spec)
+        return partial(self._run, start)
 
     async def _run(self, start: _Start, *, engine: RolloutEngine, sampling: SamplingParams, request_id: str) -> Episode:
         """One trajectory.
@@ -163,10 +177,10 @@ class ExternalAgent:
                 url=f"{inside.URL}/{session.id}",
                 api_key=session.key,
             )
-            if self._settings.inside:
+            if self._settings.inside and start.entry is None:
                 await self._played(self._act_inside(call, start.spec, session, playing), None, session, playing)
             else:
-                await self._on_the_host(replace(call, url=self._gateway.url_of(session)), session, playing)
+                await self._on_the_host(replace(call, url=self._gateway.url_of(session)), start.entry, session, playing)
         if not session.tree.turns and not playing.failure:
             playing.failure = "the agent ended without a turn of the policy"
         output = readable(playing.output.text)
@@ -177,10 +191,10 @@ class ExternalAgent:
     ) -> AbstractContextManager[Session]:
         return self._gateway.session(engine=engine, sampling=sampling, limits=self._limits, request_id=request_id)
 
-    async def _on_the_host(self, call: AgentCall, session: Session, playing: Playing) -> None:
+    async def _on_the_host(self, call: AgentCall, entry: Entry | None, session: Session, playing: Playing) -> None:
         with tempfile.TemporaryDirectory(prefix="rayapp-agent-", ignore_cleanup_errors=True) as folder:
             call = replace(call, folder=Path(folder))
-            await self._played(self._act(call, playing), self._settings.timeout_s, session, playing)
+            await self._played(self._act(call, entry, playing), self._settings.timeout_s, session, playing)
             if playing.answer is None and self._settings.answer_file and not playing.failure:
                 playing.answer = _answer_in(call.folder / self._settings.answer_file)
 
@@ -216,11 +230,11 @@ class ExternalAgent:
         except SandboxError as error:
             playing.failure = f"the agent's sandbox failed: {type(error).__name__}: {error}"[:500]
 
-    async def _act(self, call: AgentCall, playing: Playing) -> None:
+    async def _act(self, call: AgentCall, entry: Entry | None, playing: Playing) -> None:
         try:
             call.write()
-            if self._entry is not None:
-                playing.answer = _as_answer(await self._entry(call))
+            if entry is not None:
+                playing.answer = _as_answer(await entry(call))
                 return
             code = await run_program(
                 [call.filled_in(argument) for argument in self._settings.command],
@@ -243,7 +257,7 @@ def check_agent(config: Config) -> Entry | None:
     """
     settings = config.agent.external
     if settings.entry:
-        return load_function(settings.entry, what="agent.external.entry")
+        return load_function(settings.entry, what="agent.external.entry", is_reward=False)
     if not settings.inside and shutil.which(settings.command[0]) is None:
         raise ConfigError(
             f"agent.external.command: there is no program {settings.command[0]!r} on this machine. Install it on every "

@@ -437,6 +437,7 @@ def test_settings_that_contradict_are_refused(values: dict[str, Any], problem: s
         ({"command": ["no-such-agent", "-v"]}, "there is no program 'no-such-agent' on this machine"),
         ({"entry": "no_such_module:agent"}, "agent.external.entry 'no_such_module:agent' can't be imported"),
         ({"entry": "json:no_such_name"}, "json has no function 'no_such_name'"),
+        ({"entry": "play"}, "'play': write package.module:function or file.py:function$"),
     ],
 )
 async def test_an_agent_that_is_not_there_is_told_before_anything_starts(
