@@ -76,7 +76,7 @@ class Ask:
     max_tokens: int | None = None
     """Of each choice; None is as many as the session has left."""
     stop: tuple[str, ...] = ()
-    distribution: Mapping[str, float] = field(default_factory=dict)
+    distribution: Mapping[str, Any] = field(default_factory=dict)
     """How to sample, by the names of `SamplingParams`: for sessions that nobody trains on."""
     reads_calls: bool = True
     """False: what looks like a call is text."""

@@ -85,7 +85,7 @@ class Unisolated:
 
     name = "unisolated"
     num_spares = 1
-    listener = None
+    listener: socket.socket | None = None
 
     def __init__(self) -> None:
         self.usage = Usage(-1)
