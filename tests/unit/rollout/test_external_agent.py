@@ -414,6 +414,10 @@ def test_arguments_are_filled_in_once() -> None:
             "sandboxes of e2b have no way to the policy yet; only local ones have",
         ),
         (
+            {"agent": {"task_agent": "external_agent", "external": {"command": ["a"], "inside": True}}},
+            "its sandbox is taken back after sandbox.lease_ttl_s = 600 s. Raise that to 660",
+        ),
+        (
             {
                 "agent": {"task_agent": "external_agent", "external": {"command": ["a"]}},
                 "learner": {"share_prefixes": False},
@@ -481,13 +485,12 @@ INSIDE = textwrap.dedent(
 @asynccontextmanager
 async def inside(bench: Bench, text: str, **external: Any) -> AsyncIterator[tuple[ExternalAgent, Any]]:
     """An agent whose program runs in the local provider's sandboxes, and these."""
-    given = {"command": ["python3", "agent.py", "{prompt}"], "files": {}, **external}
+    given = {"command": ["python3", "agent.py", "{prompt}"], "timeout_s": 60.0, **external}
     files = {"agent.py": INSIDE + textwrap.dedent(text)}
     async with (
         open_pool(SandboxConfig(), "t") as (sandboxes, _),
-        bench.agent(sandboxes=sandboxes, **{**given, "inside": True, "files": {}}) as agent,
+        bench.agent(sandboxes=sandboxes, files=files, inside=True, **given) as agent,
     ):
-        agent._files = files
         yield agent, sandboxes
 
 
