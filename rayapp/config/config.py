@@ -345,10 +345,16 @@ def _external_agents_fit(config: Config) -> None:
                 f"{'both a command and an entry' if all(is_given) else 'neither a command nor an entry'}: give it one "
                 "(docs/agents.md)."
             )
-        if external.inside:
+        if external.inside and external.entry:
             raise ValueError(
-                f"{where}agent.external.inside: agents can't be run in sandboxes yet, as these have no way to the "
-                "policy. Leave it false: the program then runs beside the rollout worker (docs/agents.md)."
+                f"{where}agent.external.inside: a function runs in the rollout worker, and only a command can run in a "
+                "sandbox. Give agent.external.command, or leave inside out (docs/agents.md)."
+            )
+        remote = [section.type for section in config.sandbox.providers if section.type != "local"]
+        if external.inside and remote:
+            raise ValueError(
+                f"{where}agent.external.inside: sandboxes of {', '.join(remote)} have no way to the policy yet; only "
+                "local ones have. Set sandbox.providers: [{type: local}], or leave inside out (docs/agents.md)."
             )
         if not config.learner.share_prefixes:
             raise ValueError(
