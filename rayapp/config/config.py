@@ -87,6 +87,11 @@ class Config(FrozenModel):
         return self.rollout.max_prompt_tokens + self.rollout.max_completion_tokens
 
     @property
+    def max_learner_tokens(self) -> int:
+        """Longest sequence that a learner computes: with what a teacher alone reads."""
+        return self.max_model_tokens + self.distillation.num_privileged_tokens
+
+    @property
     def max_demonstration_tokens(self) -> int:
         """Longest row that the warm-up takes."""
         return self.warmup.max_tokens or self.max_model_tokens
@@ -155,8 +160,9 @@ def with_values(config: Config, **sections: dict[str, Any]) -> Config:
 def frozen_models(config: Config) -> dict[str, Config]:
     """The models that learners hold beside the policy and do not train, by name: the config that each is loaded by."""
     models = {"reference": config} if config.algorithm.kl_loss_coef > 0 else {}
-    if teacher := config.distillation.teacher:
-        models["teacher"] = with_values(config, model={"path": teacher})
+    section = config.distillation
+    if section.teacher and not section.is_policy:
+        models["teacher"] = with_values(config, model={"path": section.teacher})
     return models
 
 
@@ -461,13 +467,16 @@ def _minibatches_divide(config: Config) -> None:
 
 
 def _sequence_fits_microbatch(config: Config) -> None:
-    longest, budget = config.max_model_tokens, config.learner.max_tokens_per_microbatch
+    longest, budget = config.max_learner_tokens, config.learner.max_tokens_per_microbatch
     parts = config.learner.sequence_parallel
     if isinstance(budget, int) and longest > budget * parts:
+        more = config.distillation.num_privileged_tokens
+        privileged = f" + distillation.max_privileged_tokens {more}" if more else ""
         over = f" x learner.sequence_parallel {parts} = {budget * parts}" if parts > 1 else ""
         raise ValueError(
             f"rollout.max_prompt_tokens {config.rollout.max_prompt_tokens} + rollout.max_completion_tokens "
-            f"{config.rollout.max_completion_tokens} = {longest} tokens, but learner.max_tokens_per_microbatch is "
+            f"{config.rollout.max_completion_tokens}{privileged} = {longest} tokens, but "
+            "learner.max_tokens_per_microbatch is "
             f"{budget}{over}: the longest trajectory would fit in no micro-batch. Raise it to at least "
             f"{-(-longest // parts)}, or learner.sequence_parallel."
         )

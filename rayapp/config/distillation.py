@@ -14,7 +14,13 @@ class DistillationSection(FrozenModel):
 
     teacher: str = ""
     """A model with the policy's tokenizer: a Hugging Face folder, one on s3://, or a hub id. The learners hold it as
-    they hold the reference: frozen and sharded. Empty: no distillation."""
+    they hold the reference: frozen and sharded. policy: the policy as it is at each step, which takes no memory and
+    needs `privileged`. Empty: no distillation."""
+    privileged: Literal["none", "verdict"] = "none"
+    """verdict: before the prompt the teacher reads how the answer was judged: status, reward, and the exception or the
+    first failed test. With kl_over: sampled, as its positions are not the policy's."""
+    max_privileged_tokens: int = Field(256, ge=64)
+    """Of what the teacher alone reads; a longer verdict is cut."""
     kl: Literal["reverse", "forward"] = "reverse"
     """reverse: KL(policy || teacher), which the policy lowers by keeping to what the teacher finds likely. forward:
     KL(teacher || policy), by covering all that the teacher would say."""
@@ -37,6 +43,16 @@ class DistillationSection(FrozenModel):
         """Whether the loss wants the teacher's whole distribution, and not its log-probs of sampled tokens alone."""
         return bool(self.teacher) and self.kl_over != "sampled"
 
+    @property
+    def is_policy(self) -> bool:
+        """Whether the policy is its own teacher."""
+        return self.teacher == "policy"
+
+    @property
+    def num_privileged_tokens(self) -> int:
+        """Tokens that the teacher may read more than the policy."""
+        return self.max_privileged_tokens if self.privileged != "none" else 0
+
     @model_validator(mode="after")
     def _somebody_teaches(self) -> Self:
         fields = type(self).model_fields
@@ -45,5 +61,15 @@ class DistillationSection(FrozenModel):
             raise ValueError(
                 f"distillation.{idle[0]} is {getattr(self, idle[0])!r}, but distillation.teacher names no model: "
                 "nothing would be distilled. Name one, or leave the section out."
+            )
+        if self.is_policy and self.privileged == "none":
+            raise ValueError(
+                "distillation.teacher is policy and distillation.privileged is none: a policy that reads no more than "
+                "itself is no teacher. Set distillation.privileged: verdict, or name another model."
+            )
+        if self.privileged != "none" and self.kl_over != "sampled":
+            raise ValueError(
+                f"distillation.privileged is {self.privileged} and distillation.kl_over is {self.kl_over}: what the "
+                "teacher alone reads moves its positions away from the policy's. Use distillation.kl_over: sampled."
             )
         return self

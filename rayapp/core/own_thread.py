@@ -57,6 +57,29 @@ def stopper_of_this_work() -> Stopper | None:
     return _stopper.get()
 
 
+def in_thread(work: Callable[[], T], told: Callable[[BaseException], BaseException]) -> Future[T]:
+    """Code of a user's that may never end, in a daemon thread: it holds up neither others nor the process's exit.
+
+    Args:
+        told: from what the work raises to what the future holds; asyncio lets SystemExit end the process, and refuses
+            StopIteration.
+    """
+    future = Future[T]()
+
+    def run() -> None:
+        error, result = None, None
+        try:
+            result = work()
+        except BaseException as raised:
+            error = told(raised)
+        # The caller may have given up at its deadline: then nobody waits for the answer.
+        if future.set_running_or_notify_cancel():
+            future.set_exception(error) if error is not None else future.set_result(result)  # type: ignore[arg-type]
+
+    threading.Thread(target=run, name="user-code", daemon=True).start()
+    return future
+
+
 class _WorkStoppedError(Exception):
     """In place of KeyboardInterrupt, which an event loop would take for its own."""
 

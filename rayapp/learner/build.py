@@ -9,6 +9,7 @@ import torch
 
 from rayapp.config.config import Config, frozen_models, with_values
 from rayapp.core.errors import InputError
+from rayapp.learner.algo.privileged import VerdictReader
 from rayapp.learner.distributed import Ranks
 from rayapp.learner.families.mixers import mixers_of
 from rayapp.learner.memory.token_budget import find_token_budget
@@ -16,6 +17,7 @@ from rayapp.learner.optimizer import make_optimizer
 from rayapp.learner.policy import PolicyModel, load_policy
 from rayapp.learner.step import PolicyLearner
 from rayapp.storage.models.prefetch import with_local_model
+from rayapp.storage.models.tokenizer import load_tokenizer
 
 log = logging.getLogger(__name__)
 
@@ -37,6 +39,14 @@ def build_learner(config: Config, ranks: Ranks) -> PolicyLearner:
         model=model,
         optimizer=make_optimizer(model, config.learner.optimizer),
         frozen=frozen,
+        verdicts=_verdict_reader(config),
+    )
+
+
+def _verdict_reader(config: Config) -> VerdictReader | None:
+    section = config.distillation
+    return (
+        None if section.privileged == "none" else VerdictReader(load_tokenizer(config), section.max_privileged_tokens)
     )
 
 

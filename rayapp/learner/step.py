@@ -26,6 +26,7 @@ from rayapp.core.types import FloatArray, Group, GroupSummary
 from rayapp.learner.algo.advantages import AdvantageInputs
 from rayapp.learner.algo.distillation import teacher_advantages
 from rayapp.learner.algo.losses import LossRows, LossScale, aggregated, kl_loss, make_actor_config, policy_loss
+from rayapp.learner.algo.privileged import VerdictReader
 from rayapp.learner.batch import (
     MicroBatch,
     TrainItem,
@@ -66,6 +67,8 @@ class PolicyLearner:
     optimizer: torch.optim.AdamW
     frozen: Mapping[str, PolicyModel] = field(default_factory=dict)
     """Models beside it that don't learn, by their names in `frozen_models`."""
+    verdicts: VerdictReader | None = None
+    """What the teacher reads and the policy did not; None: nothing."""
     optimizer_steps: int = 0
     skipped_steps: int = 0
     """Optimizer steps left out because a loss or gradient was not finite, since the run began."""
@@ -181,7 +184,7 @@ class _Step:
         self.row_facts: dict[int, RowFacts] = {}
         self.old: dict[int, RowScores] = {}
         self.frozen: dict[str, dict[int, RowScores]] = {}
-        """What the frozen models think of the sampled tokens."""
+        """What the frozen models, and a policy that teaches itself, think of the sampled tokens."""
         self.grad_norms: list[float] = []
         self.num_skipped = 0
 
@@ -250,9 +253,18 @@ class _Step:
             if name == "teacher" and self.config.distillation.needs_logits:
                 continue  # it reads each micro-batch beside the policy
             with self.watch(FROZEN_STRETCHES[name]):
-                self.frozen[name] = learner.score(items, model, learner.head_options())
+                self.frozen[name] = learner.score(self._read_by(name, items), model, learner.head_options())
                 # Without a backward its embedding and head would stay gathered, beside whatever comes next.
                 model.reshard()  # type: ignore[operator]
+        if self.config.distillation.is_policy:
+            with self.watch("teacher"):
+                seen = self._read_by("teacher", items)
+                self.frozen["teacher"] = learner.score(seen, learner.model, learner.head_options())
+
+    def _read_by(self, name: str, items: Sequence[TrainItem]) -> Sequence[TrainItem]:
+        """The trajectories as a frozen model reads them."""
+        verdicts = self.learner.verdicts
+        return items if verdicts is None or name != "teacher" else [verdicts.beside(item) for item in items]
 
     def _optimizer_step(self, items: Sequence[TrainItem], scale: LossScale) -> None:
         learner = self.learner

@@ -22,6 +22,7 @@ from rayapp.rollout.agent.build import check_template
 from rayapp.rollout.agent.chat import load_template
 from rayapp.rollout.agent.loops import SINGLE_TURN_AGENT, check_agent_name
 from rayapp.rollout.data_groups import answer_rewards
+from rayapp.rollout.environments.agents import check_environments, plays_environments
 from rayapp.rollout.external.agent import check_agent
 from rayapp.rollout.order import evaluation_waves
 from rayapp.rollout.prompts import render_prompts
@@ -30,6 +31,7 @@ from rayapp.rollout.task_agents import agent_start
 from rayapp.sandbox.providers.table import why_no_sandbox
 from rayapp.storage.models.check import check_model
 from rayapp.storage.models.prefetch import with_local_model
+from rayapp.storage.models.teacher import check_teacher
 from rayapp.storage.models.tokenizer import load_tokenizer
 from rayapp.tasks.data.reading import ReadOptions, open_data
 from rayapp.tasks.loading import load_tasks
@@ -49,7 +51,7 @@ class InputCheck:
 
 
 def check_inputs(config: Config, *, training: bool) -> None:
-    """The model, and tasks or data with their tools and rewards.
+    """The model, its teacher, and tasks or data with their tools and rewards.
 
     Args:
         training: False for evaluation alone.
@@ -58,6 +60,8 @@ def check_inputs(config: Config, *, training: bool) -> None:
     """
     config = with_local_model(config)
     check_model(config)
+    if training:
+        check_teacher(config)
     for check in input_checks(config, training=training):
         check.run()
 
@@ -127,6 +131,9 @@ def check_tasks(config: Config, *, training: bool, has_tokenizer: bool = True) -
     brought: dict[str, str] = {}
     for names in (config.tasks, *([config.eval.tasks] if config.eval.tasks else [])):
         tasks = load_tasks(names)
+        if plays_environments(tasks):
+            check_environments(tasks)
+            continue
         if config.default_agent == SINGLE_TURN_AGENT:
             if has_tokenizer:
                 render_prompts(config, tasks)

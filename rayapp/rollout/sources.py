@@ -20,11 +20,12 @@ from typing import TYPE_CHECKING, Protocol
 from rayapp.config.agent import EXTERNAL_AGENT
 from rayapp.config.config import Config, Source, sources_of
 from rayapp.core.errors import UserError
-from rayapp.core.protocols import SandboxSource
+from rayapp.core.protocols import SandboxSource, Task
 from rayapp.core.types import Reward, Trajectory
 from rayapp.rollout.agent.episode import Episode
 from rayapp.rollout.agent.loops import SINGLE_TURN_AGENT
 from rayapp.rollout.data_groups import DataGroups
+from rayapp.rollout.environments.agents import EnvironmentAgents, plays_environments
 from rayapp.rollout.external.agent import ExternalAgent
 from rayapp.rollout.group import Assignment
 from rayapp.rollout.mixing import Mixing
@@ -187,18 +188,30 @@ def judged(assignment: Assignment, judging: Judging, *, compares: bool) -> Assig
 async def _open(config: Config, sandboxes: SandboxSource) -> Groups:
     if config.uses_data:
         return await DataGroups.open(config, sandboxes)
-    if config.default_agent == SINGLE_TURN_AGENT:
-        held_out = prompted_tasks(config, config.eval.tasks) if config.eval.tasks else ()
-        return TaskGroups(prompted_tasks(config, config.tasks), held_out, sandboxes)
-    is_external = config.default_agent == EXTERNAL_AGENT
-    agents = await ExternalAgent.open(config) if is_external else TaskAgents.of(config, sandboxes)
+    # In a thread: an environment may have to be installed, and its process asked.
+    train = await asyncio.to_thread(load_tasks, config.tasks)
+    held_out = await asyncio.to_thread(load_tasks, config.eval.tasks) if config.eval.tasks else ()
+    agents = await _agents(config, sandboxes, (*train, *held_out))
+    if agents is None:
+        return TaskGroups(prompted_tasks(config, train), prompted_tasks(config, held_out), sandboxes)
     try:
-        train = await agents.prompted(load_tasks(config.tasks))
-        held_out = await agents.prompted(load_tasks(config.eval.tasks)) if config.eval.tasks else ()
-        return TaskGroups(train, held_out, sandboxes, agents)
+        return TaskGroups(await agents.prompted(train), await agents.prompted(held_out), sandboxes, agents)
     except BaseException:
         await agents.close()
         raise
+
+
+async def _agents(
+    config: Config, sandboxes: SandboxSource, tasks: Sequence[Task]
+) -> TaskAgents | ExternalAgent | EnvironmentAgents | None:
+    """Who plays the tasks; None: the policy speaks once."""
+    if plays_environments(tasks):
+        return EnvironmentAgents.of(config, sandboxes)
+    if config.default_agent == SINGLE_TURN_AGENT:
+        return None
+    if config.default_agent == EXTERNAL_AGENT:
+        return await ExternalAgent.open(config)
+    return TaskAgents.of(config, sandboxes)
 
 
 @contextmanager

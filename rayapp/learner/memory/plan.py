@@ -252,9 +252,9 @@ def with_token_budget(shape: ModelShape, config: Config, gpu_bytes: int) -> Conf
     def having(tokens: int) -> Config:
         return with_values(config, learner={"max_tokens_per_microbatch": tokens})
 
-    sizes = [having(1 << power) for power in range(16, 3, -1) if 1 << power >= config.max_model_tokens]
+    sizes = [having(1 << power) for power in range(16, 3, -1) if 1 << power >= config.max_learner_tokens]
     fitting = (sized for sized in sizes if plan_learner(shape, sized).total <= AUTO_SHARE * gpu_bytes)
-    return next(fitting, having(config.max_model_tokens))
+    return next(fitting, having(config.max_learner_tokens))
 
 
 def kept_bytes(shape: ModelShape, config: Config) -> int:

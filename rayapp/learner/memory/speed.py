@@ -90,6 +90,8 @@ def step_speeds(shape: ModelShape, config: Config, gpu: Gpu, server: ServerPlan)
         or config.algorithm.adv_estimator in NEEDS_LOG_PROBS
     ):
         speeds["old log-probs"] = scored
+    if config.distillation.is_policy:
+        speeds["teacher"] = scored
     for name, own in frozen_shapes(shape, config).items():
         speeds[name] = score(own, config, gpu)
     speeds["train"] = train(shape, config, gpu)

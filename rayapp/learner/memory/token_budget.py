@@ -63,7 +63,7 @@ def find_token_budget(config: Config, ranks: Ranks, model: PolicyModel, room_byt
     Raises:
         LearnerError: the longest trajectory alone needs more.
     """
-    longest, need = -(-config.max_model_tokens // ranks.num_parts), measure_need(config, ranks, model)
+    longest, need = -(-config.max_learner_tokens // ranks.num_parts), measure_need(config, ranks, model)
     room = free_bytes(ranks, model) if room_bytes is None else room_bytes
     fits = min(ranks.gather(need.fits(room)))
     if fits < longest:

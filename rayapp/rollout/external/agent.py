@@ -47,6 +47,8 @@ class _Start:
     task: str
     messages: tuple[Mapping[str, str], ...]
     files: Mapping[str, str]
+    entry: Entry | None = None
+    """Who plays in place of the source's program or function."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -54,6 +56,7 @@ class _Playing:
     """One trajectory under way."""
 
     output: Tail
+    entry: Entry | None
     answer: str | None = None
     failure: str = ""
     ran_out: bool = False
@@ -85,9 +88,12 @@ class ExternalAgent:
             ConfigError: the program or the function is not there.
         """
         entry = check_agent(config)
-        agent = cls(config, await asyncio.to_thread(Formats.of, config), entry)
-        await agent._gateway.start()
-        return agent
+        return await cls(config, await asyncio.to_thread(Formats.of, config), entry).started()
+
+    async def started(self) -> ExternalAgent:
+        """Itself, listening."""
+        await self._gateway.start()
+        return self
 
     def prompt_ids(self, messages: Sequence[Mapping[str, Any]], agent_name: str = "") -> list[int]:
         """What is asked, as the model's template has it, for its length alone: the agent writes prompts of its own."""
@@ -105,18 +111,16 @@ class ExternalAgent:
         Raises:
             InputError: a message is no text.
         """
-        return Assignment(
-            prompt=self._prompt(name, messages), play=self._play(name, messages, files or {}), score=score
-        )
+        return Assignment(prompt=self.prompt(name, messages), play=self.playing(name, messages, files), score=score)
 
     async def prompted(self, tasks: Sequence[Task]) -> list[tuple[Task, Prompt]]:
         """The tasks, each with what is asked. Raises InputError: an agent can't play one."""
-        return [(task, self._prompt(task.name, agent_start(task).messages)) for task in tasks]
+        return [(task, self.prompt(task.name, agent_start(task).messages)) for task in tasks]
 
     def play(self, task: Task, prompt: Prompt) -> Play:
         """How a trajectory of one of the tasks of `prompted` is played. Tools that it brings are for the tool agent."""
         start = agent_start(task)
-        return self._play(task.name, start.messages, start.files)
+        return self.playing(task.name, start.messages, start.files)
 
     async def score(self, episode: Episode, verdict: Callable[[], Awaitable[Reward]]) -> Reward:
         """The verdict on the answer; none on an episode that failed."""
@@ -126,16 +130,28 @@ class ExternalAgent:
         """End all sessions. Idempotent."""
         await self._gateway.close()
 
-    def _prompt(self, name: str, messages: Sequence[Mapping[str, Any]]) -> Prompt:
+    def prompt(self, name: str, messages: Sequence[Mapping[str, Any]]) -> Prompt:
+        """What is asked. Raises InputError: a message is no text."""
         if not all(isinstance(message.get("content"), str) for message in messages):
             raise InputError(f"{name}: an external agent is told text alone, and a message has other parts")
         # It has no token ids: what the policy reads is the agent's to write.
         text = self._formats.plain.chat.render(messages)
         return Prompt(task=name, text=text, token_ids=np.empty(0, np.int32), messages=tuple(messages))
 
-    def _play(self, name: str, messages: Sequence[Mapping[str, Any]], files: Mapping[str, str]) -> Play:
+    def playing(
+        self,
+        name: str,
+        messages: Sequence[Mapping[str, Any]],
+        files: Mapping[str, str] | None = None,
+        entry: Entry | None = None,
+    ) -> Play:
+        """How a trajectory is played.
+
+        Args:
+            entry: who plays it; None: the source's program or function.
+        """
         told = tuple({"role": str(each["role"]), "content": str(each["content"])} for each in messages)
-        return partial(self._run, _Start(task=name, messages=told, files=files))
+        return partial(self._run, _Start(task=name, messages=told, files=files or {}, entry=entry or self._entry))
 
     async def _run(self, start: _Start, *, engine: RolloutEngine, sampling: SamplingParams, request_id: str) -> Episode:
         """One trajectory.
@@ -143,7 +159,7 @@ class ExternalAgent:
         Raises:
             EngineError, DeadlineError: the engine can't generate.
         """
-        playing = _Playing(output=Tail(self._settings.max_output_chars))
+        playing = _Playing(output=Tail(self._settings.max_output_chars), entry=start.entry)
         folders = tempfile.TemporaryDirectory(prefix="rayapp-agent-", ignore_cleanup_errors=True)
         with folders as folder, self._session(engine, sampling, request_id) as session:
             call = AgentCall(
@@ -187,8 +203,8 @@ class ExternalAgent:
     async def _act(self, call: AgentCall, playing: _Playing) -> None:
         try:
             call.write()
-            if self._entry is not None:
-                playing.answer = _as_answer(await self._entry(call))
+            if playing.entry is not None:
+                playing.answer = _as_answer(await playing.entry(call))
                 return
             code = await run_program(
                 [call.filled_in(argument) for argument in self._settings.command],
