@@ -209,7 +209,7 @@ class Comparing(Judging):
 
     hangs: bool = False
     compares: bool = True
-    compare_timeout_s: float = 0.2
+    compare_timeout_s: float = 0.6
 
     def __post_init__(self) -> None:
         super().__init__({}, RewardSection())
@@ -232,7 +232,7 @@ async def compared(engine: Engine, *, purpose: str = "group", **comparing: bool)
         sampling=SamplingParams(max_tokens=8),
         group_size=4,
         seed=0,
-        deadline_s=0.4,
+        deadline_s=1.0,
     )
     return group
 
