@@ -72,7 +72,7 @@ class DistillationSection(FrozenModel):
             model=self.teacher,
             api_key_env=self.api_key_env,
             timeout_s=self.timeout_s,
-            max_retries=12,
+            max_retries=20,
             max_concurrent=256,
         )
 

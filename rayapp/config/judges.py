@@ -93,6 +93,6 @@ class JudgeSection(FrozenModel):
             raise ValueError(f"kind {self.kind} needs a rubric, e.g. [{{name: correct, text: It is right.}}]")
         if self.kind == "reward_model" and (self.rubric or self.reference):
             raise ValueError("a reward_model reads no rubric and no reference: leave them out")
-        if len({each.name for each in self.rubric}) < len(self.rubric):
-            raise ValueError("two criteria of the rubric have the same name")
+        if len({"agrees", *(each.name for each in self.rubric)}) <= len(self.rubric):
+            raise ValueError("two criteria of the rubric have the same name, or one is called agrees, as a metric is")
         return self
