@@ -47,8 +47,8 @@ async def server(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> AsyncIterato
     await server.close()
 
 
-def children() -> list[psutil.Process]:
-    return psutil.Process().children(recursive=True)
+def the_keeper() -> psutil.Process:
+    return next(each for each in psutil.Process().children() if "keeper.py" in " ".join(each.cmdline()))
 
 
 async def test_a_server_that_died_is_missed_and_answers_where_it_did_when_it_is_started_again(
@@ -56,7 +56,7 @@ async def test_a_server_that_died_is_missed_and_answers_where_it_did_when_it_is_
 ) -> None:
     address = await server.start()
     assert await server.ping()
-    keeper = next(each for each in children() if "keeper.py" in " ".join(each.cmdline()))
+    keeper = the_keeper()
     (program,) = keeper.children()
     os.kill(program.pid, signal.SIGKILL)
     while keeper.status() != psutil.STATUS_ZOMBIE:  # waited for by the server, which reads how it ended
@@ -71,8 +71,8 @@ async def test_a_server_that_died_is_missed_and_answers_where_it_did_when_it_is_
 
 async def test_all_that_a_server_started_ends_with_it(server: ModelServer) -> None:
     await server.start()
-    running = children()
-    assert len(running) >= 3  # the keeper, the server, and what that has started
+    running = [the_keeper(), *the_keeper().children(recursive=True)]
+    assert len(running) == 3  # with the server, and what that has started
 
     await server.close()
     await server.close()
