@@ -342,12 +342,19 @@ STAND_IN = {
             max_retries: int = 0
     """,
     "clients.py": """
-        import openai, os
+        import asyncio, json, os, urllib.request
         class Client:
             def __init__(self, config):
-                self.openai = openai.AsyncOpenAI(base_url=config.api_base_url, api_key=os.environ[config.api_key_var])
+                self.url, self.key = config.api_base_url + "/chat/completions", os.environ[config.api_key_var]
+            async def ask(self, **body):
+                return await asyncio.to_thread(self._ask, json.dumps(body).encode())
+            def _ask(self, body):
+                headers = {"Authorization": "Bearer " + self.key, "Content-Type": "application/json"}
+                opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+                with opener.open(urllib.request.Request(self.url, body, headers)) as answer:
+                    return json.load(answer)["choices"][0]["message"]["content"]
             async def close(self):
-                await self.openai.close()
+                pass
         resolve_client = Client
     """,
 }
@@ -366,8 +373,7 @@ SUMS = """
             return Rows({"prompt": [{"role": "user", "content": f"{n} + 1?"}], "answer": str(n + 1)}
                         for n in range(self.first, self.first + 5))
         async def run_rollout(self, row, client, model, sampling):
-            reply = await client.openai.chat.completions.create(model=model, messages=row["prompt"])
-            said = reply.choices[0].message.content
+            said = await client.ask(model=model, messages=row["prompt"])
             if said == "die":
                 os._exit(3)
             if said == "fail":
