@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Awaitable, Callable, Sequence
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -42,6 +44,7 @@ Purpose = Literal["train", "eval"]
 Scorer = Callable[[Group, Sequence[Trajectory]], Awaitable[list[Reward]]]
 """From trajectories of a group to what they are worth now."""
 _GROUPS_AT_ONCE = 16
+ANSWER_CHARS = 200
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,8 +52,8 @@ class Rescored:
     """What another reward says; see `rescore`."""
 
     rows: list[dict[str, Any]] = field(repr=False)
-    """Of each trajectory: step, group_id, index, source, task, before and after (None where there is no reward), and
-    of the new reward terms, failure_kind and detail."""
+    """Of each trajectory: step, group_id, index, source, task, the beginning of its answer, before and after (None
+    where there is no reward), and of the new reward terms, failure_kind and detail."""
 
     @property
     def frame(self) -> pd.DataFrame:
@@ -61,9 +64,9 @@ class Rescored:
 
     @property
     def summary(self) -> dict[str, float]:
-        """trajectories; failed, those without a new reward; and of those that have both: mean_before, mean_after,
-        changed, rank_correlation (Spearman's, the mean of the groups in which both rewards differ). With judges also
-        what they cost."""
+        """trajectories; failed, those without a new reward, also by kind; of those that have both: mean_before,
+        mean_after, changed, rank_correlation (Spearman's, the mean of the groups in which both rewards differ). With
+        judges also what they cost."""
         both = self._both
         found = {
             "trajectories": float(len(self.rows)),
@@ -74,6 +77,8 @@ class Rescored:
             found |= {f"mean_{when}": float(np.mean([row[when] for row in both])) for when in ("before", "after")}
         if correlations := list(_correlations(both)):
             found["rank_correlation"] = float(np.mean(correlations))
+        kinds = Counter(row["failure_kind"] for row in self.rows if row["after"] is None)
+        found |= {f"failed/{kind}": float(count) for kind, count in sorted(kinds.items())}
         names = {name for row in self.rows for name in row["terms"] if name.startswith("judged/")}
         return found | {name: sum(row["terms"].get(name, 0.0) for row in self.rows) for name in sorted(names)}
 
@@ -126,34 +131,39 @@ def rescore(
 
 
 async def _rescored(run: Run, config: Config, reward: str, steps: range | None, purpose: Purpose) -> Rescored:
-    recorded = list(run.groups(steps, purpose=purpose))
+    seed = config.run.seed if purpose == "train" else evaluation_seed(config.run.seed)
+    recorded = run.groups(steps, purpose=purpose)
     at_once = asyncio.Semaphore(_GROUPS_AT_ONCE)
+    running = []
 
-    async def one(step: int, group: Group) -> list[dict[str, Any]]:
-        async with at_once:
-            return await _rows(step, group, scorer)
-
-    async with open_pool(config.sandbox.without_stock, f"rescore-{os.getpid()}") as (pool, _):
-        seed = config.run.seed if purpose == "train" else evaluation_seed(config.run.seed)
-        scorer, close = _scorer(run, config, reward, pool, seed)
+    async def rows(step: int, group: Group, score: Scorer) -> list[dict[str, Any]]:
         try:
-            with one_error():
-                async with asyncio.TaskGroup() as tasks:
-                    running = [tasks.create_task(one(*each)) for each in recorded]
+            return await _rows(step, group, score)
         finally:
-            await close()
+            at_once.release()
+
+    pool_of = open_pool(config.sandbox.without_stock, f"rescore-{os.getpid()}")
+    async with pool_of as (pool, _), _scoring(run, config, reward, pool, seed) as score:
+        with one_error():
+            async with asyncio.TaskGroup() as tasks:
+                # Read as they are scored: a run's tokens may not fit in memory.
+                while (each := await asyncio.to_thread(next, recorded, None)) is not None:
+                    await at_once.acquire()
+                    running.append(tasks.create_task(rows(*each, score)))
     return Rescored([row for task in running for row in task.result()])
 
 
 async def _rows(step: int, group: Group, score: Scorer) -> list[dict[str, Any]]:
     members = [(index, each) for index, each in enumerate(group.trajectories) if _can_be_scored(each)]
     rewards = await score(group, [each for _, each in members])
-    known = {"step": step, "group_id": group.group_id, "source": group.prompt.source, "task": group.prompt.task}
+    same = {"step": step, "group_id": group.group_id, "source": group.prompt.source, "task": group.prompt.task}
     return [
-        known | {"index": index, "before": _value(each.reward), "after": _value(now)}
+        same
+        | {"index": index, "answer": each.completion_text[:ANSWER_CHARS]}
+        | {"before": _value(each.reward), "after": _value(now)}
         | {"terms": now.terms, "failure_kind": now.failure_kind, "detail": now.detail}
         for (index, each), now in zip(members, rewards, strict=True)
-    ]  # fmt: skip
+    ]
 
 
 def _can_be_scored(trajectory: Trajectory) -> bool:
@@ -168,19 +178,14 @@ def _value(reward: Reward) -> float | None:
     return reward.value if reward.valid else None
 
 
-def _scorer(
-    run: Run, config: Config, reward: str, sandboxes: SandboxSource, seed: int
-) -> tuple[Scorer, Callable[[], Awaitable[None]]]:
-    """What scores, and what is to be closed behind it."""
+@asynccontextmanager
+async def _scoring(run: Run, config: Config, reward: str, sandboxes: SandboxSource, seed: int) -> AsyncIterator[Scorer]:
     if reward.startswith(JUDGE):
-        return _by_judge(run, config, reward.removeprefix(JUDGE))
-
-    async def nothing() -> None: ...
-
-    by_source = {
-        source.name: _Verdicts(source.config, "" if reward == VERDICT else reward, sandboxes, seed)
-        for source in sources_of(config)
-    }
+        async with _by_judge(run, config, reward.removeprefix(JUDGE)) as by_judge:
+            yield by_judge
+        return
+    function = "" if reward == VERDICT else reward
+    by_source = {source.name: _Verdicts(source.config, function, sandboxes, seed) for source in sources_of(config)}
 
     async def score(group: Group, trajectories: Sequence[Trajectory]) -> list[Reward]:
         if group.prompt.source not in by_source:
@@ -190,16 +195,16 @@ def _scorer(
             )
         return await asyncio.gather(*(by_source[group.prompt.source].score(group, each) for each in trajectories))
 
-    return score, nothing
+    yield score
 
 
-def _by_judge(run: Run, config: Config, name: str) -> tuple[Scorer, Callable[[], Awaitable[None]]]:
+@asynccontextmanager
+async def _by_judge(run: Run, config: Config, name: str) -> AsyncIterator[Scorer]:
     chosen = [each for each in config.judges if each.name == name]
     if not chosen:
         there = ", ".join(each.name for each in config.judges) or "none"
         raise InputError(f"there is no judge {name!r}: the config's are {there}. Name another config with --config.")
-    folder = config.run_folder if "://" in run.uri else Path(run.uri)
-    judges = Judges(chosen, folder)
+    judges = Judges(chosen, config.run_folder if "://" in run.uri else Path(run.uri))
     judging = judges.of(RewardSection(judges={name: 1.0}, verdict_weight=0.0))
 
     async def score(group: Group, trajectories: Sequence[Trajectory]) -> list[Reward]:
@@ -208,7 +213,10 @@ def _by_judge(run: Run, config: Config, name: str) -> tuple[Scorer, Callable[[],
         scores = [judging.with_scores(prompt, text, verdict) for text, verdict in zip(texts, known, strict=True)]
         return await judging.with_comparisons(prompt, texts, await asyncio.gather(*scores))
 
-    return score, judges.close
+    try:
+        yield score
+    finally:
+        await judges.close()
 
 
 def _solved(reward: Reward) -> dict[str, float]:
@@ -282,7 +290,7 @@ def _ranks(values: Sequence[float]) -> np.ndarray[Any, Any]:
     """Equal values have the mean of their ranks."""
     _, place, counts = np.unique(values, return_inverse=True, return_counts=True)
     last = np.cumsum(counts)
-    return (last - (counts - 1) / 2)[place]  # type: ignore[no-any-return]
+    return (last - (counts - 1) / 2)[place]
 
 
 def _schema() -> Any:
@@ -290,5 +298,5 @@ def _schema() -> Any:
 
     numbers = [("step", pa.int32()), ("group_id", pa.int64()), ("index", pa.int32())]
     numbers += [("before", pa.float64()), ("after", pa.float64()), ("terms", pa.map_(pa.string(), pa.float64()))]
-    texts = [(name, pa.string()) for name in ("source", "task", "failure_kind", "detail")]
+    texts = [(name, pa.string()) for name in ("source", "task", "answer", "failure_kind", "detail")]
     return pa.schema([*numbers, *texts])

@@ -15,6 +15,18 @@ from rayapp.config.base import FrozenModel
 _NAME = r"^[A-Za-z0-9][A-Za-z0-9_-]{0,62}$"
 
 
+def plain_url(value: str) -> str:
+    """The URL without a slash at its end. Raises ValueError: it is none, or says more than where something is."""
+    url = urlsplit(value)
+    if url.scheme not in ("http", "https") or not url.hostname or url.username or url.password or url.query:
+        shown = url._replace(netloc=url.netloc.rpartition("@")[2], query="").geturl()
+        raise ValueError(
+            f"{shown!r} must be http(s)://HOST[:PORT][/PATH], without a user, a password or a query: a key goes "
+            "into the variable that api_key_env names"
+        )
+    return value.rstrip("/")
+
+
 class Criterion(FrozenModel):
     """One thing that a judge looks at."""
 
@@ -48,6 +60,9 @@ class JudgeSection(FrozenModel):
     """pairwise: so many others each response is compared with, in both orders; at most all of its group."""
     class_index: int | None = Field(None, ge=0)
     """reward_model: whose number is the reward, where the model has several classes."""
+    response_format: Literal["json_schema", "json_object", "none"] = "json_schema"
+    """How the server is told the form of the answer, which is checked here in any case. For servers that refuse
+    json_schema; none: in words alone."""
     temperature: float | None = Field(0.0, ge=0.0)
     """None: not sent, for models that refuse it."""
     max_tokens: int = Field(1024, ge=16)
@@ -68,17 +83,7 @@ class JudgeSection(FrozenModel):
     output_price: float = Field(0.0, ge=0.0)
     """Dollars per million tokens that it writes."""
 
-    @field_validator("base_url", mode="after")
-    @classmethod
-    def _plain_url(cls, value: str) -> str:
-        url = urlsplit(value)
-        if url.scheme not in ("http", "https") or not url.hostname or url.username or url.password or url.query:
-            shown = url._replace(netloc=url.netloc.rpartition("@")[2], query="").geturl()
-            raise ValueError(
-                f"{shown!r} must be http(s)://HOST[:PORT][/PATH], without a user, a password or a query: a key goes "
-                "into the variable that api_key_env names"
-            )
-        return value.rstrip("/")
+    _plain_url = field_validator("base_url", mode="after")(plain_url)
 
     @model_validator(mode="after")
     def _rubric_where_asked(self) -> Self:
@@ -86,6 +91,6 @@ class JudgeSection(FrozenModel):
             raise ValueError(f"kind {self.kind} needs a rubric, e.g. [{{name: correct, text: It is right.}}]")
         if self.kind == "reward_model" and (self.rubric or self.reference):
             raise ValueError("a reward_model reads no rubric and no reference: leave them out")
-        if len({each.name for each in self.rubric}) < len(self.rubric):
-            raise ValueError("two criteria of the rubric have the same name")
+        if len({"agrees", *(each.name for each in self.rubric)}) <= len(self.rubric):
+            raise ValueError("two criteria of the rubric have the same name, or one is called agrees, as a metric is")
         return self

@@ -37,6 +37,7 @@ FREE_KEYS = (
     "rollout.max_failed_ratio",
     "judges.base_url",
     "judges.api_key_env",
+    "judges.response_format",
     "judges.timeout_s",
     "judges.max_retries",
     "judges.requests_per_minute",

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from rayapp.api.rescoring import Rescored
 
 app = typer.Typer()
+SHOWN_CHARS = 60
+"""Of an answer, and of what was said of it."""
 
 
 @app.command(
@@ -73,16 +75,20 @@ def steps_of(text: str) -> range | None:
 
 def _print_tables(found: Rescored, reward: str, show: int) -> None:
     from rich.console import Console
+    from rich.markup import escape
     from rich.table import Table
 
     console = Console(soft_wrap=True)
-    summary = Table("", reward, title=None)
+    summary = Table("", escape(reward))
     for name, value in found.summary.items():
         summary.add_row(name, f"{value:.6g}")
     console.print(summary)
     if largest := found.largest(show):
-        changes = Table("step", "group", "index", "task", "before", "after", "why")
+        changes = Table("step", "group", "index", "task", "before", "after", "answer", "why")
         for row in largest:
-            place = (str(row["step"]), str(row["group_id"]), str(row["index"]), visible(row["task"]))
-            changes.add_row(*place, f"{row['before']:.4g}", f"{row['after']:.4g}", visible(row["detail"])[:80])
+            place = (str(row["step"]), str(row["group_id"]), str(row["index"]))
+            task, answer, why = (
+                escape(visible(" ".join(row[name].split()))[:SHOWN_CHARS]) for name in ("task", "answer", "detail")
+            )
+            changes.add_row(*place, task, f"{row['before']:.4g}", f"{row['after']:.4g}", answer, why)
         console.print(changes)

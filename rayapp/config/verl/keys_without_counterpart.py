@@ -36,8 +36,10 @@ DAPO: dict[str, Rule] = {
 }
 
 REWARD: dict[str, Rule] = {
-    "reward.reward_model.enable": only(False, None, why="rewards come from rules and functions, not from a model"),
-    **_all("rewards come from rules and functions, not from a model", "reward.reward_model.*", "reward_model.model.*"),
+    "reward.reward_model.enable": only(False, None, why="a reward model is a judge behind HTTP here (docs/judges.md)"),
+    **_all(
+        "a reward model is a judge behind HTTP here (docs/judges.md)", "reward.reward_model.*", "reward_model.model.*"
+    ),
     **_all(
         "rewards are scored by the rollout workers",
         "reward.num_workers",

@@ -154,10 +154,10 @@ class Judge:
     async def _answered(self, messages: Messages, schema: Mapping[str, Any]) -> Judgement:
         section = self.section
         body: dict[str, Any] = {"model": section.model, "messages": messages, "max_tokens": section.max_tokens}
-        body["response_format"] = {
-            "type": "json_schema",
-            "json_schema": {"name": "judgement", "strict": True, "schema": schema},
-        }
+        if section.response_format != "none":
+            form = {"name": "judgement", "strict": True, "schema": schema}
+            with_schema = {"json_schema": form} if section.response_format == "json_schema" else {}
+            body["response_format"] = {"type": section.response_format, **with_schema}
         if section.temperature is not None:
             body["temperature"] = section.temperature
         found = await self._client.post(f"{section.base_url}/chat/completions", body)

@@ -124,9 +124,11 @@ def test_the_command_prints_what_changed_writes_a_file_and_fails_where_a_reward_
     ]
     assert dict(table[0]["terms"])["score"] == 1.0
 
-    save(recorded.parent / "crashed", {1: [group(0, ["crash", "42"], worth(1, 1))]})
+    save(recorded.parent / "crashed", {1: [group(0, ["crash", "[red]x[/]"], worth(1, 1))]})
     assert run(["rescore", "crashed", "--reward", "rewards.py:compute_score"]) == 1
-    assert "failed" in capsys.readouterr().out
+    told = capsys.readouterr().out
+    assert "failed/reward_error" in told
+    assert "[red]x[/]" in told
 
 
 def test_the_verdict_is_what_the_rules_say_now(recorded: Path) -> None:

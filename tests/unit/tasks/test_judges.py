@@ -130,6 +130,21 @@ async def test_the_judge_is_asked_by_schema_and_reads_the_prefill_as_part_of_the
     assert "42\n=== END REFERENCE" not in body["messages"][1]["content"]
 
 
+@pytest.mark.parametrize(("form", "sent"), [("json_object", {"type": "json_object"}), ("none", None)])
+async def test_a_server_that_takes_no_schema_is_told_in_words_and_checked_all_the_same(
+    desk: Any, form: str, sent: Any
+) -> None:
+    async with desk(response_format=form) as at:
+        at.stub.said = '{"reason": "", "scores": {"right": 10, "short": 2}}'
+        reward = await at.score("abc")
+        at.stub.said = '{"reason": "", "scores": {"right": 11, "short": 2}}'
+        wrong = await at.score("abcd")
+
+    assert at.stub.bodies[0].get("response_format") == sent
+    assert reward.terms["judge/quality"] == pytest.approx(0.8)
+    assert wrong.failure_kind == "judge_answer"
+
+
 async def test_a_judge_with_reference_reads_the_rows_ground_truth(desk: Any) -> None:
     async with desk(reference=True) as at:
         await at.score("fortytwo")
@@ -446,6 +461,8 @@ def judged(**more: Any) -> dict[str, Any]:
         (judged(base_url="http://user:secret@h/v1"), "'http://h/v1' must be"),
         (judged(base_url="h:80"), "must be http"),
         (judged(rubric=[]), "needs a rubric"),
+        (judged(rubric=[*RUBRIC, {"name": "agrees", "text": "It does."}]), "one is called agrees"),
+        (judged(rubric=[*RUBRIC, *RUBRIC]), "the same name"),
         (judged(kind="reward_model"), "reads no rubric"),
         (judged(kind="pairwise", timeout_s=300), "timeout_s is 300, but rollout.group_deadline_s is 300"),
         (judged(reference=True), "tasks have no ground_truth"),
