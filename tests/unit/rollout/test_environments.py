@@ -13,6 +13,7 @@ from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from rayapp.config.config import Config
@@ -438,6 +439,33 @@ async def test_a_verifiers_process_that_dies_costs_signal_and_the_next_trajector
     assert played.reward.value == 1.0
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)
+
+
+STARTS = """
+import asyncio, sys
+from rayapp.tasks.environments.verifiers import VerifiersProcess
+from rayapp.tasks.loading import load_tasks
+
+async def main():
+    process = VerifiersProcess(load_tasks([sys.argv[1]])[0].environment)
+    await process._started()
+    print(process.pid, flush=True)
+    await asyncio.Event().wait()
+
+asyncio.run(main())
+"""
+
+
+def test_a_verifiers_process_ends_with_a_worker_that_is_killed(sums: Callable[..., Bench]) -> None:
+    worker = subprocess.Popen([sys.executable, "-c", STARTS, str(sums().file)], stdout=subprocess.PIPE)
+    assert worker.stdout is not None
+    pid = int(worker.stdout.readline())
+
+    worker.kill()
+    worker.communicate()
+
+    process = psutil.Process(pid) if psutil.pid_exists(pid) else None
+    assert process is None or process.status() == psutil.STATUS_ZOMBIE or process.wait(timeout=20) is None
 
 
 def test_a_verifiers_environment_that_does_not_exist_is_told_with_the_way_out(
