@@ -41,6 +41,9 @@ from rayapp.tools.base import Tool
 GUESSING = """
 import os, time
 
+class ConnectionClosedError(Exception):
+    pass
+
 class Guessing:
     made = 0
 
@@ -61,6 +64,10 @@ class Guessing:
         \"\"\"
         if number == 911:
             raise ConnectionResetError("the game's server is gone")
+        if number == 912:
+            raise ConnectionClosedError("no close frame")
+        if number == 404:
+            raise FileNotFoundError("there is no page 404")
         if number == 99:
             time.sleep(60)
         if number < 0:
@@ -177,7 +184,7 @@ async def test_a_trl_class_plays_with_its_methods_as_tools_and_its_reward_is_the
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
     game = bench(
         "{environment: trl, factory: 'guessing.py:Guessing', rows: rows.jsonl}",
-        call("guess", number=-1) + call("guess", number=7),
+        call("guess", number=-1) + call("guess", number=404) + call("guess", number=7),
         "done",
     )
 
@@ -189,7 +196,11 @@ async def test_a_trl_class_plays_with_its_methods_as_tools_and_its_reward_is_the
     assert (right.reward.value, right.reward.terms["solved"], wrong.reward.value) == (1.0, 1.0, 0.0)
     assert "Which? It is at most 9." in game.prompts[0]
     assert "Now? It is at most 4." in game.prompts[1]
-    assert [each.output for each in right.turns[0].calls] == ["Error: only from 0 on", "right"]
+    assert [each.output for each in right.turns[0].calls] == [
+        "Error: only from 0 on",
+        "Error: there is no page 404",
+        "right",
+    ]
     assert '"name": "guess"' in game.prompts[0]
     assert "_hidden" not in game.prompts[0]
     # As the agent loop has it: no token is read twice, and only what the policy said is trained on.
@@ -218,6 +229,7 @@ async def test_a_reward_function_of_trls_form_gives_the_verdict(bench: Callable[
     ("number", "problem"),
     [
         (911, "Guessing.guess() raised ConnectionResetError: the game's server is gone"),
+        (912, "Guessing.guess() raised ConnectionClosedError: no close frame"),
         (99, "did not answer within 0.2 s"),
     ],
 )
