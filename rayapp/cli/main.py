@@ -23,6 +23,7 @@ from rayapp.cli.jobs import command as jobs
 from rayapp.cli.kuberay import command as kuberay
 from rayapp.cli.rescore import command as rescore
 from rayapp.cli.sandbox import command as sandbox
+from rayapp.cli.serving import command as serve
 from rayapp.cli.task import command as task
 from rayapp.cli.trying import command as trying
 from rayapp.core.errors import RayappError, UserError
@@ -59,7 +60,22 @@ def _program(
 GROUPS = {
     "config": config, "data": data, "task": task, "try": trying, "model": model, "sandbox": sandbox, "mcp": mcp,
 }  # fmt: skip
-for command in (train, sft, evaluate, score, rescore, view, doctor, plan, gpu_check, jobs, sync, plugins, kuberay):
+for command in (
+    train,
+    sft,
+    evaluate,
+    serve,
+    score,
+    rescore,
+    view,
+    doctor,
+    plan,
+    gpu_check,
+    jobs,
+    sync,
+    plugins,
+    kuberay,
+):
     app.add_typer(command.app)
 for name, group in GROUPS.items():
     app.add_typer(group.app, name=name)

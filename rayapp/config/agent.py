@@ -55,8 +55,11 @@ class ExternalSection(FrozenModel):
     """Variables of the program, beside those that lead it to the policy. It sees none of the trainer's."""
     max_output_chars: int = Field(16384, ge=0)
     """The end of what the program writes that is kept with its trajectory."""
+    files: dict[str, Path] = Field(default_factory=dict)
+    """Texts of its own that lie in its folder, by relative path there, e.g. {agent.py: my/agent.py}."""
     inside: bool = False
-    """Run the program in the trajectory's sandbox. Not there yet: true is refused."""
+    """Run the program in the trajectory's own sandbox (the local provider's), from where it reaches the policy and
+    nothing else."""
 
 
 class AgentSection(FrozenModel):

@@ -161,7 +161,7 @@ def frozen_models(config: Config) -> dict[str, Config]:
     """The models that learners hold beside the policy and do not train, by name: the config that each is loaded by."""
     models = {"reference": config} if config.algorithm.kl_loss_coef > 0 else {}
     section = config.distillation
-    if section.teacher and not section.is_policy:
+    if section.teacher and not section.is_policy and not section.base_url:
         models["teacher"] = with_values(config, model={"path": section.teacher})
     return models
 
@@ -241,6 +241,15 @@ def _check_agreement(config: Config) -> None:
     _warmup_fits(config)
     _dapo_fits(config)
     _best_metric_exists(config)
+    _teacher_fits(config)
+
+
+def _teacher_fits(config: Config) -> None:
+    if config.distillation.base_url and config.rollout.temperature != 1.0:
+        raise ValueError(
+            f"rollout.temperature is {config.rollout.temperature:g} and distillation.base_url is set: the server's "
+            "log-probs are those of temperature 1. Use that, or a teacher in the learners."
+        )
 
 
 def _sources_fit(config: Config) -> None:
@@ -280,10 +289,16 @@ def _external_agents_fit(config: Config) -> None:
                 f"{'both a command and an entry' if all(is_given) else 'neither a command nor an entry'}: give it one "
                 "(docs/agents.md)."
             )
-        if external.inside:
+        if external.inside and external.entry:
             raise ValueError(
-                f"{where}agent.external.inside: agents can't be run in sandboxes yet, as these have no way to the "
-                "policy. Leave it false: the program then runs beside the rollout worker (docs/agents.md)."
+                f"{where}agent.external.inside: a function runs in the rollout worker, and only a command can run in a "
+                "sandbox. Give agent.external.command, or leave inside out (docs/agents.md)."
+            )
+        remote = [section.type for section in config.sandbox.providers if section.type != "local"]
+        if external.inside and remote:
+            raise ValueError(
+                f"{where}agent.external.inside: sandboxes of {', '.join(remote)} have no way to the policy yet; only "
+                "local ones have. Set sandbox.providers: [{type: local}], or leave inside out (docs/agents.md)."
             )
         if not config.learner.share_prefixes:
             raise ValueError(

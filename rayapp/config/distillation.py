@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from rayapp.config.base import FrozenModel
+from rayapp.config.judges import JudgeSection, plain_url
 
 
 class DistillationSection(FrozenModel):
@@ -16,6 +17,14 @@ class DistillationSection(FrozenModel):
     """A model with the policy's tokenizer: a Hugging Face folder, one on s3://, or a hub id. The learners hold it as
     they hold the reference: frozen and sharded. policy: the policy as it is at each step, which takes no memory and
     needs `privileged`. Empty: no distillation."""
+    base_url: str = ""
+    """A vLLM server that holds the teacher in place of the learners, e.g. http://host:8000/v1 of `vllm serve MODEL
+    --tensor-parallel-size 8`; `teacher` is its name there. You start it, and may start it again: the run waits for some
+    minutes. With kl_over: sampled."""
+    api_key_env: str = ""
+    """Environment variable of the learners that holds the server's key. Empty: none."""
+    timeout_s: float = Field(300.0, gt=0.0)
+    """Deadline of one trajectory's request to the server."""
     privileged: Literal["none", "verdict"] = "none"
     """verdict: before the prompt the teacher reads how the answer was judged: status, reward, and the exception or the
     first failed test. With kl_over: sampled, as its positions are not the policy's."""
@@ -53,6 +62,25 @@ class DistillationSection(FrozenModel):
         """Tokens that the teacher may read more than the policy."""
         return self.max_privileged_tokens if self.privileged != "none" else 0
 
+    @property
+    def as_judge(self) -> JudgeSection:
+        """The server, as what asks models over HTTP wants it."""
+        return JudgeSection(
+            name="teacher",
+            kind="reward_model",
+            base_url=self.base_url,
+            model=self.teacher,
+            api_key_env=self.api_key_env,
+            timeout_s=self.timeout_s,
+            max_retries=20,
+            max_concurrent=256,
+        )
+
+    @field_validator("base_url", mode="after")
+    @classmethod
+    def _plain_url(cls, value: str) -> str:
+        return plain_url(value) if value else value
+
     @model_validator(mode="after")
     def _somebody_teaches(self) -> Self:
         fields = type(self).model_fields
@@ -66,6 +94,12 @@ class DistillationSection(FrozenModel):
             raise ValueError(
                 "distillation.teacher is policy and distillation.privileged is none: a policy that reads no more than "
                 "itself is no teacher. Set distillation.privileged: verdict, or name another model."
+            )
+        if self.base_url and (self.is_policy or self.kl_over != "sampled"):
+            raise ValueError(
+                f"distillation.base_url is set, distillation.teacher is {self.teacher} and distillation.kl_over is "
+                f"{self.kl_over}: a server gives the log-probs of sampled tokens, of a model that it names. Use "
+                "distillation.kl_over: sampled with the teacher's name there, or leave base_url out."
             )
         if self.privileged != "none" and self.kl_over != "sampled":
             raise ValueError(

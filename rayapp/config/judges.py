@@ -15,6 +15,18 @@ from rayapp.config.base import FrozenModel
 _NAME = r"^[A-Za-z0-9][A-Za-z0-9_-]{0,62}$"
 
 
+def plain_url(value: str) -> str:
+    """The URL without a slash at its end. Raises ValueError: it is none, or says more than where something is."""
+    url = urlsplit(value)
+    if url.scheme not in ("http", "https") or not url.hostname or url.username or url.password or url.query:
+        shown = url._replace(netloc=url.netloc.rpartition("@")[2], query="").geturl()
+        raise ValueError(
+            f"{shown!r} must be http(s)://HOST[:PORT][/PATH], without a user, a password or a query: a key goes "
+            "into the variable that api_key_env names"
+        )
+    return value.rstrip("/")
+
+
 class Criterion(FrozenModel):
     """One thing that a judge looks at."""
 
@@ -71,17 +83,7 @@ class JudgeSection(FrozenModel):
     output_price: float = Field(0.0, ge=0.0)
     """Dollars per million tokens that it writes."""
 
-    @field_validator("base_url", mode="after")
-    @classmethod
-    def _plain_url(cls, value: str) -> str:
-        url = urlsplit(value)
-        if url.scheme not in ("http", "https") or not url.hostname or url.username or url.password or url.query:
-            shown = url._replace(netloc=url.netloc.rpartition("@")[2], query="").geturl()
-            raise ValueError(
-                f"{shown!r} must be http(s)://HOST[:PORT][/PATH], without a user, a password or a query: a key goes "
-                "into the variable that api_key_env names"
-            )
-        return value.rstrip("/")
+    _plain_url = field_validator("base_url", mode="after")(plain_url)
 
     @model_validator(mode="after")
     def _rubric_where_asked(self) -> Self:

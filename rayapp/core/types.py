@@ -426,6 +426,8 @@ class SandboxSpec:
     memory_mib: int = 512
     disk_mib: int = 16
     max_processes: int = 16
+    loopback: bool = False
+    """Programs in it may connect to one port of their own loopback, where whoever holds the sandbox listens."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -21,8 +21,6 @@ from rayapp.learner.step_plan import StepTable
 
 STRETCHES = ("prepare", "old_log_probs", "ref", "teacher", "forward_backward", "optimizer", "metrics")
 """Of a step's time on a rank."""
-FROZEN_STRETCHES = {"reference": "ref", "teacher": "teacher"}
-"""Those in which a frozen model is asked."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -39,7 +39,7 @@ from rayapp.learner.batch import (
 from rayapp.learner.batch_coupled_losses import coupled_gradients
 from rayapp.learner.distributed import Ranks
 from rayapp.learner.log_probs import HeadOptions, TeacherHead
-from rayapp.learner.metrics import FROZEN_STRETCHES, MicroBatchFacts, RowFacts, step_metrics, timing_metrics
+from rayapp.learner.metrics import MicroBatchFacts, RowFacts, step_metrics, timing_metrics
 from rayapp.learner.optimizer import clip_gradients, learning_rate, set_learning_rate
 from rayapp.learner.policy import DeviceBatch, PolicyModel, TokenScores, reduce_gradients, to_device
 from rayapp.learner.shares import Share
@@ -183,8 +183,8 @@ class _Step:
         self.micro_facts: list[MicroBatchFacts] = []
         self.row_facts: dict[int, RowFacts] = {}
         self.old: dict[int, RowScores] = {}
-        self.frozen: dict[str, dict[int, RowScores]] = {}
-        """What the frozen models, and a policy that teaches itself, think of the sampled tokens."""
+        self.frozen: dict[str, dict[int, FloatArray]] = {}
+        """Log-probs (R,) of the sampled tokens under the frozen models, or a policy or a server that teaches."""
         self.grad_norms: list[float] = []
         self.num_skipped = 0
 
@@ -249,22 +249,30 @@ class _Step:
         if needs_old and self.algorithm.adv_estimator not in NEEDS_LOG_PROBS:
             with self.watch("old_log_probs"):
                 self.old = learner.score(items, learner.model, learner.head_options())
-        for name, model in learner.frozen.items():
-            if name == "teacher" and self.config.distillation.needs_logits:
-                continue  # it reads each micro-batch beside the policy
-            with self.watch(FROZEN_STRETCHES[name]):
-                self.frozen[name] = learner.score(self._read_by(name, items), model, learner.head_options())
-                # Without a backward its embedding and head would stay gathered, beside whatever comes next.
-                model.reshard()  # type: ignore[operator]
-        if self.config.distillation.is_policy:
+        if "reference" in learner.frozen:
+            with self.watch("ref"):
+                self.frozen["reference"] = self._log_probs(items, learner.frozen["reference"])
+        section = self.config.distillation
+        if section.teacher and not section.needs_logits:  # else it reads each micro-batch beside the policy
             with self.watch("teacher"):
-                seen = self._read_by("teacher", items)
-                self.frozen["teacher"] = learner.score(seen, learner.model, learner.head_options())
+                self.frozen["teacher"] = self._taught(items)
 
-    def _read_by(self, name: str, items: Sequence[TrainItem]) -> Sequence[TrainItem]:
-        """The trajectories as a frozen model reads them."""
-        verdicts = self.learner.verdicts
-        return items if verdicts is None or name != "teacher" else [verdicts.beside(item) for item in items]
+    def _taught(self, items: Sequence[TrainItem]) -> dict[int, FloatArray]:
+        """The teacher's log-probs of the sampled tokens."""
+        learner, section = self.learner, self.config.distillation
+        if learner.verdicts is not None:
+            items = [learner.verdicts.beside(item) for item in items]
+        if section.base_url:
+            from rayapp.learner.algo.teacher_server import served_log_probs
+
+            return served_log_probs(items, section, learner.ranks.world_size)
+        return self._log_probs(items, learner.model if section.is_policy else learner.frozen["teacher"])
+
+    def _log_probs(self, items: Sequence[TrainItem], model: PolicyModel) -> dict[int, FloatArray]:
+        scores = self.learner.score(items, model, self.learner.head_options())
+        # Without a backward its embedding and head would stay gathered, beside whatever comes next.
+        model.reshard()  # type: ignore[operator]
+        return {row: found.log_probs for row, found in scores.items()}
 
     def _optimizer_step(self, items: Sequence[TrainItem], scale: LossScale) -> None:
         learner = self.learner
@@ -273,14 +281,12 @@ class _Step:
             actor_config = make_actor_config(self.config, scale)
         coupled = self._coupled_gradients(items, scale, actor_config)
         num_before = len(self.micro_facts)
-        for number, batch in enumerate(batches):
-            on_device = to_device(batch, learner.ranks.device, learner.ranks.sequence)
-            teacher = self._teacher_head(on_device)
-            with self.watch("forward_backward"):
+        with self.watch("forward_backward"):
+            for number, batch in enumerate(batches):
                 reduce_gradients(learner.model, learner.ranks.device, is_last=number == len(batches) - 1)
-                self._forward_backward(batch, on_device, teacher, scale, actor_config, coupled)
-        if self.config.distillation.needs_logits:
-            learner.frozen["teacher"].reshard()  # type: ignore[operator]
+                self._forward_backward(batch, scale, actor_config, coupled)
+            if self.config.distillation.needs_logits:
+                learner.frozen["teacher"].reshard()  # type: ignore[operator]
         with self.watch("optimizer"):
             self._update([facts.loss for facts in self.micro_facts[num_before:]])
 
@@ -304,8 +310,8 @@ class _Step:
         """The trajectory with what the teacher thinks of its tokens in its advantages."""
         if "teacher" not in self.frozen:
             return item
-        scores = (torch.from_numpy(found[item.row].log_probs) for found in (self.frozen["teacher"], self.old))
-        more = teacher_advantages(*scores, self.config.distillation).numpy()
+        teacher, old = self.frozen["teacher"][item.row], self.old[item.row].log_probs
+        more = teacher_advantages(torch.from_numpy(teacher), torch.from_numpy(old), self.config.distillation).numpy()
         return replace(item, advantages=item.advantages + self.config.distillation.weight * more)
 
     def _teacher_head(self, on_device: DeviceBatch) -> TeacherHead | None:
@@ -313,21 +319,16 @@ class _Step:
         learner, section = self.learner, self.config.distillation
         if not section.needs_logits:
             return None
-        with self.watch("teacher"), torch.no_grad():
+        with torch.no_grad():
             head: TeacherHead = learner.frozen["teacher"].read(on_device, learner.head_options(), section)
         return head
 
     def _forward_backward(
-        self,
-        batch: MicroBatch,
-        on_device: DeviceBatch,
-        teacher: TeacherHead | None,
-        scale: LossScale,
-        actor_config: Any,
-        coupled: dict[int, FloatArray] | None,
+        self, batch: MicroBatch, scale: LossScale, actor_config: Any, coupled: dict[int, FloatArray] | None
     ) -> None:
         learner = self.learner
-        scores = learner.model(on_device, learner.head_options(), teacher)
+        on_device = to_device(batch, learner.ranks.device, learner.ranks.sequence)
+        scores = learner.model(on_device, learner.head_options(), self._teacher_head(on_device))
         if not batch.items:
             scores.log_probs.sum().backward()
             return
@@ -358,7 +359,7 @@ class _Step:
         if self.old:
             old = stack_rows([self.old[item.row].log_probs for item in batch.items], width).to(device)
         frozen = {
-            name: stack_rows([found[item.row].log_probs for item in batch.items], width).to(device)
+            name: stack_rows([found[item.row] for item in batch.items], width).to(device)
             for name, found in self.frozen.items()
         }
         mask, advantages = torch.from_numpy(batch.mask).to(device), advantages_of(batch).to(device)

@@ -60,7 +60,7 @@ class DataGroups:
             # Its imports may take seconds, which would hold up every trajectory of this process.
             await asyncio.to_thread(rewards.custom.load)
         players: Players = (
-            await ExternalAgent.open(config)
+            await ExternalAgent.open(config, sandboxes)
             if config.default_agent == EXTERNAL_AGENT
             else agent_loops(await open_loop(config, sandboxes), config.default_agent)
         )

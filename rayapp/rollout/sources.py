@@ -210,7 +210,7 @@ async def _agents(
     if config.default_agent == SINGLE_TURN_AGENT:
         return None
     if config.default_agent == EXTERNAL_AGENT:
-        return await ExternalAgent.open(config)
+        return await ExternalAgent.open(config, sandboxes)
     return TaskAgents.of(config, sandboxes)
 
 

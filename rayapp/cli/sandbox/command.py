@@ -25,13 +25,15 @@ from rayapp.core.terminal import visible
 from rayapp.core.types import SandboxSpec
 from rayapp.sandbox.local.doctor.attacks import load_attacks
 from rayapp.sandbox.local.doctor.doctor import format_report, run_doctor
-from rayapp.sandbox.local.provider import LEVELS, LocalProvider
+from rayapp.sandbox.local.provider import LEVELS, LOOPBACK_LEVELS, LocalProvider
 
 app = typer.Typer(no_args_is_help=True, help="Sandboxes: what isolation this node offers, and code in one.")
 _STOPPED = 124
 _READY_TIMEOUT_S = 60.0
 
-LevelOption = Annotated[str, typer.Option(help="Try this level only: ns+proc, ns or ll")]
+LevelOption = Annotated[
+    str, typer.Option(help="Try this level only: ns+proc, ns or ll; ns+proc+lo or ns+lo is one for agents inside")
+]
 
 
 @app.command()
@@ -130,8 +132,8 @@ def _show(text: str, stream: TextIO) -> None:
 def _levels(level: str) -> tuple[str, ...]:
     if not level:
         return LEVELS
-    if level not in LEVELS:
-        raise InputError(f"unknown level {level!r}; there are: {', '.join(LEVELS)}")
+    if level not in (known := LEVELS + LOOPBACK_LEVELS):
+        raise InputError(f"unknown level {level!r}; there are: {', '.join(known)}")
     return (level,)
 
 

@@ -28,9 +28,8 @@ def python_with(packages: Sequence[str]) -> Path:
     Raises:
         InputError: they can't be installed.
     """
-    given = os.environ.get("RAYAPP_ENVIRONMENTS_DIR") or "~/.cache/rayapp/environments"
     digest = hashlib.sha256(json.dumps([sorted(packages), sys.version, sys.prefix]).encode()).hexdigest()[:16]
-    folder = Path(given).expanduser() / digest
+    folder = _root() / digest
     python, stamp = folder / "bin" / "python", folder / ".installed"
     if stamp.exists():
         return python
@@ -42,6 +41,17 @@ def python_with(packages: Sequence[str]) -> Path:
             _install(folder, python, packages)
             stamp.write_text("\n".join(packages))
     return python
+
+
+def home() -> Path:
+    """A home for their programs, which keep there what they downloaded."""
+    folder = _root() / "home"
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+def _root() -> Path:
+    return Path(os.environ.get("RAYAPP_ENVIRONMENTS_DIR") or "~/.cache/rayapp/environments").expanduser()
 
 
 def _install(folder: Path, python: Path, packages: Sequence[str]) -> None:

@@ -14,7 +14,6 @@ import json
 import os
 import signal
 import subprocess
-import tempfile
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -24,7 +23,7 @@ from typing import Any
 
 from rayapp.core.errors import InputError, ToolUnavailableError
 from rayapp.tasks.environments.files import VerifiersEnvironment
-from rayapp.tasks.environments.installing import python_with
+from rayapp.tasks.environments.installing import home, python_with
 from rayapp.tasks.environments.task import EnvironmentTask
 
 _CHILD = Path(__file__).with_name("verifiers_child.py")
@@ -43,19 +42,18 @@ def verifiers_tasks(environment: VerifiersEnvironment) -> tuple[EnvironmentTask,
     Raises:
         InputError: it can't be installed or loaded.
     """
-    with tempfile.TemporaryDirectory(prefix="rayapp-verifiers-") as home:
-        try:
-            done = subprocess.run(
-                _command(environment, plays=False),
-                env=_variables(environment, home),
-                stdin=subprocess.DEVNULL,
-                capture_output=True,
-                text=True,
-                timeout=_START_TIMEOUT_S,
-                check=False,
-            )
-        except (OSError, subprocess.TimeoutExpired) as error:
-            raise _unusable(environment, str(error)) from error
+    try:
+        done = subprocess.run(
+            _command(environment, plays=False),
+            env=_variables(environment),
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=_START_TIMEOUT_S,
+            check=False,
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise _unusable(environment, str(error)) from error
     rows = _rows(environment, done.stdout.partition("\n")[0] or done.stderr)
     return tuple(
         EnvironmentTask(environment=environment, index=index, messages=_messages(prompt))
@@ -73,9 +71,9 @@ def _python(environment: VerifiersEnvironment) -> Path:
     return python_with([environment.beside(package) for package in environment.packages])
 
 
-def _variables(environment: VerifiersEnvironment, home: str) -> dict[str, str]:
+def _variables(environment: VerifiersEnvironment) -> dict[str, str]:
     passed_on = {name: os.environ[name] for name in _PASSED_ON if name in os.environ}
-    return {**passed_on, "HOME": home, "TMPDIR": home, **environment.env}
+    return {**passed_on, "HOME": str(home()), **environment.env}
 
 
 def _rows(environment: VerifiersEnvironment, line: str) -> list[Any]:
@@ -115,10 +113,6 @@ class VerifiersProcess:
     _starting: asyncio.Lock = field(default_factory=asyncio.Lock, init=False)
     _waiting: dict[int, asyncio.Future[Mapping[str, Any]]] = field(default_factory=dict, init=False)
     _numbers: count[int] = field(default_factory=count, init=False)
-    _home: tempfile.TemporaryDirectory[str] = field(init=False)
-
-    def __post_init__(self) -> None:
-        self._home = tempfile.TemporaryDirectory(prefix="rayapp-verifiers-", ignore_cleanup_errors=True)
 
     @property
     def pid(self) -> int | None:
@@ -161,7 +155,6 @@ class VerifiersProcess:
             await child.wait()
         if self._reading is not None:
             await asyncio.gather(self._reading, return_exceptions=True)
-        self._home.cleanup()
 
     @property
     def _what(self) -> str:
@@ -177,7 +170,7 @@ class VerifiersProcess:
         command = await asyncio.to_thread(_command, self.environment, plays=True)
         child = await asyncio.create_subprocess_exec(
             *command,
-            env=_variables(self.environment, self._home.name),
+            env=_variables(self.environment),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             limit=_MAX_LINE,

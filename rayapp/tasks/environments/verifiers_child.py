@@ -95,7 +95,8 @@ class Taskset:
 
 def load(given: dict[str, Any]) -> Classic | Taskset:
     """The environment, of whichever kind it is."""
-    sys.path[:0] = [given["folder"]]
+    # In place of this script's own folder, which has a verifiers.py, too.
+    sys.path[0] = given["folder"]
     try:
         from verifiers import load_environment  # noqa: F401
     except ImportError:

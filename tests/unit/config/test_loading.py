@@ -160,6 +160,14 @@ def test_bad_value_names_its_range_and_the_value(override: str, text: str) -> No
             ["distillation.teacher=m", "distillation.privileged=verdict", "learner.max_tokens_per_microbatch=1000"],
             "256 + distillation.max_privileged_tokens 256 = 1024 tokens",
         ),
+        (
+            ["distillation.teacher=m", "distillation.base_url=http://h/v1", "distillation.kl_over=vocabulary"],
+            "a server gives the log-probs of sampled tokens",
+        ),
+        (
+            ["distillation.teacher=m", "distillation.base_url=http://h/v1", "rollout.temperature=0.7"],
+            "rollout.temperature is 0.7",
+        ),
         (["distillation.weight=2"], "distillation.weight is 2.0, but distillation.teacher names no model"),
         (
             ["distillation.teacher=m", "distillation.reward_weight=0", "algorithm.dynamic_sampling.enabled=true"],

@@ -107,6 +107,7 @@ ELSEWHERE = (
     How(begins="rayapp train my_run.yaml", test="tests/unit/config/test_verl.py"),
     How(begins="rayapp train", test="tests/e2e/test_resume.py"),
     How(begins="rayapp eval", test="tests/e2e/test_object_storage.py"),
+    How(begins="rayapp serve", test="tests/e2e/test_serve.py"),
     How(begins="rayapp sft", test="tests/e2e/test_sft.py"),
     How(begins="rayapp data rows", test="tests/unit/tasks/test_data_prepare.py"),
     How(begins="rayapp plugins", test="tests/unit/api/test_plugins.py"),

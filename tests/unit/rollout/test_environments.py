@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from aiohttp import web
 
 from rayapp.config.config import Config
 from rayapp.core.errors import ConfigError, InputError
@@ -35,6 +34,7 @@ from rayapp.sandbox.providers.fake import FakeProvider
 from rayapp.tasks.loading import load_tasks
 from rayapp.testing.engine import ScriptedEngine
 from rayapp.testing.hermes import HermesParser
+from rayapp.testing.stubs.openenv_stub import MOVE, OpenEnvStub
 from rayapp.tools.base import Tool
 
 GUESSING = """
@@ -146,7 +146,7 @@ class Bench:
             sampling=SamplingParams(max_tokens=2000),
             group_size=size,
             seed=0,
-            deadline_s=60.0,
+            deadline_s=600.0,
         )
         return group
 
@@ -272,72 +272,7 @@ def test_environments_and_tasks_of_ours_need_sources_of_their_own(bench: Callabl
 
 # --- OpenEnv -----------------------------------------------------------------------------------------------------
 
-ACTION = {
-    "title": "Move",
-    "description": "A move.",
-    "type": "object",
-    "additionalProperties": False,
-    "properties": {"to": {"type": "integer"}, "metadata": {"type": "object"}},
-    "required": ["to"],
-}
 CALLS = {"properties": {"tool_name": {"type": "string"}, "arguments": {"type": "object"}}}
-ECHO = {"name": "echo", "description": "Echoes.", "input_schema": {"type": "object", "properties": {"text": {}}}}
-
-
-def observed(observation: object, reward: float | None = None, *, done: bool = False) -> dict[str, Any]:
-    return {"type": "observation", "data": {"observation": observation, "reward": reward, "done": done}}
-
-
-class Server:
-    """A stand-in that speaks OpenEnv 0.2: a walk to the seed, or a tool of MCP's form."""
-
-    def __init__(self, schema: Any) -> None:
-        self.schema = schema
-        self.num_sessions = 0
-        self.url = ""
-
-    @asynccontextmanager
-    async def running(self) -> AsyncIterator[Server]:
-        app = web.Application()
-        app.router.add_get("/schema", self._schema)
-        app.router.add_get("/ws", self._session)
-        runner = web.AppRunner(app)
-        await runner.setup()
-        await web.TCPSite(runner, "127.0.0.1", 0).start()
-        self.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
-        try:
-            yield self
-        finally:
-            await runner.cleanup()
-
-    async def _schema(self, request: web.Request) -> web.Response:
-        return web.json_response(self.schema)
-
-    async def _session(self, request: web.Request) -> web.WebSocketResponse:
-        socket = web.WebSocketResponse()
-        await socket.prepare(request)
-        self.num_sessions += 1
-        goal = 0
-        async for message in socket:
-            asked = json.loads(message.data)
-            data = asked["data"]
-            if asked["type"] == "reset":
-                goal = data["seed"]
-                await socket.send_json(observed({"text": f"Go to {goal}."}))
-            elif data.get("type") == "list_tools":
-                await socket.send_json(observed({"tools": [ECHO]}))
-            elif data.get("type") == "call_tool":
-                said = {"data": data["arguments"]["text"], "content": []}
-                await socket.send_json(observed({"tool_name": "echo", "result": said, "error": None}, 0.5))
-            elif data["to"] == 911:
-                break
-            elif data["to"] < 0:
-                error = {"message": "no way", "code": "EXECUTION_ERROR"}
-                await socket.send_json({"type": "error", "data": error})
-            else:
-                is_there = data["to"] == goal
-                await socket.send_json(observed({"text": "", "at": data["to"]}, float(is_there), done=is_there))
-        return socket
 
 
 def openenv(url: str, **more: object) -> str:
@@ -347,8 +282,9 @@ def openenv(url: str, **more: object) -> str:
 async def test_openenv_walks_in_a_session_of_its_own_to_the_end_that_the_server_sees(
     bench: Callable[..., Bench],
 ) -> None:
-    async with Server({"action": ACTION}).running() as server:
-        game = bench(openenv(server.url), call("step", to=-1), call("step", to=7), "unsaid")
+    server = OpenEnvStub({"action": MOVE})
+    async with server.running() as url:
+        game = bench(openenv(url), call("step", to=-1), call("step", to=7), "unsaid")
         group = await game.group(size=2)
 
     one, other = group.trajectories
@@ -361,18 +297,18 @@ async def test_openenv_walks_in_a_session_of_its_own_to_the_end_that_the_server_
 
 
 async def test_openenvs_mcp_tools_are_the_policys(bench: Callable[..., Bench]) -> None:
-    async with Server({"action": CALLS}).running() as server:
-        twice = bench(openenv(server.url), call("echo", text="a") + call("echo", text="b"), "done")
+    async with OpenEnvStub({"action": CALLS}).running() as url:
+        twice = bench(openenv(url), call("echo", text="a") + call("echo", text="b"), "done")
         [summed] = (await twice.group()).trajectories
-        [last] = (await bench(openenv(server.url, reward="last"), *twice.turns).group()).trajectories
+        [last] = (await bench(openenv(url, reward="last"), *twice.turns).group()).trajectories
 
     assert [each.output for each in summed.turns[0].calls] == ["a", "b"]
     assert (summed.reward.value, last.reward.value) == (1.0, 0.5)
 
 
 async def test_an_openenv_server_that_dies_costs_signal_and_never_a_zero(bench: Callable[..., Bench]) -> None:
-    async with Server({"action": ACTION}).running() as server:
-        game = bench(openenv(server.url), call("step", to=911), "done")
+    async with OpenEnvStub({"action": MOVE}).running() as url:
+        game = bench(openenv(url), call("step", to=911), "done")
         async with game.agents() as agents:
             [lost] = (await game.play(agents)).trajectories
     assert (lost.status, lost.reward.valid) == (RolloutStatus.ERROR_TOOL, False)
@@ -383,8 +319,8 @@ async def test_an_openenv_server_that_dies_costs_signal_and_never_a_zero(bench: 
 async def test_an_openenv_server_of_another_version_is_told_with_the_way_out(
     bench: Callable[..., Bench], schema: Any
 ) -> None:
-    async with Server(schema).running() as server:
-        game = bench(openenv(server.url))
+    async with OpenEnvStub(schema).running() as url:
+        game = bench(openenv(url))
         with pytest.raises(ConfigError, match=r"game: OpenEnv server http.* speaks another version.*pip install -U"):
             await game.group()
 
@@ -450,6 +386,7 @@ VERIFIERS = json.dumps(
 @pytest.fixture
 def sums(bench: Callable[..., Bench], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Bench]:
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "the trainer's")
+    monkeypatch.setenv("RAYAPP_ENVIRONMENTS_DIR", str(tmp_path / "environments"))
     (tmp_path / "verifiers").mkdir()
     for name, text in STAND_IN.items():
         (tmp_path / "verifiers" / name).write_text(textwrap.dedent(text))
