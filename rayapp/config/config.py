@@ -356,6 +356,12 @@ def _external_agents_fit(config: Config) -> None:
                 f"{where}agent.external.inside: sandboxes of {', '.join(remote)} have no way to the policy yet; only "
                 "local ones have. Set sandbox.providers: [{type: local}], or leave inside out (docs/agents.md)."
             )
+        if external.inside and config.sandbox.lease_ttl_s < (least_s := external.timeout_s + 60.0):
+            raise ValueError(
+                f"{where}agent.external.inside: an agent has agent.external.timeout_s = {external.timeout_s:g} s, and "
+                f"its sandbox is taken back after sandbox.lease_ttl_s = {config.sandbox.lease_ttl_s:g} s. Raise that "
+                f"to {least_s:g}, or lower timeout_s."
+            )
         if not config.learner.share_prefixes:
             raise ValueError(
                 f"{where}agent.{key} is external_agent, whose trajectories may fork, and learner.share_prefixes is "
