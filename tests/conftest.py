@@ -73,13 +73,14 @@ SLOW_UNITS = frozenset(
 
 GROUPS = {
     "cluster": {
-        "vllm": "tensor_parallel engine_in_flight weight_group vllm_adapter vllm_experts vllm_server",
+        "vllm": "tensor_parallel engine_in_flight weight_group vllm_adapter vllm_experts vllm_server vllm_gateway",
     },
     "contracts": {"vllm": "tool_parsers"},
     "unit": {"vllm": "vllm_adapter monitoring", "mlflow": "traces trackers"},
     "e2e": {
         "standing_ray": (
-            "attached sources sft coding_agent sandbox_reaper bad_input tools_at_start namespace benchmarks"
+            "attached judges sources sft coding_agent sandbox_reaper bad_input tools_at_start namespace serve "
+            "benchmarks"
         ),
     },
 }

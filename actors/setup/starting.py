@@ -10,10 +10,13 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
+
+import ray
 
 from actors.handles import LearnerHandle, RolloutWorkerHandle, SandboxPoolHandle, SandboxReaperHandle, VllmServerHandle
 from actors.setup.placement import Placement
-from actors.setup.session import RaySession
+from actors.setup.session import RaySession, server_names
 from actors.setup.started import Started
 from actors.spawn import kill_named, name_is_free, spawn
 from rayapp.config.config import Config
@@ -84,18 +87,19 @@ async def _spawn_reaper(config: Config) -> SandboxReaperHandle:
 def spawn_servers(
     config: Config, started: Started, placement: Placement, *, must_sync: bool
 ) -> tuple[VllmServerHandle, ...]:
-    names = [f"vllm-server-{index}" for index in range(config.server.num_servers)]
     return tuple(
-        started.add(
-            VllmServerHandle(
-                started.server(name, config, index, must_sync, seat=placement.server(index)),
-                name,
-                config.server.request_timeout_s,
-                config.server.sync_timeout_s,
-            )
-        )
-        for index, name in enumerate(names)
+        started.add(_server(config, name, started.server(name, config, index, must_sync, seat=placement.server(index))))
+        for index, name in enumerate(server_names(config))
     )
+
+
+def running_servers(config: Config) -> tuple[VllmServerHandle, ...]:
+    """The servers of a run that goes on in this namespace."""
+    return tuple(_server(config, name, ray.get_actor(name)) for name in server_names(config))
+
+
+def _server(config: Config, name: str, actor: Any) -> VllmServerHandle:
+    return VllmServerHandle(actor, name, config.server.request_timeout_s, config.server.sync_timeout_s)
 
 
 async def spawn_learners(config: Config, started: Started, placement: Placement) -> tuple[LearnerHandle, ...]:

@@ -135,7 +135,8 @@ def _needs(config: Config, plan: GpuPlan) -> Iterator[tuple[str, int, str]]:
 
 def _sum_of_learner(plan: GpuPlan) -> str:
     learner, peak = plan.learner, plan.learner.peak
-    kinds = {name: getattr(learner, name) for name in ("weights", "reference", "gradients", "optimizer")}
+    kinds = {"weights": learner.weights} | learner.frozen
+    kinds |= {"gradients": learner.gradients, "optimizer": learner.optimizer}
     kinds |= {name: getattr(peak, name) for name in ("gathered", "activations", "head", "unreduced")}
     kinds |= {"CUDA": learner.runtime}
     return " + ".join(f"{_gib(size)} {name}" for name, size in kinds.items() if size)

@@ -8,7 +8,8 @@ heavy, so that `rayapp --help` is instant.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -19,6 +20,8 @@ from rayapp.config.agent import AgentSection, DataSection, RewardSection
 from rayapp.config.algorithm import AlgorithmSection
 from rayapp.config.algorithm_names import NEEDS_NO_GROUP
 from rayapp.config.base import FrozenModel
+from rayapp.config.distillation import DistillationSection
+from rayapp.config.judges import JudgeSection
 from rayapp.config.learner import LearnerSection
 from rayapp.config.sandbox import SandboxConfig
 from rayapp.config.sections import (
@@ -52,7 +55,10 @@ class Config(FrozenModel):
     data: DataSection = DataSection()
     agent: AgentSection = AgentSection()
     reward: RewardSection = RewardSection()
+    judges: tuple[JudgeSection, ...] = ()
+    """Models behind HTTP that `reward.judges` can name (docs/judges.md)."""
     algorithm: AlgorithmSection = AlgorithmSection()
+    distillation: DistillationSection = DistillationSection()
     rollout: RolloutSection = RolloutSection()
     train: TrainSection = TrainSection()
     warmup: WarmupSection = WarmupSection()
@@ -79,6 +85,11 @@ class Config(FrozenModel):
     def max_model_tokens(self) -> int:
         """Longest sequence the engine must hold."""
         return self.rollout.max_prompt_tokens + self.rollout.max_completion_tokens
+
+    @property
+    def max_learner_tokens(self) -> int:
+        """Longest sequence that a learner computes: with what a teacher alone reads."""
+        return self.max_model_tokens + self.distillation.num_privileged_tokens
 
     @property
     def max_demonstration_tokens(self) -> int:
@@ -144,6 +155,15 @@ def with_values(config: Config, **sections: dict[str, Any]) -> Config:
     return config.model_copy(
         update={name: getattr(config, name).model_copy(update=values) for name, values in sections.items()}
     )
+
+
+def frozen_models(config: Config) -> dict[str, Config]:
+    """The models that learners hold beside the policy and do not train, by name: the config that each is loaded by."""
+    models = {"reference": config} if config.algorithm.kl_loss_coef > 0 else {}
+    section = config.distillation
+    if section.teacher and not section.is_policy and not section.base_url:
+        models["teacher"] = with_values(config, model={"path": section.teacher})
+    return models
 
 
 def all_tasks(config: Config) -> tuple[str, ...]:
@@ -213,6 +233,7 @@ def _check_agreement(config: Config) -> None:
     _tasks_or_data(config)
     _sources_fit(config)
     _external_agents_fit(config)
+    _judges_fit(config)
     _placement_fits(config)
     _gpus_suffice(config)
     _minibatches_divide(config)
@@ -220,6 +241,15 @@ def _check_agreement(config: Config) -> None:
     _warmup_fits(config)
     _dapo_fits(config)
     _best_metric_exists(config)
+    _teacher_fits(config)
+
+
+def _teacher_fits(config: Config) -> None:
+    if config.distillation.base_url and config.rollout.temperature != 1.0:
+        raise ValueError(
+            f"rollout.temperature is {config.rollout.temperature:g} and distillation.base_url is set: the server's "
+            "log-probs are those of temperature 1. Use that, or a teacher in the learners."
+        )
 
 
 def _sources_fit(config: Config) -> None:
@@ -259,16 +289,63 @@ def _external_agents_fit(config: Config) -> None:
                 f"{'both a command and an entry' if all(is_given) else 'neither a command nor an entry'}: give it one "
                 "(docs/agents.md)."
             )
-        if external.inside:
+        if external.inside and external.entry:
             raise ValueError(
-                f"{where}agent.external.inside: agents can't be run in sandboxes yet, as these have no way to the "
-                "policy. Leave it false: the program then runs beside the rollout worker (docs/agents.md)."
+                f"{where}agent.external.inside: a function runs in the rollout worker, and only a command can run in a "
+                "sandbox. Give agent.external.command, or leave inside out (docs/agents.md)."
+            )
+        remote = [section.type for section in config.sandbox.providers if section.type != "local"]
+        if external.inside and remote:
+            raise ValueError(
+                f"{where}agent.external.inside: sandboxes of {', '.join(remote)} have no way to the policy yet; only "
+                "local ones have. Set sandbox.providers: [{type: local}], or leave inside out (docs/agents.md)."
             )
         if not config.learner.share_prefixes:
             raise ValueError(
                 f"{where}agent.{key} is external_agent, whose trajectories may fork, and learner.share_prefixes is "
                 "false: what their branches share would be computed for each, and might fit in no micro-batch. Set "
                 "learner.share_prefixes: true."
+            )
+
+
+def _judges_fit(config: Config) -> None:
+    judges = {judge.name: judge for judge in config.judges}
+    if len(judges) < len(config.judges):
+        raise ValueError(f"judges: two have the same name ({', '.join(judge.name for judge in config.judges)})")
+    for judge in config.judges:
+        if judge.max_concurrent < config.rollout.num_workers:
+            raise ValueError(
+                f"judges ({judge.name}): max_concurrent is {judge.max_concurrent}, which rollout.num_workers = "
+                f"{config.rollout.num_workers} can't share: raise it, or use fewer workers."
+            )
+    for source in sources_of(config):
+        _source_has_judges(source, judges)
+
+
+def _source_has_judges(source: Source, judges: Mapping[str, JudgeSection]) -> None:
+    where, reward = f"source {source.name}: " if source.name else "", source.config.reward
+    weight = reward.verdict_weight
+    if (not reward.judges and weight != 1.0) or (not weight and not any(reward.judges.values())):
+        raise ValueError(
+            f"{where}reward.verdict_weight is {weight:g}, and reward.judges names nothing that would count beside the "
+            "verdict: name a judge with a weight, or leave it out."
+        )
+    for name, weight in reward.judges.items():
+        if name not in judges or not math.isfinite(weight):
+            raise ValueError(
+                f"{where}reward.judges has {name}: {weight}, but judges are {', '.join(judges) or 'none'}, and a "
+                "weight is a finite number. Name one of them, or add it to `judges` (docs/judges.md)."
+            )
+        judge, deadline_s = judges[name], source.config.rollout.group_deadline_s
+        if judge.reference and not source.config.uses_data:
+            raise ValueError(
+                f"{where}judges ({name}): reference is true, but tasks have no ground_truth to show: leave it out, or "
+                "ask this judge about rows of data."
+            )
+        if judge.kind == "pairwise" and judge.timeout_s >= deadline_s:
+            raise ValueError(
+                f"{where}judges ({name}): timeout_s is {judge.timeout_s:g}, but rollout.group_deadline_s is "
+                f"{deadline_s:g}, and a group is compared within it: lower timeout_s, or raise the deadline."
             )
 
 
@@ -304,6 +381,11 @@ def _dapo_fits(config: Config) -> None:
         raise ValueError(
             f"algorithm.overlong.buffer_tokens is {buffer}, but rollout.max_completion_tokens is {longest}: every "
             f"completion would be punished. Use less than {longest}."
+        )
+    if config.algorithm.dynamic_sampling.enabled and config.distillation.reward_weight == 0:
+        raise ValueError(
+            "algorithm.dynamic_sampling drops groups of equal rewards, and distillation.reward_weight is 0: rewards "
+            "would choose what the teacher alone trains. Turn it off, or give rewards a weight."
         )
     estimator = config.algorithm.adv_estimator
     if config.algorithm.dynamic_sampling.enabled and estimator in ("gdpo", *NEEDS_NO_GROUP):
@@ -400,13 +482,16 @@ def _minibatches_divide(config: Config) -> None:
 
 
 def _sequence_fits_microbatch(config: Config) -> None:
-    longest, budget = config.max_model_tokens, config.learner.max_tokens_per_microbatch
+    longest, budget = config.max_learner_tokens, config.learner.max_tokens_per_microbatch
     parts = config.learner.sequence_parallel
     if isinstance(budget, int) and longest > budget * parts:
+        more = config.distillation.num_privileged_tokens
+        privileged = f" + distillation.max_privileged_tokens {more}" if more else ""
         over = f" x learner.sequence_parallel {parts} = {budget * parts}" if parts > 1 else ""
         raise ValueError(
             f"rollout.max_prompt_tokens {config.rollout.max_prompt_tokens} + rollout.max_completion_tokens "
-            f"{config.rollout.max_completion_tokens} = {longest} tokens, but learner.max_tokens_per_microbatch is "
+            f"{config.rollout.max_completion_tokens}{privileged} = {longest} tokens, but "
+            "learner.max_tokens_per_microbatch is "
             f"{budget}{over}: the longest trajectory would fit in no micro-batch. Raise it to at least "
             f"{-(-longest // parts)}, or learner.sequence_parallel."
         )

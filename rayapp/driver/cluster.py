@@ -14,19 +14,21 @@ from functools import partial
 from typing import Any
 
 from actors.calls import answer
+from actors.group_calls import GroupCalls
 from actors.handles import LearnerHandle, RolloutWorkerHandle, SandboxPoolHandle, VllmServerHandle
 from actors.learner_group import LearnerGroup
 from actors.metrics import MetricsTracker
 from actors.setup.gpus import uses_gpus, wait_for_gpus
 from actors.setup.members import PoolMember, ServerMember, WorkerMember
 from actors.setup.placement import Placement
-from actors.setup.session import RaySession, one_connection, ray_session
+from actors.setup.session import RaySession, one_connection, ray_session, session_of_run
 from actors.setup.stacks import dump_stacks
 from actors.setup.started import StandIns, Started
 from actors.setup.starting import (
     Report,
     all_ready,
     ready_pool,
+    running_servers,
     spawn_learners,
     spawn_pool,
     spawn_rollout_workers,
@@ -35,21 +37,24 @@ from actors.setup.starting import (
 from rayapp.config.config import Config, bundles_of
 from rayapp.core.aio import finish_despite_cancels
 from rayapp.core.errors import (
+    DeadlineError,
     LearnersLostError,
     ObjectsLostError,
     ProcessDiedError,
+    ProcessUnavailableError,
     RayappError,
     RestartsUsedUpError,
     first_error,
 )
 from rayapp.core.protocols import Tracker
 from rayapp.core.types import Group
-from rayapp.driver.routing import Router
+from rayapp.driver.routing import AnyServer, Router
 from rayapp.driver.store import StoredGroup
 from rayapp.driver.supervision import Limits, Member, Supervisor
 from rayapp.engine.weights.direct import DirectTransport
 from rayapp.engine.weights.object_store import ObjectStoreTransport
 from rayapp.engine.weights.transfer_plan import TransferPlan, choose_transport, transfer_plan
+from rayapp.rollout.order import ANY_VERSION
 from rayapp.runs.kept_groups import summaries
 
 __all__ = [
@@ -60,6 +65,8 @@ __all__ = [
     "one_connection",
     "open_cluster",
     "open_learners",
+    "open_running_servers",
+    "open_servers",
     "ready_pool",
     "spawn_pool",
 ]
@@ -316,3 +323,77 @@ async def open_learners(config: Config, *, report: Report = lambda text: None) -
             yield LearnerGroup(handles, config)
         finally:
             await finish_despite_cancels(started.close())
+
+
+@asynccontextmanager
+async def open_servers(
+    config: Config, *, report: Report = lambda text: None, stand_ins: StandIns | None = None
+) -> AsyncIterator[AnyServer]:
+    """Only the servers, with the model's own weights, as one engine; ended behind the block, replaced within it.
+
+    Args:
+        report, stand_ins: as of `open_cluster`.
+    Raises:
+        ConfigError: as `open_cluster`.
+    """
+    timeout_s = config.cluster.start_timeout_s + config.server.start_timeout_s
+    with ray_session(config, report):
+        started = Started(stand_ins)
+        try:
+            bundles = bundles_of(config, with_learners=False)
+            await wait_for_gpus(config, bundles)
+            started.placement = await Placement.reserve(
+                config,
+                on_gpu=uses_gpus(config, bundles),
+                timeout_s=config.cluster.start_timeout_s,
+                with_learners=False,
+            )
+            servers = spawn_servers(config, started, started.placement, must_sync=False)
+            report(f"starting: {', '.join(started.names)}")
+            await all_ready({server.name: server.ready(timeout_s) for server in servers}, report)
+            members = [ServerMember(server, timeout_s, _keep_weights) for server in servers]
+            supervisor = Supervisor(members, _limits(config, timeout_s), report=report)
+            async with supervisor.watching():
+                yield _any_of(servers, is_up=lambda index: supervisor.is_up(servers[index].name))
+        except BaseExceptionGroup as group:
+            raise first_error(group) from group
+        finally:
+            await finish_despite_cancels(started.close())
+
+
+@asynccontextmanager
+async def open_running_servers(config: Config, *, report: Report = lambda text: None) -> AsyncIterator[AnyServer]:
+    """The servers of the run of this configuration that goes on now, as one engine; they are left as they are.
+
+    Raises:
+        ConfigError: no such run goes on.
+        ProcessDiedError: from the block: it has ended.
+    """
+    with session_of_run(config, report):
+        servers = running_servers(config)
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                watch = tasks.create_task(_until_gone(servers[0], config.recovery.ping_every_s))
+                yield _any_of(servers)
+                watch.cancel()
+        except BaseExceptionGroup as group:
+            raise first_error(group) from group
+
+
+async def _keep_weights(server: VllmServerHandle) -> None:
+    return
+
+
+async def _until_gone(server: VllmServerHandle, every_s: float) -> None:
+    """Raises ProcessDiedError: the server is gone for good. One that is busy or being replaced is not."""
+    while True:
+        await asyncio.sleep(every_s)
+        try:
+            await server.incarnation(every_s)
+        except (ProcessUnavailableError, DeadlineError):
+            continue
+
+
+def _any_of(servers: Sequence[VllmServerHandle], **options: Any) -> AnyServer:
+    engines = [GroupCalls(server, min_policy_version=ANY_VERSION, cohort_size=1) for server in servers]
+    return AnyServer(engines, **options)

@@ -25,6 +25,7 @@ from rayapp.testing.stubs.e2b_stub import API_KEY
 ROOT = Path(__file__).parents[2]
 STAND_INS = ROOT / "tests" / "data" / "stand_ins"
 PR_SET_CHILD_SUBREAPER = 36
+JUDGE_KEY = "sk-of-the-judge-5678"
 Descendants = Callable[[], dict[int, str]]
 
 
@@ -269,7 +270,9 @@ def start_ray() -> Callable[..., AbstractContextManager[RunningRay]]:
 @pytest.fixture(scope="session")
 def standing_ray(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningRay]:
     """One Ray for all runs whose servers are scripted, one after the other: only learners find PyTorch there, and none
-    finds vLLM. Its processes have the key of the E2B stub."""
+    finds vLLM. Its processes have the keys of the E2B stub and of judges."""
     program = (str(ROOT / "tests" / "data" / "train_with_scripted_servers.py"),)
-    with started_ray(tmp_path_factory.mktemp("ray"), program, (STAND_INS, ROOT), E2B_API_KEY=API_KEY) as ray:
+    with started_ray(
+        tmp_path_factory.mktemp("ray"), program, (STAND_INS, ROOT), E2B_API_KEY=API_KEY, JUDGE_KEY=JUDGE_KEY
+    ) as ray:
         yield ray

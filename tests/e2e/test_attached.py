@@ -87,6 +87,7 @@ def test_two_learners_on_a_running_ray_are_ended_by_sigterm_go_on_and_finish(
             "rollout_correction": {"level": "token", "threshold": 2.0},
         },
     )
+    config["distillation"] = {"teacher": config["model"]["path"], "kl_over": "vocabulary"}
     file, log, folder = tmp_path / "config.yaml", tmp_path / "log", tmp_path / "run"
     file.write_text(yaml.safe_dump(config))
 
@@ -120,6 +121,7 @@ def test_two_learners_on_a_running_ray_are_ended_by_sigterm_go_on_and_finish(
     assert [record["step"] for record in found] == list(range(1, last + 1))
     assert all(math.isfinite(value) for record in found for value in record.values())
     assert found[-1]["learner/kl_to_reference"] > 0.0  # the reference is the model that training began with
+    assert found[-1]["distillation/kl"] > 0.0  # the teacher is that model too, and told what it thinks in every step
     assert any(key.startswith("rollout_corr/") for key in found[-1]), sorted(found[-1])
     assert max(record["staleness/max"] for record in found) == 1.0
     assert (folder / "rewards.png").stat().st_size > 10_000
