@@ -27,10 +27,9 @@ class StandIns:
     completion_s: float = 0.0
     step_s: float | None = 0.0
     """None: the learners are the real ones."""
-    scripts: tuple[tuple[tuple[int, ...], ...], ...] = ()
-    """Token ids of what a trajectory says, turn by turn; its seed chooses which of these. None: any tokens."""
-    serve: Any = None
-    """In place of `actors.model_server.vllm_serve`."""
+    scripts: tuple[tuple[tuple[int, ...] | str, ...], ...] = ()
+    """What a trajectory says, turn by turn; its seed chooses which of these. Token ids, or where nothing reads those
+    the text. None: any tokens."""
 
 
 class Started:
@@ -56,11 +55,6 @@ class Started:
         if self._stand_ins is None or self._stand_ins.step_s is None:
             return spawn("learner", name, *args, seat=seat)
         return spawn("instant-learner", name, *args, self._stand_ins.step_s, seat=seat)
-
-    def model_server(self, name: str, *args: object, seat: Seat) -> Any:
-        """Spawn a model server."""
-        serve = () if self._stand_ins is None or self._stand_ins.serve is None else (self._stand_ins.serve,)
-        return spawn("model-server", name, *args, *serve, seat=seat)
 
     def add(self, handle: Any) -> Any:
         self._handles.append(handle)

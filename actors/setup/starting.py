@@ -108,7 +108,7 @@ def spawn_model_servers(
     handles: dict[str, ModelServerHandle] = {}
     for section in asked:
         name = f"model-server-{section.name}"
-        actor = started.model_server(name, config, section, seat=placement.model_server(section.name))
+        actor = spawn("model-server", name, config, section, seat=placement.model_server(section.name))
         handles[section.name] = started.add(ModelServerHandle(actor, name))
     return handles
 

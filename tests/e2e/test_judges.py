@@ -136,7 +136,7 @@ def test_a_run_serves_its_reward_model_and_its_teacher_itself(
     }
     file, log = tmp_path / "config.yaml", tmp_path / "log"
     file.write_text(yaml.safe_dump(config))
-    command = [sys.executable, str(ROOT / "tests" / "data" / "train_with_scripted_servers.py"), str(file)]
+    command = [sys.executable, str(ROOT / "tests" / "data" / "with_scripted_servers.py"), "train", str(file)]
     with log.open("w") as sink:
         done = subprocess.run(command, stdout=sink, stderr=sink, cwd=ROOT, timeout=1200, check=False)
 
