@@ -281,14 +281,12 @@ class _Step:
             actor_config = make_actor_config(self.config, scale)
         coupled = self._coupled_gradients(items, scale, actor_config)
         num_before = len(self.micro_facts)
-        for number, batch in enumerate(batches):
-            on_device = to_device(batch, learner.ranks.device, learner.ranks.sequence)
-            teacher = self._teacher_head(on_device)
-            with self.watch("forward_backward"):
+        with self.watch("forward_backward"):
+            for number, batch in enumerate(batches):
                 reduce_gradients(learner.model, learner.ranks.device, is_last=number == len(batches) - 1)
-                self._forward_backward(batch, on_device, teacher, scale, actor_config, coupled)
-        if self.config.distillation.needs_logits:
-            learner.frozen["teacher"].reshard()  # type: ignore[operator]
+                self._forward_backward(batch, scale, actor_config, coupled)
+            if self.config.distillation.needs_logits:
+                learner.frozen["teacher"].reshard()  # type: ignore[operator]
         with self.watch("optimizer"):
             self._update([facts.loss for facts in self.micro_facts[num_before:]])
 
@@ -321,21 +319,16 @@ class _Step:
         learner, section = self.learner, self.config.distillation
         if not section.needs_logits:
             return None
-        with self.watch("teacher"), torch.no_grad():
+        with torch.no_grad():
             head: TeacherHead = learner.frozen["teacher"].read(on_device, learner.head_options(), section)
         return head
 
     def _forward_backward(
-        self,
-        batch: MicroBatch,
-        on_device: DeviceBatch,
-        teacher: TeacherHead | None,
-        scale: LossScale,
-        actor_config: Any,
-        coupled: dict[int, FloatArray] | None,
+        self, batch: MicroBatch, scale: LossScale, actor_config: Any, coupled: dict[int, FloatArray] | None
     ) -> None:
         learner = self.learner
-        scores = learner.model(on_device, learner.head_options(), teacher)
+        on_device = to_device(batch, learner.ranks.device, learner.ranks.sequence)
+        scores = learner.model(on_device, learner.head_options(), self._teacher_head(on_device))
         if not batch.items:
             scores.log_probs.sum().backward()
             return

@@ -6,6 +6,7 @@ import math
 import os
 import subprocess
 import sys
+from collections.abc import Mapping
 from typing import Any
 
 import yaml
@@ -42,22 +43,35 @@ def _train(context: CheckContext, placement: str, transport: str) -> Outcome:
     if context.on_gpu:
         environment["CUDA_VISIBLE_DEVICES"] = first_devices(context.num_gpus)
     environment.pop("RAY_ADDRESS", None)
-    done = subprocess.run(
-        [sys.executable, "-m", "rayapp", "train", str(file)],
-        env=environment, capture_output=True, text=True, check=False, errors="replace",
-    )  # fmt: skip
-    if done.returncode:
+    code, lines = passed_on([sys.executable, "-m", "rayapp", "train", str(file)], environment)
+    if code:
         return judged(
-            f"{transport}: exit code {done.returncode}", _reason(done.stderr), "docs/troubleshoot.md has it by message",
-            log=(done.stdout + done.stderr)[-8000:],
+            f"{transport}: exit code {code}", _reason(lines), "docs/troubleshoot.md has it by message",
+            log="".join(lines)[-8000:],
         )  # fmt: skip
     metrics = context.folder / "out" / "check" / "metrics.jsonl"
     return judge_run(transport, read_metrics(metrics))
 
 
-def _reason(stderr: str) -> str:
-    lines = [line for line in stderr.splitlines() if line.startswith(("error:", "failed:"))]
-    return (lines or stderr.strip().splitlines() or ["it said nothing"])[-1]
+def passed_on(command: list[str], environment: Mapping[str, str]) -> tuple[int, list[str]]:
+    """Run a command. Its exit code and the lines that it printed, which are this process's own lines at once: they are
+    what is known of a run that hangs."""
+    lines: list[str] = []
+    with subprocess.Popen(
+        command, env={**environment, "PYTHONUNBUFFERED": "1"}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        text=True, errors="replace",
+    ) as process:  # fmt: skip
+        assert process.stdout is not None
+        for line in process.stdout:
+            print(line, end="", flush=True)
+            lines.append(line)
+    return process.returncode, lines
+
+
+def _reason(lines: list[str]) -> str:
+    said = [line.rstrip() for line in lines if line.strip()]
+    reasons = [line for line in said if line.startswith(("error:", "failed:"))]
+    return (reasons or said or ["it said nothing"])[-1]
 
 
 def run_config(context: CheckContext, model: str, placement: str, transport: str) -> dict[str, Any]:

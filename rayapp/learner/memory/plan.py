@@ -7,11 +7,13 @@ the learner's own step on fake tensors (`simulation.py`), within 10% of its peak
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 
-from rayapp.config.config import Config, frozen_models, with_values
+from rayapp.config.config import Config, alone, asked_servers, frozen_models, with_values
+from rayapp.config.model_servers import ModelServerSection
 from rayapp.learner.memory.gpus import GIB, Gpu
-from rayapp.learner.memory.shape import ModelShape
+from rayapp.learner.memory.shape import ModelShape, model_shape
 
 RUNTIME_BYTES = 3 * GIB // 2
 """CUDA context, kernels and nccl's buffers: an assumption, not measured here."""
@@ -374,6 +376,13 @@ def plan_server(shape: ModelShape, config: Config, gpu_bytes: int) -> ServerPlan
         kv_tokens=tokens,
         num_sequences=tokens // config.max_model_tokens,
     )
+
+
+def plan_model_servers(config: Config, gpu_bytes: int) -> Iterator[tuple[ModelServerSection, ServerPlan]]:
+    """Those that serve other models than the policy, each on GPUs of its own; graphs are in vLLM's share."""
+    for section in asked_servers(config):
+        own = alone(config, section)
+        yield section, plan_server(model_shape(own), own, gpu_bytes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

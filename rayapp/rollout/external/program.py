@@ -18,7 +18,7 @@ from pathlib import Path
 _PASSED_ON = ("PATH", "LANG", "LC_ALL", "LC_CTYPE", "TZ", "LD_LIBRARY_PATH", "SSL_CERT_FILE", "SSL_CERT_DIR")
 _AFTER_DEATH_S = 2.0
 """For the end of what has been told to end, and for what it left in the pipe."""
-_KEEPER = str(Path(__file__).with_name("keeper.py"))
+KEEPER = str(Path(__file__).with_name("keeper.py"))
 
 
 class Tail:
@@ -79,7 +79,7 @@ async def run_program(command: Sequence[str], *, folder: Path, env: Mapping[str,
         OSError: it can't be started.
     """
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-I", "-S", _KEEPER, *command),
+        *(sys.executable, "-I", "-S", KEEPER, *command),
         cwd=folder,
         env=dict(env),
         stdin=asyncio.subprocess.PIPE,

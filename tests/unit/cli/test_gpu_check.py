@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import signal
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from rayapp.cli.gpu_check.engine import judge_engine, judge_memory
 from rayapp.cli.gpu_check.hardware import bus_gb_s, judge_versions
 from rayapp.cli.gpu_check.outcome import CheckContext, Outcome, first_devices
 from rayapp.cli.gpu_check.processes import Row, run_check
-from rayapp.cli.gpu_check.training import judge_run, run_config
+from rayapp.cli.gpu_check.training import judge_run, passed_on, run_config
 from rayapp.cli.main import run
 from rayapp.config.config import Config
 from rayapp.core.errors import InputError
@@ -75,6 +76,20 @@ def test_a_check_that_hangs_is_a_row_with_its_last_words(monkeypatch: pytest.Mon
     assert row.outcome.level == "problem"
     assert row.outcome.figure == "nothing within 1 s; its last line: waiting for rank 1"
     assert "NCCL_DEBUG=INFO rayapp gpu-check --only made-up" in row.outcome.cure
+
+
+def test_what_a_run_prints_is_there_while_it_still_runs(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    seen = tmp_path / "seen"
+    # It ends when its line has been read, and would never end if lines came with the end.
+    program = (
+        f"import os, sys, time\nprint('step 1')\nwhile not os.path.exists({str(seen)!r}): time.sleep(0.01)\nsys.exit(3)"
+    )
+    with ThreadPoolExecutor(1) as waiting:
+        ended = waiting.submit(passed_on, [sys.executable, "-c", program], {})
+        while "step 1" not in capfd.readouterr().out:
+            assert not ended.done()
+        seen.touch()
+        assert ended.result() == (3, ["step 1\n"])
 
 
 def test_a_check_that_dies_is_a_row_with_its_last_words(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -13,8 +13,8 @@ from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
-from aiohttp import web
 
 from rayapp.config.config import Config
 from rayapp.core.errors import ConfigError, InputError
@@ -35,10 +35,14 @@ from rayapp.sandbox.providers.fake import FakeProvider
 from rayapp.tasks.loading import load_tasks
 from rayapp.testing.engine import ScriptedEngine
 from rayapp.testing.hermes import HermesParser
+from rayapp.testing.stubs.openenv_stub import MOVE, OpenEnvStub
 from rayapp.tools.base import Tool
 
 GUESSING = """
 import os, time
+
+class ConnectionClosedError(Exception):
+    pass
 
 class Guessing:
     made = 0
@@ -60,6 +64,10 @@ class Guessing:
         \"\"\"
         if number == 911:
             raise ConnectionResetError("the game's server is gone")
+        if number == 912:
+            raise ConnectionClosedError("no close frame")
+        if number == 404:
+            raise FileNotFoundError("there is no page 404")
         if number == 99:
             time.sleep(60)
         if number < 0:
@@ -176,7 +184,7 @@ async def test_a_trl_class_plays_with_its_methods_as_tools_and_its_reward_is_the
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
     game = bench(
         "{environment: trl, factory: 'guessing.py:Guessing', rows: rows.jsonl}",
-        call("guess", number=-1) + call("guess", number=7),
+        call("guess", number=-1) + call("guess", number=404) + call("guess", number=7),
         "done",
     )
 
@@ -188,7 +196,11 @@ async def test_a_trl_class_plays_with_its_methods_as_tools_and_its_reward_is_the
     assert (right.reward.value, right.reward.terms["solved"], wrong.reward.value) == (1.0, 1.0, 0.0)
     assert "Which? It is at most 9." in game.prompts[0]
     assert "Now? It is at most 4." in game.prompts[1]
-    assert [each.output for each in right.turns[0].calls] == ["Error: only from 0 on", "right"]
+    assert [each.output for each in right.turns[0].calls] == [
+        "Error: only from 0 on",
+        "Error: there is no page 404",
+        "right",
+    ]
     assert '"name": "guess"' in game.prompts[0]
     assert "_hidden" not in game.prompts[0]
     # As the agent loop has it: no token is read twice, and only what the policy said is trained on.
@@ -217,6 +229,7 @@ async def test_a_reward_function_of_trls_form_gives_the_verdict(bench: Callable[
     ("number", "problem"),
     [
         (911, "Guessing.guess() raised ConnectionResetError: the game's server is gone"),
+        (912, "Guessing.guess() raised ConnectionClosedError: no close frame"),
         (99, "did not answer within 0.2 s"),
     ],
 )
@@ -272,72 +285,7 @@ def test_environments_and_tasks_of_ours_need_sources_of_their_own(bench: Callabl
 
 # --- OpenEnv -----------------------------------------------------------------------------------------------------
 
-ACTION = {
-    "title": "Move",
-    "description": "A move.",
-    "type": "object",
-    "additionalProperties": False,
-    "properties": {"to": {"type": "integer"}, "metadata": {"type": "object"}},
-    "required": ["to"],
-}
 CALLS = {"properties": {"tool_name": {"type": "string"}, "arguments": {"type": "object"}}}
-ECHO = {"name": "echo", "description": "Echoes.", "input_schema": {"type": "object", "properties": {"text": {}}}}
-
-
-def observed(observation: object, reward: float | None = None, *, done: bool = False) -> dict[str, Any]:
-    return {"type": "observation", "data": {"observation": observation, "reward": reward, "done": done}}
-
-
-class Server:
-    """A stand-in that speaks OpenEnv 0.2: a walk to the seed, or a tool of MCP's form."""
-
-    def __init__(self, schema: Any) -> None:
-        self.schema = schema
-        self.num_sessions = 0
-        self.url = ""
-
-    @asynccontextmanager
-    async def running(self) -> AsyncIterator[Server]:
-        app = web.Application()
-        app.router.add_get("/schema", self._schema)
-        app.router.add_get("/ws", self._session)
-        runner = web.AppRunner(app)
-        await runner.setup()
-        await web.TCPSite(runner, "127.0.0.1", 0).start()
-        self.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
-        try:
-            yield self
-        finally:
-            await runner.cleanup()
-
-    async def _schema(self, request: web.Request) -> web.Response:
-        return web.json_response(self.schema)
-
-    async def _session(self, request: web.Request) -> web.WebSocketResponse:
-        socket = web.WebSocketResponse()
-        await socket.prepare(request)
-        self.num_sessions += 1
-        goal = 0
-        async for message in socket:
-            asked = json.loads(message.data)
-            data = asked["data"]
-            if asked["type"] == "reset":
-                goal = data["seed"]
-                await socket.send_json(observed({"text": f"Go to {goal}."}))
-            elif data.get("type") == "list_tools":
-                await socket.send_json(observed({"tools": [ECHO]}))
-            elif data.get("type") == "call_tool":
-                said = {"data": data["arguments"]["text"], "content": []}
-                await socket.send_json(observed({"tool_name": "echo", "result": said, "error": None}, 0.5))
-            elif data["to"] == 911:
-                break
-            elif data["to"] < 0:
-                error = {"message": "no way", "code": "EXECUTION_ERROR"}
-                await socket.send_json({"type": "error", "data": error})
-            else:
-                is_there = data["to"] == goal
-                await socket.send_json(observed({"text": "", "at": data["to"]}, float(is_there), done=is_there))
-        return socket
 
 
 def openenv(url: str, **more: object) -> str:
@@ -347,8 +295,9 @@ def openenv(url: str, **more: object) -> str:
 async def test_openenv_walks_in_a_session_of_its_own_to_the_end_that_the_server_sees(
     bench: Callable[..., Bench],
 ) -> None:
-    async with Server({"action": ACTION}).running() as server:
-        game = bench(openenv(server.url), call("step", to=-1), call("step", to=7), "unsaid")
+    server = OpenEnvStub({"action": MOVE})
+    async with server.running() as url:
+        game = bench(openenv(url), call("step", to=-1), call("step", to=7), "unsaid")
         group = await game.group(size=2)
 
     one, other = group.trajectories
@@ -361,18 +310,18 @@ async def test_openenv_walks_in_a_session_of_its_own_to_the_end_that_the_server_
 
 
 async def test_openenvs_mcp_tools_are_the_policys(bench: Callable[..., Bench]) -> None:
-    async with Server({"action": CALLS}).running() as server:
-        twice = bench(openenv(server.url), call("echo", text="a") + call("echo", text="b"), "done")
+    async with OpenEnvStub({"action": CALLS}).running() as url:
+        twice = bench(openenv(url), call("echo", text="a") + call("echo", text="b"), "done")
         [summed] = (await twice.group()).trajectories
-        [last] = (await bench(openenv(server.url, reward="last"), *twice.turns).group()).trajectories
+        [last] = (await bench(openenv(url, reward="last"), *twice.turns).group()).trajectories
 
     assert [each.output for each in summed.turns[0].calls] == ["a", "b"]
     assert (summed.reward.value, last.reward.value) == (1.0, 0.5)
 
 
 async def test_an_openenv_server_that_dies_costs_signal_and_never_a_zero(bench: Callable[..., Bench]) -> None:
-    async with Server({"action": ACTION}).running() as server:
-        game = bench(openenv(server.url), call("step", to=911), "done")
+    async with OpenEnvStub({"action": MOVE}).running() as url:
+        game = bench(openenv(url), call("step", to=911), "done")
         async with game.agents() as agents:
             [lost] = (await game.play(agents)).trajectories
     assert (lost.status, lost.reward.valid) == (RolloutStatus.ERROR_TOOL, False)
@@ -383,8 +332,8 @@ async def test_an_openenv_server_that_dies_costs_signal_and_never_a_zero(bench: 
 async def test_an_openenv_server_of_another_version_is_told_with_the_way_out(
     bench: Callable[..., Bench], schema: Any
 ) -> None:
-    async with Server(schema).running() as server:
-        game = bench(openenv(server.url))
+    async with OpenEnvStub(schema).running() as url:
+        game = bench(openenv(url))
         with pytest.raises(ConfigError, match=r"game: OpenEnv server http.* speaks another version.*pip install -U"):
             await game.group()
 
@@ -406,12 +355,19 @@ STAND_IN = {
             max_retries: int = 0
     """,
     "clients.py": """
-        import openai, os
+        import asyncio, json, os, urllib.request
         class Client:
             def __init__(self, config):
-                self.openai = openai.AsyncOpenAI(base_url=config.api_base_url, api_key=os.environ[config.api_key_var])
+                self.url, self.key = config.api_base_url + "/chat/completions", os.environ[config.api_key_var]
+            async def ask(self, **body):
+                return await asyncio.to_thread(self._ask, json.dumps(body).encode())
+            def _ask(self, body):
+                headers = {"Authorization": "Bearer " + self.key, "Content-Type": "application/json"}
+                opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+                with opener.open(urllib.request.Request(self.url, body, headers)) as answer:
+                    return json.load(answer)["choices"][0]["message"]["content"]
             async def close(self):
-                await self.openai.close()
+                pass
         resolve_client = Client
     """,
 }
@@ -430,8 +386,7 @@ SUMS = """
             return Rows({"prompt": [{"role": "user", "content": f"{n} + 1?"}], "answer": str(n + 1)}
                         for n in range(self.first, self.first + 5))
         async def run_rollout(self, row, client, model, sampling):
-            reply = await client.openai.chat.completions.create(model=model, messages=row["prompt"])
-            said = reply.choices[0].message.content
+            said = await client.ask(model=model, messages=row["prompt"])
             if said == "die":
                 os._exit(3)
             if said == "fail":
@@ -496,6 +451,33 @@ async def test_a_verifiers_process_that_dies_costs_signal_and_the_next_trajector
     assert played.reward.value == 1.0
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)
+
+
+STARTS = """
+import asyncio, sys
+from rayapp.tasks.environments.verifiers import VerifiersProcess
+from rayapp.tasks.loading import load_tasks
+
+async def main():
+    process = VerifiersProcess(load_tasks([sys.argv[1]])[0].environment)
+    await process._started()
+    print(process.pid, flush=True)
+    await asyncio.Event().wait()
+
+asyncio.run(main())
+"""
+
+
+def test_a_verifiers_process_ends_with_a_worker_that_is_killed(sums: Callable[..., Bench]) -> None:
+    worker = subprocess.Popen([sys.executable, "-c", STARTS, str(sums().file)], stdout=subprocess.PIPE)
+    assert worker.stdout is not None
+    pid = int(worker.stdout.readline())
+
+    worker.kill()
+    worker.communicate()
+
+    process = psutil.Process(pid) if psutil.pid_exists(pid) else None
+    assert process is None or process.status() == psutil.STATUS_ZOMBIE or process.wait(timeout=20) is None
 
 
 def test_a_verifiers_environment_that_does_not_exist_is_told_with_the_way_out(

@@ -461,6 +461,8 @@ def judged(**more: Any) -> dict[str, Any]:
         (judged(base_url="http://user:secret@h/v1"), "'http://h/v1' must be"),
         (judged(base_url="h:80"), "must be http"),
         (judged(rubric=[]), "needs a rubric"),
+        (judged(rubric=[*RUBRIC, {"name": "agrees", "text": "It does."}]), "one is called agrees"),
+        (judged(rubric=[*RUBRIC, *RUBRIC]), "the same name"),
         (judged(kind="reward_model"), "reads no rubric"),
         (judged(kind="pairwise", timeout_s=300), "timeout_s is 300, but rollout.group_deadline_s is 300"),
         (judged(reference=True), "tasks have no ground_truth"),
