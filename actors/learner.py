@@ -88,7 +88,7 @@ class Learner:
         from rayapp.learner.memory.idle import moments_of, weights_of
 
         learner = self._learner
-        self._idle.fetch(weights_of(learner.model, learner.reference))
+        self._idle.fetch(weights_of(learner.model, *learner.frozen.values()))
         if trains:
             self._idle.fetch(moments_of(learner.optimizer))
         try:
@@ -103,7 +103,7 @@ class Learner:
 
         learner = self._learner
         if self._config.learner.offload_when_idle:
-            self._idle.park(weights_of(learner.model, learner.reference))
+            self._idle.park(weights_of(learner.model, *learner.frozen.values()))
             self._idle.park(moments_of(learner.optimizer))
         give_back_memory(self._config, learner.ranks.device)
 

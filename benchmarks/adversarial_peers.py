@@ -4,7 +4,8 @@
 
 Nothing of those projects is fetched or copied: a rule is stated in one line here and put into a few lines of our own,
 so this compares rules, not products. Each rule runs in a plain Python process as an unprivileged user, with the
-candidate's code where that rule puts it. `ours` is `rayapp score`'s way, in a sandbox.
+candidate's code where that rule puts it. `ours` is `rayapp score`'s way, in a sandbox. Below it thirty agents that
+cheat in a workspace (`adversarial_agents.py`).
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import adversarial_agents
 import numpy as np
 import yaml
 
@@ -224,6 +226,12 @@ async def compare() -> dict[str, dict[str, list[str]]]:
     return found
 
 
+async def compare_agents() -> dict[str, list[str]]:
+    """By grading: the agents that it pays."""
+    async with open_pool(SandboxConfig(), "benchmark") as (source, _):
+        return await adversarial_agents.compare_agents(source)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--json", action="store_true")
@@ -231,8 +239,9 @@ def main() -> None:
     # The rules of others run hostile code unprotected: never as root.
     leave_root([sys.base_prefix, sys.prefix, str(ROOT)])
     found = asyncio.run(compare())
+    agents = asyncio.run(compare_agents())
     if options.json:
-        print(json.dumps(found))
+        print(json.dumps({**found, "agents": agents}))
         return
     number = sum(program["reward"] < 1 for program in PROGRAMS)
     rules = {"ours": "values come back on a private pipe and are compared outside", **{r.name: r.rule for r in RULES}}
@@ -240,6 +249,12 @@ def main() -> None:
         print(f"{name:14} paid {len(verdicts['fooled by']):2} of {number} hacks   {rules[name]}")
         for kind, programs in verdicts.items():
             print(f"{'':16}{kind}: {', '.join(programs) or 'none'}")
+    cheating = [agent["name"] for agent in adversarial_agents.AGENTS]
+    for name, rule in adversarial_agents.RULES.items():
+        paid = [agent for agent in cheating if agent in agents[name]]
+        honest = "" if len(agents[name]) > len(paid) else ", not the honest one"
+        print(f"{name:14} paid {len(paid):2} of {len(cheating)} cheating agents{honest}   {rule}")
+        print(f"{'':16}fooled by: {', '.join(paid) or 'none'}")
     peaks = (resource.getrusage(who).ru_maxrss >> 10 for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
     print("peak memory in MiB of this process, of the largest it started: " + ", ".join(map(str, peaks)))
 

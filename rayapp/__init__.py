@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from rayapp.core.version import __version__
 
 if TYPE_CHECKING:
+    from rayapp.api.rescoring import Rescored, rescore
     from rayapp.api.run import Run, open_run
     from rayapp.api.running import (
         Evaluation,
@@ -37,12 +38,14 @@ if TYPE_CHECKING:
     from rayapp.tools.base import ToolBase, ToolOutput, ToolSchema
 
 __all__ = [
-    "CodingTask", "Config", "Evaluation", "RayappError", "Reward", "Run", "Sandbox", "SandboxPool", "SandboxSpec",
-    "StopTraining", "ToolBase", "ToolOutput", "ToolSchema", "UserError", "__version__", "evaluate", "evaluate_async",
-    "load_config", "open_run", "score", "score_async", "sft", "sft_async", "train", "train_async",
+    "CodingTask", "Config", "Evaluation", "RayappError", "Rescored", "Reward", "Run", "Sandbox", "SandboxPool",
+    "SandboxSpec", "StopTraining", "ToolBase", "ToolOutput", "ToolSchema", "UserError", "__version__", "evaluate",
+    "evaluate_async", "load_config", "open_run", "rescore", "score", "score_async", "sft", "sft_async",
+    "train", "train_async",
 ]  # fmt: skip
 
 _PLACES = {
+    "rayapp.api.rescoring": ("Rescored", "rescore"),
     "rayapp.api.run": ("Run", "open_run"),
     "rayapp.api.running": ("Evaluation", "evaluate", "evaluate_async", "sft", "sft_async", "train", "train_async"),
     "rayapp.api.sandboxes": ("Sandbox", "SandboxPool"),

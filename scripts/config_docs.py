@@ -70,7 +70,8 @@ def _table(fields: dict[str, FieldInfo], notes: dict[str, str], prefix: str) -> 
     yield "|---|---|---|---|"
     for name, field in fields.items():
         bounds = ", ".join(str(constraint) for constraint in field.metadata)
-        default = "" if field.is_required() or _is_section(field) else f"`{field.default}`"
+        value = field.get_default(call_default_factory=True)
+        default = "" if field.is_required() or _is_section(field) else f"`{value}`"
         cells = (f"`{prefix}{name}`", default, f"`{bounds}`" if bounds else "", notes.get(name, ""))
         yield "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
     yield ""

@@ -123,13 +123,7 @@ def _connect(config: Config) -> tuple[Any, bool]:
     """Ray's context, and whether this process started Ray."""
     import ray
 
-    common: dict[str, Any] = {
-        "namespace": f"rayapp-{config.run.name}",
-        "logging_level": logging.ERROR,
-        "log_to_driver": config.cluster.log_to_driver,
-    }
-    if config.tracking.log_format == "json":
-        common["logging_config"] = ray.LoggingConfig(encoding="JSON", additional_log_standard_attrs=["name"])
+    common = _options(config)
     address = config.cluster.address or os.environ.get("RAY_ADDRESS", "")
     if address and address != "local":
         try:
@@ -150,6 +144,62 @@ def _connect(config: Config) -> tuple[Any, bool]:
         return ray.init(address=started_here, **common), False
     with _processes_in_a_session_of_their_own():
         return ray.init(address="local", object_store_memory=config.cluster.object_store_mib * MIB, **common), True
+
+
+def _options(config: Config) -> dict[str, Any]:
+    import ray
+
+    options: dict[str, Any] = {
+        "namespace": f"rayapp-{config.run.name}",
+        "logging_level": logging.ERROR,
+        "log_to_driver": config.cluster.log_to_driver,
+    }
+    if config.tracking.log_format == "json":
+        options["logging_config"] = ray.LoggingConfig(encoding="JSON", additional_log_standard_attrs=["name"])
+    return options
+
+
+@contextmanager
+def session_of_run(config: Config, report: Callable[[str], None]) -> Iterator[None]:
+    """A connection to the Ray in which the run of this configuration goes on, for the length of the block: the named
+    one, else whichever of this machine has it. The run does not notice.
+
+    Raises:
+        ConfigError: it goes on in none of them.
+    """
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    import ray
+    from ray._private.services import find_gcs_addresses
+
+    named = config.cluster.address or os.environ.get("RAY_ADDRESS", "")
+    addresses = [named] if named not in ("", "local", "auto") else sorted(find_gcs_addresses())
+    for address in addresses:
+        report(f"looking for run {config.run.name} in the Ray at {address}")
+        try:
+            _check_reachable(address)
+            with _own_sigterm():
+                ray.init(address=address, **_options(config))
+            ray.get_actor(server_names(config)[0])
+        except (OSError, ValueError, RuntimeError) as error:
+            log.info("no run %s in the Ray at %s: %s", config.run.name, address, _first_line(error))
+            ray.shutdown()
+            continue
+        hand_over()
+        try:
+            yield
+        finally:
+            ray.shutdown()
+        return
+    raise ConfigError(
+        f"no run {config.run.name} goes on in {' or '.join(addresses) or 'any Ray of this machine'}. Give its own "
+        "config.yaml (in its folder), and cluster.address where its Ray is on another machine; or leave --running out "
+        "to serve a model or a checkpoint."
+    )
+
+
+def server_names(config: Config) -> list[str]:
+    """Of a run's servers, in its namespace."""
+    return [f"vllm-server-{index}" for index in range(config.server.num_servers)]
 
 
 @contextmanager

@@ -9,14 +9,25 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any
 
-from actors.handles import LearnerHandle, RolloutWorkerHandle, SandboxPoolHandle, SandboxReaperHandle, VllmServerHandle
+import ray
+
+from actors.handles import (
+    LearnerHandle,
+    ModelServerHandle,
+    RolloutWorkerHandle,
+    SandboxPoolHandle,
+    SandboxReaperHandle,
+    VllmServerHandle,
+)
 from actors.setup.placement import Placement
-from actors.setup.session import RaySession
+from actors.setup.session import RaySession, server_names
 from actors.setup.started import Started
 from actors.spawn import kill_named, name_is_free, spawn
 from rayapp.config.config import Config
+from rayapp.config.model_servers import ModelServerSection
 from rayapp.config.sandbox import DaytonaConfig, E2BConfig
 from rayapp.core.errors import DeadlineError, first_error
 from rayapp.core.names.given import all_given
@@ -84,18 +95,31 @@ async def _spawn_reaper(config: Config) -> SandboxReaperHandle:
 def spawn_servers(
     config: Config, started: Started, placement: Placement, *, must_sync: bool
 ) -> tuple[VllmServerHandle, ...]:
-    names = [f"vllm-server-{index}" for index in range(config.server.num_servers)]
     return tuple(
-        started.add(
-            VllmServerHandle(
-                started.server(name, config, index, must_sync, seat=placement.server(index)),
-                name,
-                config.server.request_timeout_s,
-                config.server.sync_timeout_s,
-            )
-        )
-        for index, name in enumerate(names)
+        started.add(_server(config, name, started.server(name, config, index, must_sync, seat=placement.server(index))))
+        for index, name in enumerate(server_names(config))
     )
+
+
+def spawn_model_servers(
+    config: Config, started: Started, placement: Placement, asked: Sequence[ModelServerSection]
+) -> dict[str, ModelServerHandle]:
+    """By name, those of these sections."""
+    handles: dict[str, ModelServerHandle] = {}
+    for section in asked:
+        name = f"model-server-{section.name}"
+        actor = spawn("model-server", name, config, section, seat=placement.model_server(section.name))
+        handles[section.name] = started.add(ModelServerHandle(actor, name))
+    return handles
+
+
+def running_servers(config: Config) -> tuple[VllmServerHandle, ...]:
+    """The servers of a run that goes on in this namespace."""
+    return tuple(_server(config, name, ray.get_actor(name)) for name in server_names(config))
+
+
+def _server(config: Config, name: str, actor: Any) -> VllmServerHandle:
+    return VllmServerHandle(actor, name, config.server.request_timeout_s, config.server.sync_timeout_s)
 
 
 async def spawn_learners(config: Config, started: Started, placement: Placement) -> tuple[LearnerHandle, ...]:

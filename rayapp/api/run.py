@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import io
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -17,8 +17,9 @@ if TYPE_CHECKING:
     import pandas as pd
     from matplotlib.figure import Figure
 
+    from rayapp.core.types import Group
     from rayapp.runs.checkpoints import Checkpoint
-    from rayapp.runs.view.source import RunSource
+    from rayapp.runs.view.source import RunSource, StepFile
 
 SHOWN = ("reward/mean", "reward/solved/mean", "eval/reward/mean", "learner/entropy", "sft/loss")
 
@@ -81,6 +82,21 @@ class Run:
         import pyarrow as pa
         import pyarrow.parquet as pq
 
+        chosen = self._step_files(steps, purpose)
+        tables = [pq.read_table(f.path, filesystem=self._source.files, partitioning=None) for f in chosen]
+        return pa.concat_tables(tables, promote_options="default")
+
+    def groups(
+        self, steps: int | Sequence[int] | None = None, *, purpose: Literal["train", "eval"] = "train"
+    ) -> Iterator[tuple[int, Group]]:
+        """Steps and their groups, as training had them. Args and raises as `table`."""
+        from rayapp.runs.trajectories import read_groups
+
+        for file in self._step_files(steps, purpose):
+            for group in read_groups(file.path, self._source.files):
+                yield file.step, group
+
+    def _step_files(self, steps: int | Sequence[int] | None, purpose: str) -> list[StepFile]:
         wanted = None if steps is None else {steps} if isinstance(steps, int) else set(steps)
         files = [file for file in self._source.step_files() if file.purpose == purpose]
         chosen = sorted((f for f in files if wanted is None or f.step in wanted), key=lambda f: f.step)
@@ -88,8 +104,7 @@ class Run:
             what = "evaluations" if purpose == "eval" else "trajectories"
             there = ", ".join(str(file.step) for file in sorted(files, key=lambda f: f.step)[:20]) or "none"
             raise InputError(f"{self.uri} has no {what} of steps {steps or 'at all'}; recorded are: {there}")
-        tables = [pq.read_table(f.path, filesystem=self._source.files, partitioning=None) for f in chosen]
-        return pa.concat_tables(tables, promote_options="default")
+        return chosen
 
     def trajectories(
         self, steps: int | Sequence[int] | None = None, *, purpose: Literal["train", "eval"] = "train"

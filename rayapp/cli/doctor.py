@@ -23,8 +23,9 @@ from typing import Any, Literal
 import typer
 
 from rayapp.cli.arguments import EXIT_FAILED, ModelConfig, OptionalConfigFile, Overrides, with_model_config
-from rayapp.config.config import Config, bundles_of, gpu_arithmetic, num_gpus_of, sources_of
+from rayapp.config.config import Config, bundles_of, frozen_models, gpu_arithmetic, num_gpus_of, sources_of
 from rayapp.config.sandbox import SandboxConfig
+from rayapp.core.aio import run_until_done
 from rayapp.core.errors import SandboxError, StorageError, UserError
 from rayapp.core.location import Location
 from rayapp.core.terminal import visible
@@ -198,7 +199,7 @@ def _sandbox(config: SandboxConfig, *, level_if_none: Level) -> Finding:
             return (await sandbox.run_code("pass", timeout_s=_SANDBOX_TIMEOUT_S)).isolation
 
     try:
-        return Finding(level="ok", what="sandbox", detail=f"isolation {asyncio.run(isolation())}")
+        return Finding(level="ok", what="sandbox", detail=f"isolation {run_until_done(isolation())}")
     except SandboxError as error:
         return Finding(level=level_if_none, what="sandbox", detail=str(error))
 
@@ -222,6 +223,7 @@ def _device_fits(config: Config) -> Iterator[Finding]:
 
 def _model_fits(config: Config, *, has_weights: bool) -> Iterator[Finding]:
     from rayapp.storage.models.check import check_architecture, check_model
+    from rayapp.storage.models.teacher import check_teacher
 
     try:
         if is_remote_model(config):
@@ -232,6 +234,13 @@ def _model_fits(config: Config, *, has_weights: bool) -> Iterator[Finding]:
         from rayapp.learner.policy import build_causal_lm
 
         build_causal_lm(config)  # without its weights
+        teacher = frozen_models(config).get("teacher")
+        if has_weights and teacher is not None and is_remote_model(teacher):
+            check_remote_model(teacher)
+        elif has_weights:
+            check_teacher(config)
+            if teacher is not None:
+                build_causal_lm(teacher)
     except (UserError, StorageError) as error:
         yield Finding(level="problem", what="model", detail=str(error))
 
@@ -242,7 +251,9 @@ def _inputs_fit(config: Config, tokenizer: Any) -> Iterator[Finding]:
 
     found = [
         finding
-        for check in input_checks(config, training=True, has_tokenizer=tokenizer is not None, may_fetch=False)
+        for check in input_checks(
+            config, training=True, has_tokenizer=tokenizer is not None, may_fetch=False, asks_judges=True
+        )
         for finding in _problem(check.what, check.run)
     ]
     yield from found

@@ -21,7 +21,9 @@ from rayapp.cli.arguments import EXIT_FAILED, EXIT_USER_ERROR
 from rayapp.cli.gpu_check import command as gpu_check
 from rayapp.cli.jobs import command as jobs
 from rayapp.cli.kuberay import command as kuberay
+from rayapp.cli.rescore import command as rescore
 from rayapp.cli.sandbox import command as sandbox
+from rayapp.cli.serving import command as serve
 from rayapp.cli.task import command as task
 from rayapp.cli.trying import command as trying
 from rayapp.core.errors import RayappError, UserError
@@ -58,7 +60,22 @@ def _program(
 GROUPS = {
     "config": config, "data": data, "task": task, "try": trying, "model": model, "sandbox": sandbox, "mcp": mcp,
 }  # fmt: skip
-for command in (train, sft, evaluate, score, view, doctor, plan, gpu_check, jobs, sync, plugins, kuberay):
+for command in (
+    train,
+    sft,
+    evaluate,
+    serve,
+    score,
+    rescore,
+    view,
+    doctor,
+    plan,
+    gpu_check,
+    jobs,
+    sync,
+    plugins,
+    kuberay,
+):
     app.add_typer(command.app)
 for name, group in GROUPS.items():
     app.add_typer(group.app, name=name)

@@ -55,8 +55,11 @@ class ExternalSection(FrozenModel):
     """Variables of the program, beside those that lead it to the policy. It sees none of the trainer's."""
     max_output_chars: int = Field(16384, ge=0)
     """The end of what the program writes that is kept with its trajectory."""
+    files: dict[str, Path] = Field(default_factory=dict)
+    """Texts of its own that lie in its folder, by relative path there, e.g. {agent.py: my/agent.py}."""
     inside: bool = False
-    """Run the program in the trajectory's sandbox. Not there yet: true is refused."""
+    """Run the program in the trajectory's own sandbox (the local provider's), from where it reaches the policy and
+    nothing else."""
 
 
 class AgentSection(FrozenModel):
@@ -112,7 +115,8 @@ class CodeSection(FrozenModel):
 
 class RewardSection(FrozenModel):
     """What an answer to a data row is worth: score + format_weight * format + tool_weight * tool +
-    tool_verdict_weight * tool_verdict. Of these a task that the tool agent plays takes the last two."""
+    tool_verdict_weight * tool_verdict. Of these a task that the tool agent plays takes the last two. All of it is the
+    verdict: with judges the reward is verdict_weight * verdict + the weighted sum of what they say."""
 
     method: Literal["strict", "flexible"] = "strict"
     """GSM8K: strict wants `#### N`, flexible takes the last number."""
@@ -131,3 +135,7 @@ class RewardSection(FrozenModel):
     code: CodeSection = CodeSection()
     custom_timeout_s: float = Field(30.0, gt=0)
     """Deadline of one call of it."""
+    judges: dict[str, float] = Field(default_factory=dict)
+    """Name of one of the run's judges -> its weight, also for tasks. 0: asked and recorded, worth nothing."""
+    verdict_weight: float = Field(1.0, allow_inf_nan=False)
+    """Weight of the verdict beside judges. 0: they alone count, also where no rule scores the data source."""

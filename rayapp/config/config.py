@@ -8,7 +8,8 @@ heavy, so that `rayapp --help` is instant.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -19,7 +20,10 @@ from rayapp.config.agent import AgentSection, DataSection, RewardSection
 from rayapp.config.algorithm import AlgorithmSection
 from rayapp.config.algorithm_names import NEEDS_NO_GROUP
 from rayapp.config.base import FrozenModel
+from rayapp.config.distillation import DistillationSection
+from rayapp.config.judges import JudgeSection
 from rayapp.config.learner import LearnerSection
+from rayapp.config.model_servers import SCHEME, ModelServerSection, server_named
 from rayapp.config.sandbox import SandboxConfig
 from rayapp.config.sections import (
     CheckpointSection,
@@ -52,7 +56,12 @@ class Config(FrozenModel):
     data: DataSection = DataSection()
     agent: AgentSection = AgentSection()
     reward: RewardSection = RewardSection()
+    judges: tuple[JudgeSection, ...] = ()
+    """Models behind HTTP that `reward.judges` can name (docs/judges.md)."""
+    model_servers: tuple[ModelServerSection, ...] = ()
+    """Models that the run serves itself, for judges and a teacher (docs/judges.md#servers-of-the-run)."""
     algorithm: AlgorithmSection = AlgorithmSection()
+    distillation: DistillationSection = DistillationSection()
     rollout: RolloutSection = RolloutSection()
     train: TrainSection = TrainSection()
     warmup: WarmupSection = WarmupSection()
@@ -79,6 +88,11 @@ class Config(FrozenModel):
     def max_model_tokens(self) -> int:
         """Longest sequence the engine must hold."""
         return self.rollout.max_prompt_tokens + self.rollout.max_completion_tokens
+
+    @property
+    def max_learner_tokens(self) -> int:
+        """Longest sequence that a learner computes: with what a teacher alone reads."""
+        return self.max_model_tokens + self.distillation.num_privileged_tokens
 
     @property
     def max_demonstration_tokens(self) -> int:
@@ -146,6 +160,41 @@ def with_values(config: Config, **sections: dict[str, Any]) -> Config:
     )
 
 
+def frozen_models(config: Config) -> dict[str, Config]:
+    """The models that learners hold beside the policy and do not train, by name: the config that each is loaded by."""
+    models = {"reference": config} if config.algorithm.kl_loss_coef > 0 else {}
+    section = config.distillation
+    if section.teacher and not section.is_policy and not section.base_url:
+        models["teacher"] = with_values(config, model={"path": section.teacher})
+    return models
+
+
+def asked_servers(config: Config, *, by_workers: bool = True, by_learners: bool = True) -> list[ModelServerSection]:
+    """The model servers that judges (rollout workers) or the teacher (learners) are on."""
+    used = {name for source in sources_of(config) for name in source.config.reward.judges}
+    urls = [judge.base_url for judge in config.judges if judge.name in used and by_workers]
+    urls += [config.distillation.base_url] if by_learners else []
+    names = {server_named(url) for url in urls}
+    return [server for server in config.model_servers if server.name in names]
+
+
+def alone(config: Config, server: ModelServerSection) -> Config:
+    """The config in which a model server's model is the policy: to find, check and plan it as one."""
+    own = {name: getattr(server, name) for name in ("tensor_parallel_size", "gpu_memory_utilization")}
+    return with_values(config, model={"path": server.path}, server=own)
+
+
+def with_addresses(config: Config, urls: Mapping[str, str]) -> Config:
+    """The config of who asks model servers that are up: their addresses by name, in place of run://NAME."""
+
+    def address(base_url: str) -> str:
+        return urls.get(server_named(base_url), base_url)
+
+    judges = tuple(judge.model_copy(update={"base_url": address(judge.base_url)}) for judge in config.judges)
+    teacher = config.distillation.model_copy(update={"base_url": address(config.distillation.base_url)})
+    return config.model_copy(update={"judges": judges, "distillation": teacher})
+
+
 def all_tasks(config: Config) -> tuple[str, ...]:
     """The tasks of all sources, each once."""
     return tuple(dict.fromkeys(name for source in sources_of(config) for name in source.config.tasks))
@@ -167,12 +216,15 @@ class Bundle:
     """Index of the server in it."""
     learners: tuple[int, ...] = ()
     """Ranks in it."""
+    model_server: str = ""
+    """Name of the model server in it."""
 
 
 def bundles_of(
     config: Config, *, on_gpu: bool = True, with_servers: bool = True, with_learners: bool = True
 ) -> list[Bundle]:
-    """Who needs how many GPUs, servers first. An evaluation has no learners, a replay no servers.
+    """Who needs how many GPUs, servers first, those of other models last. An evaluation has no learners, a replay no
+    servers.
 
     A colocated server is in one bundle with the learners whose GPUs it uses; without GPUs nobody shares any.
     """
@@ -187,7 +239,9 @@ def bundles_of(
         for server in servers
     ]
     own = () if is_shared else learners
-    return bundles + [Bundle(num_gpus=int(on_gpu), learners=(rank,)) for rank in own]
+    bundles += [Bundle(num_gpus=int(on_gpu), learners=(rank,)) for rank in own]
+    others = asked_servers(config, by_workers=with_servers, by_learners=with_learners)
+    return bundles + [Bundle(num_gpus=each.tensor_parallel_size * on_gpu, model_server=each.name) for each in others]
 
 
 def num_gpus_of(bundles: Sequence[Bundle]) -> int:
@@ -202,10 +256,11 @@ def gpu_arithmetic(bundles: Sequence[Bundle]) -> str:
     parts = [f"{len(servers)} servers x TP {servers[0].num_gpus}"] if servers else []
     parts += [f"{num_learners} learners"] if num_learners else []
     joint = " on those of " if any(server.learners for server in servers) else " + "
-    return f"{joint.join(parts)} = {num_gpus_of(bundles)}"
+    others = [f"{each.model_server} x TP {each.num_gpus}" for each in bundles if each.model_server]
+    return f"{' + '.join([joint.join(parts), *others])} = {num_gpus_of(bundles)}"
 
 
-FEWER_GPUS = "Lower server.num_servers, server.tensor_parallel_size or learner.num_learners"
+FEWER_GPUS = "Lower server.num_servers, a tensor_parallel_size or learner.num_learners"
 
 
 def _check_agreement(config: Config) -> None:
@@ -213,6 +268,8 @@ def _check_agreement(config: Config) -> None:
     _tasks_or_data(config)
     _sources_fit(config)
     _external_agents_fit(config)
+    _judges_fit(config)
+    _model_servers_fit(config)
     _placement_fits(config)
     _gpus_suffice(config)
     _minibatches_divide(config)
@@ -220,6 +277,35 @@ def _check_agreement(config: Config) -> None:
     _warmup_fits(config)
     _dapo_fits(config)
     _best_metric_exists(config)
+    _teacher_fits(config)
+
+
+def _model_servers_fit(config: Config) -> None:
+    names = [server.name for server in config.model_servers]
+    if len(set(names)) < len(names):
+        raise ValueError(f"model_servers: two have the same name ({', '.join(names)})")
+    asked = {f"judges ({judge.name})": (judge.base_url, "model", judge.model) for judge in config.judges}
+    asked["distillation"] = (config.distillation.base_url, "teacher", config.distillation.teacher)
+    for who, (base_url, key, model) in asked.items():
+        name = server_named(base_url)
+        if name and name not in names:
+            raise ValueError(f"{who}: base_url is {base_url}, but model_servers are {', '.join(names) or 'none'}")
+        if name and model != name:
+            raise ValueError(f"{who}: {key} is {model!r}, but at {base_url} it is called {name!r}: use that")
+    used = {server.name for server in asked_servers(config)}
+    if idle := [name for name in names if name not in used]:
+        raise ValueError(
+            f"model_servers ({idle[0]}): nobody would ask it. Give a judge that reward.judges names, or distillation, "
+            f"base_url: {SCHEME}{idle[0]}, or leave it out."
+        )
+
+
+def _teacher_fits(config: Config) -> None:
+    if config.distillation.base_url and config.rollout.temperature != 1.0:
+        raise ValueError(
+            f"rollout.temperature is {config.rollout.temperature:g} and distillation.base_url is set: the server's "
+            "log-probs are those of temperature 1. Use that, or a teacher in the learners."
+        )
 
 
 def _sources_fit(config: Config) -> None:
@@ -259,16 +345,69 @@ def _external_agents_fit(config: Config) -> None:
                 f"{'both a command and an entry' if all(is_given) else 'neither a command nor an entry'}: give it one "
                 "(docs/agents.md)."
             )
-        if external.inside:
+        if external.inside and external.entry:
             raise ValueError(
-                f"{where}agent.external.inside: agents can't be run in sandboxes yet, as these have no way to the "
-                "policy. Leave it false: the program then runs beside the rollout worker (docs/agents.md)."
+                f"{where}agent.external.inside: a function runs in the rollout worker, and only a command can run in a "
+                "sandbox. Give agent.external.command, or leave inside out (docs/agents.md)."
+            )
+        remote = [section.type for section in config.sandbox.providers if section.type != "local"]
+        if external.inside and remote:
+            raise ValueError(
+                f"{where}agent.external.inside: sandboxes of {', '.join(remote)} have no way to the policy yet; only "
+                "local ones have. Set sandbox.providers: [{type: local}], or leave inside out (docs/agents.md)."
+            )
+        if external.inside and config.sandbox.lease_ttl_s < (least_s := external.timeout_s + 60.0):
+            raise ValueError(
+                f"{where}agent.external.inside: an agent has agent.external.timeout_s = {external.timeout_s:g} s, and "
+                f"its sandbox is taken back after sandbox.lease_ttl_s = {config.sandbox.lease_ttl_s:g} s. Raise that "
+                f"to {least_s:g}, or lower timeout_s."
             )
         if not config.learner.share_prefixes:
             raise ValueError(
                 f"{where}agent.{key} is external_agent, whose trajectories may fork, and learner.share_prefixes is "
                 "false: what their branches share would be computed for each, and might fit in no micro-batch. Set "
                 "learner.share_prefixes: true."
+            )
+
+
+def _judges_fit(config: Config) -> None:
+    judges = {judge.name: judge for judge in config.judges}
+    if len(judges) < len(config.judges):
+        raise ValueError(f"judges: two have the same name ({', '.join(judge.name for judge in config.judges)})")
+    for judge in config.judges:
+        if judge.max_concurrent < config.rollout.num_workers:
+            raise ValueError(
+                f"judges ({judge.name}): max_concurrent is {judge.max_concurrent}, which rollout.num_workers = "
+                f"{config.rollout.num_workers} can't share: raise it, or use fewer workers."
+            )
+    for source in sources_of(config):
+        _source_has_judges(source, judges)
+
+
+def _source_has_judges(source: Source, judges: Mapping[str, JudgeSection]) -> None:
+    where, reward = f"source {source.name}: " if source.name else "", source.config.reward
+    weight = reward.verdict_weight
+    if (not reward.judges and weight != 1.0) or (not weight and not any(reward.judges.values())):
+        raise ValueError(
+            f"{where}reward.verdict_weight is {weight:g}, and reward.judges names nothing that would count beside the "
+            "verdict: name a judge with a weight, or leave it out."
+        )
+    for name, weight in reward.judges.items():
+        if name not in judges or not math.isfinite(weight):
+            raise ValueError(
+                f"{where}reward.judges has {name}: {weight}, but judges are {', '.join(judges) or 'none'}, and a "
+                "weight is a finite number. Name one of them, or add it to `judges` (docs/judges.md)."
+            )
+        judge, deadline_s = judges[name], source.config.rollout.group_deadline_s
+        if judge.reference and not source.config.uses_data:
+            raise ValueError(
+                f"{where}judges ({name}): reference is true, but tasks have no ground_truth to show: leave it out, or "
+                "ask this judge about rows of data."
+            )
+        if judge.kind == "pairwise" and judge.timeout_s >= deadline_s:
+            raise ValueError(
+                f"{where}judges ({name}): timeout_s is {judge.timeout_s:g}, but rollout.group_deadline_s is "
+                f"{deadline_s:g}, and a group is compared within it: lower timeout_s, or raise the deadline."
             )
 
 
@@ -304,6 +443,11 @@ def _dapo_fits(config: Config) -> None:
         raise ValueError(
             f"algorithm.overlong.buffer_tokens is {buffer}, but rollout.max_completion_tokens is {longest}: every "
             f"completion would be punished. Use less than {longest}."
+        )
+    if config.algorithm.dynamic_sampling.enabled and config.distillation.reward_weight == 0:
+        raise ValueError(
+            "algorithm.dynamic_sampling drops groups of equal rewards, and distillation.reward_weight is 0: rewards "
+            "would choose what the teacher alone trains. Turn it off, or give rewards a weight."
         )
     estimator = config.algorithm.adv_estimator
     if config.algorithm.dynamic_sampling.enabled and estimator in ("gdpo", *NEEDS_NO_GROUP):
@@ -400,13 +544,16 @@ def _minibatches_divide(config: Config) -> None:
 
 
 def _sequence_fits_microbatch(config: Config) -> None:
-    longest, budget = config.max_model_tokens, config.learner.max_tokens_per_microbatch
+    longest, budget = config.max_learner_tokens, config.learner.max_tokens_per_microbatch
     parts = config.learner.sequence_parallel
     if isinstance(budget, int) and longest > budget * parts:
+        more = config.distillation.num_privileged_tokens
+        privileged = f" + distillation.max_privileged_tokens {more}" if more else ""
         over = f" x learner.sequence_parallel {parts} = {budget * parts}" if parts > 1 else ""
         raise ValueError(
             f"rollout.max_prompt_tokens {config.rollout.max_prompt_tokens} + rollout.max_completion_tokens "
-            f"{config.rollout.max_completion_tokens} = {longest} tokens, but learner.max_tokens_per_microbatch is "
+            f"{config.rollout.max_completion_tokens}{privileged} = {longest} tokens, but "
+            "learner.max_tokens_per_microbatch is "
             f"{budget}{over}: the longest trajectory would fit in no micro-batch. Raise it to at least "
             f"{-(-longest // parts)}, or learner.sequence_parallel."
         )

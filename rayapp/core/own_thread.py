@@ -9,6 +9,7 @@ Whoever waits goes on only when the work has ended, also when it is stopped: not
 from __future__ import annotations
 
 import asyncio
+import signal
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
@@ -56,6 +57,29 @@ def stopper_of_this_work() -> Stopper | None:
     return _stopper.get()
 
 
+def in_thread(work: Callable[[], T], told: Callable[[BaseException], BaseException]) -> Future[T]:
+    """Code of a user's that may never end, in a daemon thread: it holds up neither others nor the process's exit.
+
+    Args:
+        told: from what the work raises to what the future holds; asyncio lets SystemExit end the process, and refuses
+            StopIteration.
+    """
+    future = Future[T]()
+
+    def run() -> None:
+        error, result = None, None
+        try:
+            result = work()
+        except BaseException as raised:
+            error = told(raised)
+        # The caller may have given up at its deadline: then nobody waits for the answer.
+        if future.set_running_or_notify_cancel():
+            future.set_exception(error) if error is not None else future.set_result(result)  # type: ignore[arg-type]
+
+    threading.Thread(target=run, name="user-code", daemon=True).start()
+    return future
+
+
 class _WorkStoppedError(Exception):
     """In place of KeyboardInterrupt, which an event loop would take for its own."""
 
@@ -73,20 +97,35 @@ def work_apart(work: Callable[[], T]) -> T:
     """Do it in this thread if no event loop runs here, else in a thread of its own; returns when it has ended.
 
     Raises:
-        KeyboardInterrupt: Ctrl-C; the work was stopped, and has ended.
+        KeyboardInterrupt: Ctrl-C or SIGTERM; the work was stopped, and has ended.
     """
     if not works_in_loop():
         return work()
     may_begin = threading.Event()
     stopper, result = _begun(work, may_begin)
-    while True:
-        try:
-            may_begin.set()  # not before: a Ctrl-C outside of this block would leave the work running
-            return result.result()
-        except KeyboardInterrupt:
-            stopper.stop()
-        except _WorkStoppedError:
-            raise KeyboardInterrupt from None
+    with _sigterm_as_ctrl_c():
+        while True:
+            try:
+                may_begin.set()  # not before: a Ctrl-C outside of this block would leave the work running
+                return result.result()
+            except KeyboardInterrupt:
+                stopper.stop()
+            except _WorkStoppedError:
+                raise KeyboardInterrupt from None
+
+
+@contextmanager
+def _sigterm_as_ctrl_c() -> Iterator[None]:
+    """A notebook's server ends its kernel with SIGTERM. Where somebody answers to it already, that stays so."""
+    is_main = threading.current_thread() is threading.main_thread()
+    is_ours = is_main and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    if is_ours:
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        if is_ours:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 async def work_awaited(work: Callable[[], T]) -> T:

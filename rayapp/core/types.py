@@ -78,6 +78,8 @@ class RolloutStatus(StrEnum):
     ERROR_SANDBOX = "error_sandbox"
     ERROR_TASK = "error_task"
     ERROR_TOOL = "error_tool"
+    ERROR_REWARD = "error_reward"
+    """What scores it, a function of the user's or a judge, has failed."""
 
     @property
     def is_error(self) -> bool:
@@ -127,6 +129,12 @@ class Prompt:
     stop: tuple[str, ...] = ()
     source: str = ""
     """Name of the run's source it comes from; empty in a run without `sources`."""
+    messages: tuple[Mapping[str, Any], ...] = ()
+    """What is asked, before a template wrote it; empty where that is not known. For judges, not for the policy."""
+    ground_truth: Any = None
+    """Of a data row, for judges and for scoring again; None for tasks, and where it is too long to keep."""
+    extra_info: Mapping[str, Any] = field(default_factory=dict)
+    """The same."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -418,6 +426,8 @@ class SandboxSpec:
     memory_mib: int = 512
     disk_mib: int = 16
     max_processes: int = 16
+    loopback: bool = False
+    """Programs in it may connect to one port of their own loopback, where whoever holds the sandbox listens."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,42 +14,49 @@ from functools import partial
 from typing import Any
 
 from actors.calls import answer
+from actors.group_calls import GroupCalls
 from actors.handles import LearnerHandle, RolloutWorkerHandle, SandboxPoolHandle, VllmServerHandle
 from actors.learner_group import LearnerGroup
 from actors.metrics import MetricsTracker
 from actors.setup.gpus import uses_gpus, wait_for_gpus
-from actors.setup.members import PoolMember, ServerMember, WorkerMember
+from actors.setup.members import ModelServerMember, PoolMember, ServerMember, WorkerMember
 from actors.setup.placement import Placement
-from actors.setup.session import RaySession, one_connection, ray_session
+from actors.setup.session import RaySession, one_connection, ray_session, session_of_run
 from actors.setup.stacks import dump_stacks
 from actors.setup.started import StandIns, Started
 from actors.setup.starting import (
     Report,
     all_ready,
     ready_pool,
+    running_servers,
     spawn_learners,
+    spawn_model_servers,
     spawn_pool,
     spawn_rollout_workers,
     spawn_servers,
 )
-from rayapp.config.config import Config, bundles_of
+from rayapp.config.config import Config, asked_servers, bundles_of, with_addresses
+from rayapp.config.model_servers import ModelServerSection
 from rayapp.core.aio import finish_despite_cancels
 from rayapp.core.errors import (
+    DeadlineError,
     LearnersLostError,
     ObjectsLostError,
     ProcessDiedError,
+    ProcessUnavailableError,
     RayappError,
     RestartsUsedUpError,
     first_error,
 )
 from rayapp.core.protocols import Tracker
 from rayapp.core.types import Group
-from rayapp.driver.routing import Router
+from rayapp.driver.routing import AnyServer, Router
 from rayapp.driver.store import StoredGroup
 from rayapp.driver.supervision import Limits, Member, Supervisor
 from rayapp.engine.weights.direct import DirectTransport
 from rayapp.engine.weights.object_store import ObjectStoreTransport
 from rayapp.engine.weights.transfer_plan import TransferPlan, choose_transport, transfer_plan
+from rayapp.rollout.order import ANY_VERSION
 from rayapp.runs.kept_groups import summaries
 
 __all__ = [
@@ -60,6 +67,8 @@ __all__ = [
     "one_connection",
     "open_cluster",
     "open_learners",
+    "open_running_servers",
+    "open_servers",
     "ready_pool",
     "spawn_pool",
 ]
@@ -231,14 +240,17 @@ async def _start(
         config, on_gpu=on_gpu, timeout_s=config.cluster.start_timeout_s, with_learners=with_learners
     )
     plan = _plan(config, on_gpu=on_gpu) if with_learners else None
+    asked = asked_servers(config, by_learners=with_learners)
+    models = await _start_models(config, started, placement, asked, timeout_s, report)
+    asking = with_addresses(config, {name: member.url for name, member in models.items()})
     servers = spawn_servers(config, started, placement, must_sync=with_learners)
     if placement.shares_gpus:
         # Alone: an engine takes what it finds free, and stops when that grows. Asleep it leaves the GPU to its learner.
         report(f"starting: {', '.join(started.names)}")
         await all_ready({server.name: server.ready(timeout_s) for server in servers}, report)
         await asyncio.gather(*(server.sleep() for server in servers))
-    learners = LearnerGroup(await spawn_learners(config, started, placement) if with_learners else (), config, plan)
-    workers = spawn_rollout_workers(config, started, servers, pool)
+    learners = LearnerGroup(await spawn_learners(asking, started, placement) if with_learners else (), config, plan)
+    workers = spawn_rollout_workers(asking, started, servers, pool)
     report(f"starting: {', '.join(started.names)}")
     make_pool_ready = partial(ready_pool, config, pool, session, timeout_s)
     handles: tuple[VllmServerHandle | LearnerHandle | RolloutWorkerHandle, ...]
@@ -247,6 +259,7 @@ async def _start(
     weights = (DirectTransport if plan is not None else ObjectStoreTransport)(config.server.sync_timeout_s)
     members: list[Member] = [
         PoolMember(pool, make_pool_ready),
+        *models.values(),
         *(ServerMember(server, timeout_s, weights.catch_up) for server in servers),
         *(WorkerMember(worker, timeout_s, pool) for worker in workers),
     ]
@@ -268,9 +281,30 @@ async def _start(
         supervisor=supervisor,
         router=Router(len(servers), is_up=lambda index: supervisor.is_up(servers[index].name)),
         dashboard_url=session.dashboard_url,
-        start_learners=partial(_start_learners_again, config, started, placement, timeout_s, report),
+        start_learners=partial(_start_learners_again, asking, started, placement, timeout_s, report),
     )
     return cluster
+
+
+async def _start_models(
+    config: Config,
+    started: Started,
+    placement: Placement,
+    asked: Sequence[ModelServerSection],
+    timeout_s: float,
+    report: Report,
+) -> dict[str, ModelServerMember]:
+    """The model servers by name, up: whoever asks them asks as soon as it starts."""
+    handles = spawn_model_servers(config, started, placement, asked)
+    members: dict[str, ModelServerMember] = {}
+
+    async def up(name: str) -> None:
+        members[name] = ModelServerMember(handles[name], timeout_s, await handles[name].ready(timeout_s))
+
+    if handles:
+        report(f"starting: {', '.join(handle.name for handle in handles.values())}")
+        await all_ready({handles[name].name: up(name) for name in handles}, report)
+    return members
 
 
 async def _start_learners_again(
@@ -311,8 +345,85 @@ async def open_learners(config: Config, *, report: Report = lambda text: None) -
         try:
             on_gpu = uses_gpus(config, bundles_of(config, with_servers=False))
             started.placement = await Placement.reserve(config, on_gpu=on_gpu, timeout_s=timeout_s, with_servers=False)
-            handles = await spawn_learners(config, started, started.placement)
+            asked = asked_servers(config, by_workers=False)
+            models = await _start_models(config, started, started.placement, asked, timeout_s, report)
+            asking = with_addresses(config, {name: member.url for name, member in models.items()})
+            handles = await spawn_learners(asking, started, started.placement)
             await all_ready({handle.name: handle.ready(timeout_s) for handle in handles}, report)
             yield LearnerGroup(handles, config)
         finally:
             await finish_despite_cancels(started.close())
+
+
+@asynccontextmanager
+async def open_servers(
+    config: Config, *, report: Report = lambda text: None, stand_ins: StandIns | None = None
+) -> AsyncIterator[AnyServer]:
+    """Only the servers, with the model's own weights, as one engine; ended behind the block, replaced within it.
+
+    Args:
+        report, stand_ins: as of `open_cluster`.
+    Raises:
+        ConfigError: as `open_cluster`.
+    """
+    timeout_s = config.cluster.start_timeout_s + config.server.start_timeout_s
+    with ray_session(config, report):
+        started = Started(stand_ins)
+        try:
+            bundles = bundles_of(config, with_learners=False)
+            await wait_for_gpus(config, bundles)
+            started.placement = await Placement.reserve(
+                config,
+                on_gpu=uses_gpus(config, bundles),
+                timeout_s=config.cluster.start_timeout_s,
+                with_learners=False,
+            )
+            servers = spawn_servers(config, started, started.placement, must_sync=False)
+            report(f"starting: {', '.join(started.names)}")
+            await all_ready({server.name: server.ready(timeout_s) for server in servers}, report)
+            members = [ServerMember(server, timeout_s, _keep_weights) for server in servers]
+            supervisor = Supervisor(members, _limits(config, timeout_s), report=report)
+            async with supervisor.watching():
+                yield _any_of(servers, is_up=lambda index: supervisor.is_up(servers[index].name))
+        except BaseExceptionGroup as group:
+            raise first_error(group) from group
+        finally:
+            await finish_despite_cancels(started.close())
+
+
+@asynccontextmanager
+async def open_running_servers(config: Config, *, report: Report = lambda text: None) -> AsyncIterator[AnyServer]:
+    """The servers of the run of this configuration that goes on now, as one engine; they are left as they are.
+
+    Raises:
+        ConfigError: no such run goes on.
+        ProcessDiedError: from the block: it has ended.
+    """
+    with session_of_run(config, report):
+        servers = running_servers(config)
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                watch = tasks.create_task(_until_gone(servers[0], config.recovery.ping_every_s))
+                yield _any_of(servers)
+                watch.cancel()
+        except BaseExceptionGroup as group:
+            raise first_error(group) from group
+
+
+async def _keep_weights(server: VllmServerHandle) -> None:
+    return
+
+
+async def _until_gone(server: VllmServerHandle, every_s: float) -> None:
+    """Raises ProcessDiedError: the server is gone for good. One that is busy or being replaced is not."""
+    while True:
+        await asyncio.sleep(every_s)
+        try:
+            await server.incarnation(every_s)
+        except (ProcessUnavailableError, DeadlineError):
+            continue
+
+
+def _any_of(servers: Sequence[VllmServerHandle], **options: Any) -> AnyServer:
+    engines = [GroupCalls(server, min_policy_version=ANY_VERSION, cohort_size=1) for server in servers]
+    return AnyServer(engines, **options)

@@ -7,11 +7,15 @@ of a cohort are dealt out by their place in it, so that a synchronous run repeat
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
-from rayapp.rollout.order import GroupRequest, server_in_cohort
+from rayapp.core.protocols import RolloutEngine
+from rayapp.core.types import Completion, SamplingParams
+from rayapp.rollout.order import ANY_VERSION, GroupRequest, server_in_cohort
+
+_ALONE = GroupRequest(group_id=0, policy_version=ANY_VERSION)
 
 
 class Router:
@@ -50,3 +54,21 @@ class Router:
             "routing/groups_max": float(max(self._in_flight)),
             "routing/groups_min": float(min(self._in_flight)),
         }
+
+
+class AnyServer:
+    """`RolloutEngine` over several: each request, which knows nothing of others, goes to the one with the fewest.
+
+    Args:
+        is_up: as the Router's.
+    """
+
+    def __init__(self, engines: Sequence[RolloutEngine], *, is_up: Callable[[int], bool] = lambda server: True) -> None:
+        self._engines = engines
+        self._router = Router(len(engines), is_up=is_up)
+
+    async def generate(self, request_id: str, prompt_ids: Sequence[int], sampling: SamplingParams) -> Completion:
+        """See `RolloutEngine`."""
+        with self._router.placed(_ALONE) as placed:
+            assert placed.server is not None
+            return await self._engines[placed.server].generate(request_id, prompt_ids, sampling)

@@ -26,7 +26,7 @@ import numpy as np
 
 from rayapp.config.config import Config
 from rayapp.core.errors import EngineDeadError, EngineError, WeightSyncError
-from rayapp.core.imports import large_imports
+from rayapp.core.imports import UNUSED_BY_VLLM, large_imports
 from rayapp.core.timing.stall_detection import InHand
 from rayapp.core.types import Completion, SamplingParams
 from rayapp.engine.cohorts import Cohorts, Request
@@ -35,6 +35,7 @@ from rayapp.engine.token_versions import TokenVersions
 from rayapp.engine.vllm_adapter import adapter_request, is_adapter
 from rayapp.engine.vllm_arguments import set_process_environment, vllm_args
 from rayapp.engine.vllm_completions import vllm_sampling_params, whole_completion
+from rayapp.engine.vllm_output import EngineOutput
 from rayapp.engine.vllm_stats import EngineLoad
 from rayapp.engine.weights.buckets import TensorEntry
 from rayapp.storage.models.prefetch import with_local_model
@@ -53,11 +54,15 @@ class VllmEngine:
         load: the stat logger that vLLM calls after each step; it tells the gate how full the engine is.
         gate: where requests without a cohort wait for room.
         in_hand: the requests being served, and when one last got on; the watch over stalled servers asks it.
+        output: what the engine's processes write; errors name the cause that stands there.
         patience_s: how long a request waits for its cohort.
     """
 
-    def __init__(self, engine: Any, load: EngineLoad, gate: Gate, in_hand: InHand, patience_s: float) -> None:
+    def __init__(
+        self, engine: Any, load: EngineLoad, gate: Gate, in_hand: InHand, output: EngineOutput, patience_s: float
+    ) -> None:
         self.in_hand = in_hand
+        self._output = output
         self._engine = engine
         self._load = load
         self._gate = gate
@@ -84,10 +89,11 @@ class VllmEngine:
         """
         config = await asyncio.to_thread(with_local_model, config)
         set_process_environment(config)
-        with large_imports():
+        with large_imports(*UNUSED_BY_VLLM):
             from vllm import AsyncEngineArgs
             from vllm.v1.engine.async_llm import AsyncLLM
 
+        output = EngineOutput()
         try:
             gate = Gate(ConcurrencyLimit(ceiling=config.server.max_num_seqs))
             in_hand = InHand()
@@ -97,9 +103,9 @@ class VllmEngine:
             await engine.collective_rpc("die_with", args=(os.getpid(),))
         except Exception as error:  # boundary: vLLM raises whatever its dependencies raise
             raise EngineError(
-                f"vLLM did not start with {config.model.path}: {type(error).__name__}: {error}"
+                f"vLLM did not start with {config.model.path}: {type(error).__name__}: {error}{output.cause()}"
             ) from error
-        return cls(engine, load, gate, in_hand, config.recovery.stall_replace_s / 2)
+        return cls(engine, load, gate, in_hand, output, config.recovery.stall_replace_s / 2)
 
     def load(self) -> dict[str, float]:
         """See `EngineLoad.scalars` and `Gate.scalars`."""
@@ -361,7 +367,9 @@ class VllmEngine:
             await self._engine.check_health()
             await self._engine.collective_rpc("answer")
         except Exception as error:  # boundary: vLLM
-            raise EngineDeadError(f"the engine's process does not answer: {type(error).__name__}: {error}") from error
+            raise EngineDeadError(
+                f"the engine's process does not answer: {type(error).__name__}: {error}{self._output.cause()}"
+            ) from error
 
     async def prompt_log_probs(self, token_ids: Sequence[int]) -> np.ndarray:
         """(T-1,) log-probability of each token given those before it, at temperature 1, as this engine computes it."""
@@ -393,5 +401,6 @@ class VllmEngine:
 
     def _engine_error(self, error: Exception, request_id: str) -> EngineError:
         if self._engine.errored:
-            return EngineDeadError(f"the engine's process died while it served {request_id}: {error}")
+            cause = self._output.cause()
+            return EngineDeadError(f"the engine's process died while it served {request_id}: {error}{cause}")
         return EngineError(f"the engine refused {request_id}: {type(error).__name__}: {error}")

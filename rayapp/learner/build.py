@@ -1,18 +1,23 @@
-"""Puts a learner together: model, reference, optimizer."""
+"""Puts a learner together: model, frozen models, optimizer."""
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable
 
 import torch
 
-from rayapp.config.config import Config, with_values
+from rayapp.config.config import Config, frozen_models, with_values
+from rayapp.core.errors import InputError
+from rayapp.learner.algo.privileged import VerdictReader
 from rayapp.learner.distributed import Ranks
 from rayapp.learner.families.mixers import mixers_of
 from rayapp.learner.memory.token_budget import find_token_budget
 from rayapp.learner.optimizer import make_optimizer
 from rayapp.learner.policy import PolicyModel, load_policy
 from rayapp.learner.step import PolicyLearner
+from rayapp.storage.models.prefetch import with_local_model
+from rayapp.storage.models.tokenizer import load_tokenizer
 
 log = logging.getLogger(__name__)
 
@@ -26,22 +31,48 @@ def build_learner(config: Config, ranks: Ranks) -> PolicyLearner:
     """
     torch.manual_seed(config.run.seed)
     model = load_policy(config, ranks.mesh, trainable=True)
-    needs_reference = config.algorithm.kl_loss_coef > 0
-    reference = load_policy(config, ranks.mesh, trainable=False) if needs_reference else None
-    config = with_token_budget(with_sharing(config, model), ranks, model)
+    frozen = {name: load_frozen(name, own, ranks, model) for name, own in frozen_models(config).items()}
+    config = with_token_budget(with_sharing(config, [model, *frozen.values()]), ranks, model)
     return PolicyLearner(
         config=config,
         ranks=ranks,
         model=model,
         optimizer=make_optimizer(model, config.learner.optimizer),
-        reference=reference,
+        frozen=frozen,
+        verdicts=_verdict_reader(config),
     )
 
 
-def with_sharing(config: Config, model: PolicyModel) -> Config:
-    """The config without shared prefixes for a model whose layers compute every sequence whole all the same: its
-    memory would follow all tokens, and its micro-batches count those that are computed once."""
-    if not config.learner.share_prefixes or not mixers_of(model.causal_lm):
+def _verdict_reader(config: Config) -> VerdictReader | None:
+    section = config.distillation
+    return (
+        None if section.privileged == "none" else VerdictReader(load_tokenizer(config), section.max_privileged_tokens)
+    )
+
+
+def load_frozen(name: str, config: Config, ranks: Ranks, policy: PolicyModel) -> PolicyModel:
+    """A model that the learners don't train, on the mesh of the policy.
+
+    Raises:
+        InputError: it can't be loaded, or has fewer tokens than the policy.
+    """
+    if name == "reference":
+        return load_policy(config, ranks.mesh, trainable=False, is_checked=False)
+    try:
+        model = load_policy(with_local_model(config), ranks.mesh, trainable=False)
+        found, wanted = model.vocabulary, policy.vocabulary
+        if found < wanted:
+            raise InputError(f"its head has {found} tokens, and the policy's {wanted}: some would have no log-prob")
+        model.num_tokens = wanted
+    except InputError as error:
+        raise InputError(f"distillation.teacher {config.model.path!r} can't be the {name}: {error}") from error
+    return model
+
+
+def with_sharing(config: Config, models: Iterable[PolicyModel]) -> Config:
+    """The config without shared prefixes for models whose layers compute every sequence whole all the same: their
+    memory would follow all tokens, and their micro-batches count those that are computed once."""
+    if not config.learner.share_prefixes or not any(mixers_of(model.causal_lm) for model in models):
         return config
     log.info("learner.share_prefixes is off: layers of this model read along the sequence otherwise than by attention")
     return with_values(config, learner={"share_prefixes": False})

@@ -7,6 +7,7 @@ one float32 chunk would take, and backward recomputes the rest.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +15,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+
+from rayapp.config.distillation import DistillationSection
+from rayapp.learner.algo.distillation import kl, kl_gradient
 
 CACHE_ROWS = 64
 """Rows that go through the softmax together on CPU: 64 x 49152 float32 stay in the last-level cache."""
@@ -58,20 +62,38 @@ class HeadOptions:
         return self.softmax_rows or (CACHE_ROWS if logits.device.type == "cpu" else logits.shape[0])
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TeacherHead:
+    """The teacher at the same M positions: its distributions are made as the policy's are, a chunk at a time."""
+
+    hidden: Tensor
+    """(M, H')"""
+    weight: Tensor
+    """(V, H')"""
+    options: HeadOptions
+    section: DistillationSection
+
+    def log_probs(self, start: int, stop: int) -> Tensor:
+        """Those of some of the positions, (stop - start, V) float32."""
+        return torch.log_softmax(_scaled(self.hidden[start:stop] @ self.weight.t(), self.options), dim=-1)
+
+
 def token_log_probs(
-    hidden: Tensor, weight: Tensor, targets: Targets, options: HeadOptions
-) -> tuple[Tensor, Tensor, Tensor]:
+    hidden: Tensor, weight: Tensor, targets: Targets, options: HeadOptions, teacher: TeacherHead | None = None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Log-probs of the targets at the given temperature.
 
     Args:
         hidden: (M, H) hidden states after the final norm.
         weight: (V, H) of the output embedding.
+        teacher: to compare with; it gets no gradient.
     Returns:
-        log_probs (P,), entropy (M,) and sum over the vocabulary of squared probabilities (M,), all float32. Entropy
-        carries a gradient only when asked to; the last is zeros unless asked for.
+        log_probs (P,), entropy (M,), sum over the vocabulary of squared probabilities (M,) and the KL between policy
+        and teacher (M,), all float32. Entropy carries a gradient only when asked to; the third is zeros unless asked
+        for, the last without a teacher.
     """
-    result: tuple[Tensor, Tensor, Tensor] = _TokenLogProbs.apply(  # type: ignore[no-untyped-call]
-        hidden, weight, targets.rows, targets.token_ids, targets.first_pairs, options
+    result: tuple[Tensor, Tensor, Tensor, Tensor] = _TokenLogProbs.apply(  # type: ignore[no-untyped-call]
+        hidden, weight, targets.rows, targets.token_ids, targets.first_pairs, options, teacher
     )
     return result
 
@@ -86,14 +108,15 @@ class _TokenLogProbs(torch.autograd.Function):
         token_ids: Tensor,
         first_pairs: Int64Array,
         options: HeadOptions,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+        teacher: TeacherHead | None,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         needs_grad = ctx.needs_input_grad[0] or ctx.needs_input_grad[1]
         # The slope of a cap needs logits again, which probabilities don't tell.
         keeps = needs_grad and options.softcap is None
         keep_rows = options.chunk_rows * 4 // weight.element_size() if keeps else 0
         num_rows = hidden.shape[0]
         log_probs = hidden.new_empty(rows.shape[0], dtype=torch.float32)
-        entropy, squares = hidden.new_zeros(2, num_rows, dtype=torch.float32)
+        entropy, squares, teacher_kl = hidden.new_zeros(3, num_rows, dtype=torch.float32)
         kept: list[Tensor] = []
         for start, stop in _chunks(num_rows, options.chunk_rows):
             logits = hidden[start:stop] @ weight.t()  # (C, V)
@@ -101,19 +124,22 @@ class _TokenLogProbs(torch.autograd.Function):
             pairs = (rows[first:last] - start, token_ids[first:last])
             outputs = (log_probs[first:last], entropy[start:stop], squares[start:stop])
             _to_probabilities(logits, pairs, first_pairs[start : stop + 1] - first, outputs, options)
+            if teacher is not None:
+                for own, log_p, log_q in _beside(logits, teacher, start, options):
+                    teacher_kl[start:stop][own] = kl(log_p, log_q, teacher.section)
             if stop <= keep_rows:
                 kept.append(logits)
         ctx.save_for_backward(hidden, weight, rows, token_ids, entropy, *kept)
-        ctx.options, ctx.first_pairs = options, first_pairs
-        ctx.mark_non_differentiable(squares)
+        ctx.options, ctx.first_pairs, ctx.teacher = options, first_pairs, teacher
+        ctx.mark_non_differentiable(*([squares] if teacher is not None else [squares, teacher_kl]))
         if not options.entropy_needs_grad:
             ctx.mark_non_differentiable(entropy)
-        return log_probs, entropy, squares
+        return log_probs, entropy, squares, teacher_kl
 
     @staticmethod
     def backward(
-        ctx: Any, grad_log_probs: Tensor, grad_entropy: Tensor | None, _: Tensor | None
-    ) -> tuple[Tensor | None, Tensor | None, None, None, None, None]:
+        ctx: Any, grad_log_probs: Tensor, grad_entropy: Tensor | None, _: Tensor | None, grad_kl: Tensor
+    ) -> tuple[Tensor | None, Tensor | None, None, None, None, None, None]:
         hidden, weight, rows, token_ids, entropy, *kept = ctx.saved_tensors
         options: HeadOptions = ctx.options
         if not options.entropy_needs_grad:
@@ -127,7 +153,10 @@ class _TokenLogProbs(torch.autograd.Function):
             first, last = int(ctx.first_pairs[start]), int(ctx.first_pairs[stop])
             pairs = (rows[first:last] - start, token_ids[first:last])
             entropy_grads = None if grad_entropy is None else (entropy[start:stop], grad_entropy[start:stop])
+            towards = _towards_teacher(probs, ctx.teacher, start, grad_kl[start:stop], options)
             grad_logits = _grad_logits(probs, pairs, grad_log_probs[first:last], entropy_grads, options)
+            if towards is not None:
+                grad_logits.add_(towards)
             if options.softcap is not None:
                 # d (cap * tanh(x / cap)) = 1 - tanh(x / cap)^2
                 grad_logits.mul_(1 - (inner @ weight.t()).div_(options.softcap).tanh_().square_())
@@ -136,7 +165,7 @@ class _TokenLogProbs(torch.autograd.Function):
             if ctx.needs_input_grad[1]:
                 grad_weight = _accumulate(grad_weight, grad_logits.t() @ inner, is_only=len(chunks) == 1)
             del probs, grad_logits  # or they would be there while the next chunk is computed
-        return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), None, None, None, None
+        return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), *(None,) * 5
 
 
 def _accumulate(total: Tensor | None, part: Tensor, *, is_only: bool) -> Tensor:
@@ -195,6 +224,27 @@ def _probabilities(hidden: Tensor, weight: Tensor, options: HeadOptions) -> Tens
     for start, stop in _chunks(logits.shape[0], options.rows_together(logits)):
         logits[start:stop] = torch.softmax(_scaled(logits[start:stop], options), dim=-1)
     return logits
+
+
+def _beside(
+    probs: Tensor, teacher: TeacherHead, start: int, options: HeadOptions
+) -> Iterator[tuple[slice, Tensor, Tensor]]:
+    """Which rows of a chunk, and their log-probs (C, V) under policy and teacher: as many rows as go together."""
+    for first, last in _chunks(probs.shape[0], options.rows_together(probs)):
+        log_probs = probs[first:last].float().clamp_min(torch.finfo(torch.float32).tiny).log_()
+        yield slice(first, last), log_probs, teacher.log_probs(start + first, start + last)
+
+
+def _towards_teacher(
+    probs: Tensor, teacher: TeacherHead | None, start: int, grad_kl: Tensor, options: HeadOptions
+) -> Tensor | None:
+    """(C, V) gradient of the KL by a chunk's logits."""
+    if teacher is None:
+        return None
+    grads = torch.empty_like(probs)
+    for own, log_p, log_q in _beside(probs, teacher, start, options):
+        grads[own] = kl_gradient(log_p, log_q, teacher.section) * (grad_kl[own, None] / options.temperature)
+    return grads
 
 
 def _grad_logits(

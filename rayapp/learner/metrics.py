@@ -19,7 +19,7 @@ from rayapp.learner.algo.mismatch import mismatch_metrics
 from rayapp.learner.batch import stack_rows
 from rayapp.learner.step_plan import StepTable
 
-STRETCHES = ("prepare", "old_log_probs", "ref", "forward_backward", "optimizer", "metrics")
+STRETCHES = ("prepare", "old_log_probs", "ref", "teacher", "forward_backward", "optimizer", "metrics")
 """Of a step's time on a rank."""
 
 
@@ -49,6 +49,8 @@ class RowFacts:
     rollout_log_probs: FloatArray
     entropy: FloatArray
     ref_log_probs: FloatArray | None
+    teacher_kl: FloatArray | None
+    """KL to the teacher: over all tokens it tells apart, or log p - log q of the sampled one."""
 
 
 def step_metrics(
@@ -109,6 +111,9 @@ def _row_metrics(rows: Mapping[int, RowFacts], algorithm: AlgorithmSection) -> d
     }
     if ordered[0].ref_log_probs is not None:
         metrics["learner/kl_to_reference"] = _reference_kl(ordered)
+    if ordered[0].teacher_kl is not None:
+        kl = np.concatenate([row.teacher_kl for row in ordered if row.teacher_kl is not None])
+        metrics |= {"distillation/kl": float(kl.mean()), "distillation/kl_max": float(kl.max())}
     return metrics | _mismatch(ordered)
 
 

@@ -14,9 +14,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
 
 from rayapp.config.config import Config
+from rayapp.config.distillation import DistillationSection
 from rayapp.core.errors import InputError
 from rayapp.core.imports import large_imports
 from rayapp.learner.attention import ATTENTION_NAME, AttentionPlan, plan_attention, register_attention
@@ -33,7 +40,7 @@ from rayapp.learner.compute.sequence import (
 )
 from rayapp.learner.families.head import head_rule
 from rayapp.learner.family import check_family, fit_to_packing, read_architecture, training_mode
-from rayapp.learner.log_probs import HeadOptions, Targets, first_pairs_of, token_log_probs
+from rayapp.learner.log_probs import HeadOptions, Targets, TeacherHead, first_pairs_of, token_log_probs
 from rayapp.learner.state.lora import add_adapters
 from rayapp.learner.state.pretrained import generation_config, load_pretrained, start_adapters
 
@@ -102,6 +109,8 @@ class TokenScores(NamedTuple):
     log_probs: Tensor
     entropy: Tensor
     sum_pi_squared: Tensor
+    teacher_kl: Tensor
+    """To the teacher where each token was sampled; 0 without one."""
 
 
 class PolicyModel(nn.Module):
@@ -111,24 +120,50 @@ class PolicyModel(nn.Module):
         super().__init__()
         self.causal_lm = causal_lm
         self._head = head_rule(causal_lm)
+        self.num_tokens: int | None = None
+        """The first so many tokens of its head count, in place of all: what is past them is another model's padding."""
 
-    def forward(self, batch: DeviceBatch, options: HeadOptions) -> TokenScores:
-        """Score every response token of the micro-batch."""
+    def forward(self, batch: DeviceBatch, options: HeadOptions, teacher: TeacherHead | None = None) -> TokenScores:
+        """Score every response token of the micro-batch; with a teacher's head of it, the KL to that too."""
+        log_probs, *by_head = token_log_probs(
+            self._hidden(batch), self._output_weight(), batch.targets, self._head.applied_to(options), teacher
+        )
+        if batch.part is not None:
+            log_probs = batch.part.gather_pairs(log_probs)
+            by_head = [batch.part.gather_heads(values) for values in by_head]
+        return TokenScores(
+            _rows(log_probs, batch.row_pairs, batch.mask),
+            *(_rows(values, batch.row_heads, batch.mask) for values in by_head),
+        )
+
+    def read(self, batch: DeviceBatch, options: HeadOptions, section: DistillationSection) -> TeacherHead:
+        """What this model's distributions follow from where the micro-batch has response tokens. Its head stays
+        gathered until `reshard`."""
+        return TeacherHead(
+            hidden=self._hidden(batch),
+            weight=self._output_weight().detach(),
+            options=self._head.applied_to(options),
+            section=section,
+        )
+
+    def _hidden(self, batch: DeviceBatch) -> Tensor:
+        """(M, H)"""
         model: Any = self.causal_lm
         outputs = model.get_decoder()(
             input_ids=batch.token_ids, position_ids=batch.position_ids, use_cache=False, plan=batch.attention
         )
-        hidden = outputs.last_hidden_state[0].index_select(0, batch.head_positions)  # (M, H)
-        weight = model.get_output_embeddings().weight
-        log_probs, entropy, squares = token_log_probs(hidden, weight, batch.targets, self._head.applied_to(options))
-        if batch.part is not None:
-            log_probs = batch.part.gather_pairs(log_probs)
-            entropy, squares = (batch.part.gather_heads(values) for values in (entropy, squares))
-        return TokenScores(
-            _rows(log_probs, batch.row_pairs, batch.mask),
-            _rows(entropy, batch.row_heads, batch.mask),
-            _rows(squares, batch.row_heads, batch.mask),
-        )
+        hidden: Tensor = outputs.last_hidden_state[0].index_select(0, batch.head_positions)
+        return hidden
+
+    def _output_weight(self) -> Tensor:
+        """(V, H)"""
+        weight: Tensor = self.causal_lm.get_output_embeddings().weight  # type: ignore[operator]
+        return weight if self.num_tokens is None else weight[: self.num_tokens]
+
+    @property
+    def vocabulary(self) -> int:
+        """Tokens that its head has a logit for."""
+        return self._output_weight().shape[0]
 
 
 def _rows(values: Tensor, index: Tensor, mask: Tensor) -> Tensor:
@@ -139,16 +174,17 @@ def _rows(values: Tensor, index: Tensor, mask: Tensor) -> Tensor:
     return values.index_select(0, index.reshape(-1)).view(index.shape) * mask
 
 
-def load_policy(config: Config, mesh: DeviceMesh, *, trainable: bool) -> PolicyModel:
+def load_policy(config: Config, mesh: DeviceMesh, *, trainable: bool, is_checked: bool = True) -> PolicyModel:
     """The model at `config.model.path`, sharded over the mesh.
 
     It is built without memory and sharded, and then each rank reads its own part.
 
+    Args:
+        is_checked: whether its family is, on rank 0: the check computes a small model, and once is enough.
     Raises:
         InputError: the model can't be loaded, or is of a family that the learner does not compute.
     """
-    # The check computes a small model: once is enough.
-    causal_lm = build_causal_lm(config, is_checked=trainable and mesh.get_rank() == 0)
+    causal_lm = build_causal_lm(config, is_checked=is_checked and mesh.get_rank() == 0)
     section = config.learner
     if section.compile:
         fuse(causal_lm, torch.device(mesh.device_type))
@@ -244,6 +280,7 @@ def shard(
         # On CPU host memory is plenty, and gathering again in backward costs time.
         fully_shard(layer, mesh=mesh, mp_policy=precision, offload_policy=offload, reshard_after_forward=not is_cpu)
     fully_shard(model, mesh=mesh, mp_policy=precision, offload_policy=offload, reshard_after_forward=False)
+    register_fsdp_forward_method(model, "read")
     return model
 
 

@@ -69,6 +69,7 @@ def pulls_at_zero_advantage(config: Config) -> bool:
     algorithm = config.algorithm
     return (
         algorithm.kl_loss_coef > 0
+        or bool(config.distillation.teacher)
         or algorithm.entropy_coef > 0
         or algorithm.policy_loss in (*BATCH_COUPLED_LOSSES, "dro")
     )

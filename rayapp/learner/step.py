@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -24,7 +24,9 @@ from rayapp.config.config import Config
 from rayapp.core.timing.stopwatch import Stopwatch
 from rayapp.core.types import FloatArray, Group, GroupSummary
 from rayapp.learner.algo.advantages import AdvantageInputs
-from rayapp.learner.algo.losses import LossRows, LossScale, entropy_loss, kl_loss, make_actor_config, policy_loss
+from rayapp.learner.algo.distillation import teacher_advantages
+from rayapp.learner.algo.losses import LossRows, LossScale, aggregated, kl_loss, make_actor_config, policy_loss
+from rayapp.learner.algo.privileged import VerdictReader
 from rayapp.learner.batch import (
     MicroBatch,
     TrainItem,
@@ -36,10 +38,10 @@ from rayapp.learner.batch import (
 )
 from rayapp.learner.batch_coupled_losses import coupled_gradients
 from rayapp.learner.distributed import Ranks
-from rayapp.learner.log_probs import HeadOptions
+from rayapp.learner.log_probs import HeadOptions, TeacherHead
 from rayapp.learner.metrics import MicroBatchFacts, RowFacts, step_metrics, timing_metrics
 from rayapp.learner.optimizer import clip_gradients, learning_rate, set_learning_rate
-from rayapp.learner.policy import PolicyModel, TokenScores, reduce_gradients, to_device
+from rayapp.learner.policy import DeviceBatch, PolicyModel, TokenScores, reduce_gradients, to_device
 from rayapp.learner.shares import Share
 from rayapp.learner.step_plan import (
     StepTable,
@@ -63,8 +65,10 @@ class PolicyLearner:
     ranks: Ranks
     model: PolicyModel
     optimizer: torch.optim.AdamW
-    reference: PolicyModel | None
-    """The frozen reference model; None unless the KL loss needs it."""
+    frozen: Mapping[str, PolicyModel] = field(default_factory=dict)
+    """Models beside it that don't learn, by their names in `frozen_models`."""
+    verdicts: VerdictReader | None = None
+    """What the teacher reads and the policy did not; None: nothing."""
     optimizer_steps: int = 0
     skipped_steps: int = 0
     """Optimizer steps left out because a loss or gradient was not finite, since the run began."""
@@ -179,7 +183,8 @@ class _Step:
         self.micro_facts: list[MicroBatchFacts] = []
         self.row_facts: dict[int, RowFacts] = {}
         self.old: dict[int, RowScores] = {}
-        self.reference: dict[int, RowScores] = {}
+        self.frozen: dict[str, dict[int, FloatArray]] = {}
+        """Log-probs (R,) of the sampled tokens under the frozen models, or a policy or a server that teaches."""
         self.grad_norms: list[float] = []
         self.num_skipped = 0
 
@@ -236,7 +241,7 @@ class _Step:
         )
 
     def _score_first(self, items: Sequence[TrainItem]) -> None:
-        """Compute old and reference log-probs, where the update itself does not give them."""
+        """Compute the log-probs that the update itself does not give: old ones, and those of frozen models."""
         learner = self.learner
         needs_old = self.config.train.num_minibatches > 1 or self.algorithm.policy_loss in BATCH_COUPLED_LOSSES
         # Scoring is collective, so all ranks must decide alike: by the config. `self.old` is empty on a rank that was
@@ -244,11 +249,30 @@ class _Step:
         if needs_old and self.algorithm.adv_estimator not in NEEDS_LOG_PROBS:
             with self.watch("old_log_probs"):
                 self.old = learner.score(items, learner.model, learner.head_options())
-        if learner.reference is not None:
+        if "reference" in learner.frozen:
             with self.watch("ref"):
-                self.reference = learner.score(items, learner.reference, learner.head_options())
-                # Without a backward its embedding and head would stay gathered, beside whatever comes next.
-                learner.reference.reshard()  # type: ignore[operator]
+                self.frozen["reference"] = self._log_probs(items, learner.frozen["reference"])
+        section = self.config.distillation
+        if section.teacher and not section.needs_logits:  # else it reads each micro-batch beside the policy
+            with self.watch("teacher"):
+                self.frozen["teacher"] = self._taught(items)
+
+    def _taught(self, items: Sequence[TrainItem]) -> dict[int, FloatArray]:
+        """The teacher's log-probs of the sampled tokens."""
+        learner, section = self.learner, self.config.distillation
+        if learner.verdicts is not None:
+            items = [learner.verdicts.beside(item) for item in items]
+        if section.base_url:
+            from rayapp.learner.algo.teacher_server import served_log_probs
+
+            return served_log_probs(items, section, learner.ranks.world_size)
+        return self._log_probs(items, learner.model if section.is_policy else learner.frozen["teacher"])
+
+    def _log_probs(self, items: Sequence[TrainItem], model: PolicyModel) -> dict[int, FloatArray]:
+        scores = self.learner.score(items, model, self.learner.head_options())
+        # Without a backward its embedding and head would stay gathered, beside whatever comes next.
+        model.reshard()  # type: ignore[operator]
+        return {row: found.log_probs for row, found in scores.items()}
 
     def _optimizer_step(self, items: Sequence[TrainItem], scale: LossScale) -> None:
         learner = self.learner
@@ -261,6 +285,8 @@ class _Step:
             for number, batch in enumerate(batches):
                 reduce_gradients(learner.model, learner.ranks.device, is_last=number == len(batches) - 1)
                 self._forward_backward(batch, scale, actor_config, coupled)
+            if self.config.distillation.needs_logits:
+                learner.frozen["teacher"].reshard()  # type: ignore[operator]
         with self.watch("optimizer"):
             self._update([facts.loss for facts in self.micro_facts[num_before:]])
 
@@ -275,17 +301,34 @@ class _Step:
         if self.config.train.num_minibatches > 1:
             with self.watch("old_log_probs"):
                 current = learner.score(items, learner.model, learner.head_options())
-        mine = [(item, current[item.row].log_probs, self.old[item.row].log_probs) for item in items]
+        mine = [(self._distilled(item), current[item.row].log_probs, self.old[item.row].log_probs) for item in items]
         everyone = [part for parts in learner.ranks.gather_data(mine) for part in parts]
         seed = self.config.run.seed * 1_000_003 + learner.optimizer_steps
         return coupled_gradients(everyone, self.algorithm, actor_config, scale, seed=seed)
+
+    def _distilled(self, item: TrainItem) -> TrainItem:
+        """The trajectory with what the teacher thinks of its tokens in its advantages."""
+        if "teacher" not in self.frozen:
+            return item
+        teacher, old = self.frozen["teacher"][item.row], self.old[item.row].log_probs
+        more = teacher_advantages(torch.from_numpy(teacher), torch.from_numpy(old), self.config.distillation).numpy()
+        return replace(item, advantages=item.advantages + self.config.distillation.weight * more)
+
+    def _teacher_head(self, on_device: DeviceBatch) -> TeacherHead | None:
+        """What the teacher makes of a micro-batch, where its whole distribution counts. Collective."""
+        learner, section = self.learner, self.config.distillation
+        if not section.needs_logits:
+            return None
+        with torch.no_grad():
+            head: TeacherHead = learner.frozen["teacher"].read(on_device, learner.head_options(), section)
+        return head
 
     def _forward_backward(
         self, batch: MicroBatch, scale: LossScale, actor_config: Any, coupled: dict[int, FloatArray] | None
     ) -> None:
         learner = self.learner
         on_device = to_device(batch, learner.ranks.device, learner.ranks.sequence)
-        scores = learner.model(on_device, learner.head_options())
+        scores = learner.model(on_device, learner.head_options(), self._teacher_head(on_device))
         if not batch.items:
             scores.log_probs.sum().backward()
             return
@@ -315,25 +358,39 @@ class _Step:
         old = scores.log_probs.detach()
         if self.old:
             old = stack_rows([self.old[item.row].log_probs for item in batch.items], width).to(device)
-        ref = None
-        if self.reference:
-            ref = stack_rows([self.reference[item.row].log_probs for item in batch.items], width).to(device)
+        frozen = {
+            name: stack_rows([found[item.row] for item in batch.items], width).to(device)
+            for name, found in self.frozen.items()
+        }
+        mask, advantages = torch.from_numpy(batch.mask).to(device), advantages_of(batch).to(device)
+        section, teacher_kl = self.config.distillation, None
+        if section.needs_logits:
+            teacher_kl = scores.teacher_kl
+        elif "teacher" in frozen:
+            teacher_kl = (old - frozen["teacher"]) * mask
+            advantages += section.weight * teacher_advantages(frozen["teacher"], old, section) * mask
         return LossRows(
             log_probs=scores.log_probs,
             old_log_probs=old,
             rollout_log_probs=rollout_log_probs_of(batch).to(device),
-            advantages=advantages_of(batch).to(device),
-            mask=torch.from_numpy(batch.mask).to(device),
+            advantages=advantages,
+            mask=mask,
             entropy=scores.entropy,
-            ref_log_probs=ref,
+            ref_log_probs=frozen.get("reference"),
+            teacher_kl=teacher_kl,
         )
 
     def _regularised(self, loss: Tensor, rows: LossRows, scale: LossScale) -> Tensor:
-        """Add the KL loss and the entropy bonus, as far as they are configured."""
+        """Add the KL losses and the entropy bonus, as far as they are configured."""
         if rows.ref_log_probs is not None:
             loss = loss + self.algorithm.kl_loss_coef * kl_loss(rows, self.algorithm, scale)
+        if self.config.distillation.needs_logits:
+            assert rows.teacher_kl is not None
+            weight = self.config.distillation.weight
+            loss = loss + weight * aggregated(rows.teacher_kl, rows.mask, self.algorithm, scale)
         if self.algorithm.entropy_coef > 0:
-            loss = loss - self.algorithm.entropy_coef * entropy_loss(rows, self.algorithm, scale)
+            assert rows.entropy is not None, "the entropy bonus needs entropies"
+            loss = loss - self.algorithm.entropy_coef * aggregated(rows.entropy, rows.mask, self.algorithm, scale)
         return loss
 
     def _note_rows(self, batch: MicroBatch, rows: LossRows) -> None:
@@ -341,6 +398,7 @@ class _Step:
         log_probs, old = rows.log_probs.detach().cpu().numpy(), rows.old_log_probs.cpu().numpy()
         entropy = rows.entropy.detach().cpu().numpy() if rows.entropy is not None else np.zeros_like(old)
         ref = rows.ref_log_probs.cpu().numpy() if rows.ref_log_probs is not None else None
+        teacher_kl = rows.teacher_kl.detach().cpu().numpy() if rows.teacher_kl is not None else None
         for i, item in enumerate(batch.items):
             size = item.advantages.size
             self.row_facts[item.row] = RowFacts(
@@ -349,6 +407,7 @@ class _Step:
                 rollout_log_probs=item.trajectory.rollout_log_probs[item.trajectory.response_mask],
                 entropy=entropy[i, :size],
                 ref_log_probs=None if ref is None else ref[i, :size],
+                teacher_kl=None if teacher_kl is None else teacher_kl[i, :size],
             )
 
     def _update(self, losses: Sequence[float]) -> None:
@@ -374,7 +433,7 @@ class _Step:
 
 
 def _by_row(batch: MicroBatch, scores: TokenScores) -> dict[int, RowScores]:
-    log_probs, entropy, squares = (tensor.cpu().numpy() for tensor in scores)
+    log_probs, entropy, squares, _ = (tensor.cpu().numpy() for tensor in scores)
     return {
         item.row: RowScores(
             log_probs=log_probs[i, : item.advantages.size],

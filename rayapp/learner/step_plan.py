@@ -100,7 +100,7 @@ def row_advantages(table: StepTable, inputs: AdvantageInputs, config: Config) ->
     rows = table.trained_rows
     if rows.size == 0:
         return {}
-    advantages = compute_advantages(inputs, config.algorithm).numpy()
+    advantages = compute_advantages(inputs, config.algorithm).numpy() * config.distillation.reward_weight
     return {int(row): advantages[i, : table.num_response_tokens[row]].astype(np.float32) for i, row in enumerate(rows)}
 
 

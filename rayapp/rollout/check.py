@@ -22,14 +22,16 @@ from rayapp.rollout.agent.build import check_template
 from rayapp.rollout.agent.chat import load_template
 from rayapp.rollout.agent.loops import SINGLE_TURN_AGENT, check_agent_name
 from rayapp.rollout.data_groups import answer_rewards
+from rayapp.rollout.environments.agents import check_environments, plays_environments
 from rayapp.rollout.external.agent import check_agent
 from rayapp.rollout.order import evaluation_waves
 from rayapp.rollout.prompts import render_prompts
-from rayapp.rollout.sources import naming
+from rayapp.rollout.sources import naming, open_judges
 from rayapp.rollout.task_agents import agent_start
 from rayapp.sandbox.providers.table import why_no_sandbox
 from rayapp.storage.models.check import check_model
 from rayapp.storage.models.prefetch import with_local_model
+from rayapp.storage.models.teacher import check_teacher
 from rayapp.storage.models.tokenizer import load_tokenizer
 from rayapp.tasks.data.reading import ReadOptions, open_data
 from rayapp.tasks.loading import load_tasks
@@ -49,7 +51,7 @@ class InputCheck:
 
 
 def check_inputs(config: Config, *, training: bool) -> None:
-    """The model, and tasks or data with their tools and rewards.
+    """The model, its teacher, and tasks or data with their tools and rewards.
 
     Args:
         training: False for evaluation alone.
@@ -58,12 +60,14 @@ def check_inputs(config: Config, *, training: bool) -> None:
     """
     config = with_local_model(config)
     check_model(config)
+    if training:
+        check_teacher(config)
     for check in input_checks(config, training=training):
         check.run()
 
 
 def input_checks(
-    config: Config, *, training: bool, has_tokenizer: bool = True, may_fetch: bool = True
+    config: Config, *, training: bool, has_tokenizer: bool = True, may_fetch: bool = True, asks_judges: bool = False
 ) -> Iterator[InputCheck]:
     """Every check of what a run is made from, but for the model: `train` and `eval` stop at the first that fails,
     `rayapp doctor` runs all.
@@ -71,8 +75,11 @@ def input_checks(
     Args:
         has_tokenizer: False where the model is not there: prompts are not rendered then.
         may_fetch: False leaves out files that would have to be fetched.
+        asks_judges: ask each judge one question from here; the rollout workers do so when they start.
     """
     yield InputCheck(what="evaluation", run=partial(_check_something_to_evaluate, config, training=training))
+    if asks_judges:
+        yield InputCheck(what="judges", run=partial(_check_judges, config))
     for source in sources_of(config):
         own = source.config
         checks: dict[str, Callable[[], object]] = {
@@ -88,6 +95,21 @@ def input_checks(
             checks["tasks"] = partial(check_tasks, own, training=training, has_tokenizer=has_tokenizer)
         for what, run in checks.items():
             yield InputCheck(what=what, run=partial(_named, source, run))
+
+
+def _check_judges(config: Config) -> None:
+    # Servers of the run are up when the run is; its rollout workers ask those then.
+    judges = open_judges(config, of_run=False)
+
+    async def check() -> None:
+        assert judges is not None
+        try:
+            await judges.check()
+        finally:
+            await judges.close()
+
+    if judges is not None:
+        asyncio.run(check())
 
 
 def _named(source: Source, check: Callable[[], object]) -> None:
@@ -110,6 +132,9 @@ def check_tasks(config: Config, *, training: bool, has_tokenizer: bool = True) -
     brought: dict[str, str] = {}
     for names in (config.tasks, *([config.eval.tasks] if config.eval.tasks else [])):
         tasks = load_tasks(names)
+        if plays_environments(tasks):
+            check_environments(tasks)
+            continue
         if config.default_agent == SINGLE_TURN_AGENT:
             if has_tokenizer:
                 render_prompts(config, tasks)

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import json
+from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import numpy as np
 
@@ -25,6 +28,7 @@ from rayapp.tasks.data.reading import Encode, ReadOptions, TrainingData, open_da
 
 Players = AgentLoops | ExternalAgent
 """Who plays rows."""
+MAX_KEPT_CHARS = 1 << 16
 
 
 class DataGroups:
@@ -56,7 +60,7 @@ class DataGroups:
             # Its imports may take seconds, which would hold up every trajectory of this process.
             await asyncio.to_thread(rewards.custom.load)
         players: Players = (
-            await ExternalAgent.open(config)
+            await ExternalAgent.open(config, sandboxes)
             if config.default_agent == EXTERNAL_AGENT
             else agent_loops(await open_loop(config, sandboxes), config.default_agent)
         )
@@ -106,17 +110,25 @@ def assignment_of(
     """
     score = partial(_score, row, rewards, sandboxes, seed)
     if isinstance(players, ExternalAgent):
-        return players.assignment(row.data_source, row.messages, score)
+        played = players.assignment(row.data_source, row.messages, score)
+        return replace(played, prompt=replace(played.prompt, **_facts(row)))
     loop = players.of(row.agent_name)
     text = loop.chat.tokenizer.decode(list(row.prompt_ids), skip_special_tokens=False)
     return Assignment(
         # The row's source stands where a task's name would.
-        prompt=Prompt(task=row.data_source, text=text, token_ids=np.array(row.prompt_ids, np.int32)),
+        prompt=Prompt(task=row.data_source, text=text, token_ids=np.array(row.prompt_ids, np.int32), **_facts(row)),
         play=partial(
             players.player(row.agent_name).run, AgentPrompt(token_ids=row.prompt_ids, tools_kwargs=row.tools_kwargs)
         ),
         score=score,
     )
+
+
+def _facts(row: DataRow) -> dict[str, Any]:
+    """What a prompt keeps of its row. Tests of a code problem may have megabytes, which no judge reads."""
+    long = {"ground_truth": row.ground_truth, "extra_info": row.extra_info}
+    kept = {name: value for name, value in long.items() if len(json.dumps(value, default=str)) <= MAX_KEPT_CHARS}
+    return {"messages": row.messages, **kept}
 
 
 async def _score(row: DataRow, rewards: AnswerRewards, sandboxes: SandboxSource, seed: int, episode: Episode) -> Reward:
@@ -168,5 +180,6 @@ def answer_rewards(config: Config) -> AnswerRewards:
         tool_weight=section.tool_weight,
         tool_verdict_weight=section.tool_verdict_weight,
         code=section.code,
+        is_optional=bool(section.judges) and not section.verdict_weight,
         custom=CustomReward(path=section.custom, timeout_s=section.custom_timeout_s) if section.custom else None,
     )

@@ -32,7 +32,7 @@ from rayapp.core.types import (
     Trajectory,
 )
 from rayapp.rollout.agent.episode import Episode
-from rayapp.rollout.agent.outcome import to_trajectory
+from rayapp.rollout.agent.outcome import to_trajectory, with_reward
 from rayapp.rollout.order import GroupRequest, sampling_of
 
 log = logging.getLogger(__name__)
@@ -55,6 +55,10 @@ class Assignment:
     play: Play
     score: Callable[[Episode], Awaitable[Reward]]
     """The verdict on an episode, one that failed included. Takes care of infrastructure that fails it."""
+    compare: Callable[[Sequence[Trajectory]], Awaitable[Sequence[Reward]]] | None = None
+    """What all trajectories are worth beside each other, once they are there."""
+    compare_timeout_s: float = 0.0
+    """Part of the group's deadline that is kept for it."""
 
 
 async def run_group(
@@ -86,9 +90,12 @@ async def run_group(
         own = sampling_of(request, sampling, index, group_size=group_size, seed=seed)
         request_id = f"{request.purpose}={request.group_id}/trajectory={index}"
         seat = _CohortSeat(engine, request_id, assignment.prompt, own)
-        return await _trajectory(request, assignment, seat, deadline_s)
+        return await _trajectory(request, assignment, seat, deadline_s - assignment.compare_timeout_s)
 
     trajectories = await _side_by_side([one(index) for index in range(group_size)])
+    if assignment.compare is not None:
+        left_s = deadline_s - (time.monotonic() - started)
+        trajectories = await _compared(assignment.compare, trajectories, left_s)
     group = Group(group_id=request.group_id, prompt=assignment.prompt, trajectories=tuple(trajectories))
     return group, summarize_group(group, time_total_s=time.monotonic() - started)
 
@@ -126,6 +133,21 @@ async def _trajectory(
         detail = f"not finished after rollout.group_deadline_s = {deadline_s:g}"
         return _failed_trajectory(prompt, request, "deadline", detail)
     return to_trajectory(episode, reward, asked_version=request.policy_version)
+
+
+async def _compared(
+    compare: Callable[[Sequence[Trajectory]], Awaitable[Sequence[Reward]]],
+    trajectories: Sequence[Trajectory],
+    timeout_s: float,
+) -> list[Trajectory]:
+    """The trajectories with what they are worth beside each other; without a reward where that takes too long."""
+    try:
+        async with asyncio.timeout(timeout_s):
+            rewards = await compare(trajectories)
+    except TimeoutError:
+        late = Reward.invalid("judge_timeout", "the group was not compared within rollout.group_deadline_s")
+        rewards = [late if each.reward.valid else each.reward for each in trajectories]
+    return [with_reward(each, reward) for each, reward in zip(trajectories, rewards, strict=True)]
 
 
 def _failed_trajectory(prompt: Prompt, request: GroupRequest, kind: str, detail: str) -> Trajectory:

@@ -9,12 +9,10 @@ from rayapp.core.errors import InputError
 from rayapp.core.protocols import Task
 from rayapp.core.types import Prompt
 from rayapp.storage.models.tokenizer import load_tokenizer
-from rayapp.tasks.loading import load_tasks
 
 
-def prompted_tasks(config: Config, names: Sequence[str]) -> list[tuple[Task, Prompt]]:
-    """Tasks by name or file, each with its prompt. Raises InputError as `load_tasks` and `render_prompts` do."""
-    tasks = load_tasks(names)
+def prompted_tasks(config: Config, tasks: Sequence[Task]) -> list[tuple[Task, Prompt]]:
+    """The tasks, each with its prompt. Raises InputError as `render_prompts`."""
     return list(zip(tasks, render_prompts(config, tasks), strict=True))
 
 

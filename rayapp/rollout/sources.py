@@ -15,14 +15,18 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import accumulate
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from rayapp.config.agent import EXTERNAL_AGENT
 from rayapp.config.config import Config, Source, sources_of
+from rayapp.config.model_servers import server_named
 from rayapp.core.errors import UserError
-from rayapp.core.protocols import SandboxSource
+from rayapp.core.protocols import SandboxSource, Task
+from rayapp.core.types import Reward, Trajectory
+from rayapp.rollout.agent.episode import Episode
 from rayapp.rollout.agent.loops import SINGLE_TURN_AGENT
 from rayapp.rollout.data_groups import DataGroups
+from rayapp.rollout.environments.agents import EnvironmentAgents, plays_environments
 from rayapp.rollout.external.agent import ExternalAgent
 from rayapp.rollout.group import Assignment
 from rayapp.rollout.mixing import Mixing
@@ -32,6 +36,9 @@ from rayapp.rollout.task_agents import TaskAgents
 from rayapp.rollout.task_groups import TaskGroups
 from rayapp.storage.models.prefetch import with_local_model
 from rayapp.tasks.loading import load_tasks
+
+if TYPE_CHECKING:
+    from rayapp.tasks.judges.judging import Judges, Judging
 
 
 class Groups(Protocol):
@@ -67,12 +74,21 @@ class RunGroups:
     Args:
         groups: one for each source.
         seed: the run's.
+        judges: that sources name; None where none does.
     """
 
-    def __init__(self, sources: Sequence[Source], groups: Sequence[Groups], *, seed: int) -> None:
+    def __init__(
+        self, sources: Sequence[Source], groups: Sequence[Groups], *, seed: int, judges: Judges | None = None
+    ) -> None:
         self._sources = sources
         self._groups = groups
+        self._judges = judges
         self._mixing = Mixing([source.ratio for source in sources], seed=seed)
+
+    async def check_judges(self) -> None:
+        """Ask each judge a question, before anything is sampled. Raises ConfigError: one gives no usable answer."""
+        if self._judges is not None:
+            await self._judges.check()
 
     @property
     def num_eval_prompts(self) -> tuple[int, ...]:
@@ -92,7 +108,11 @@ class RunGroups:
         """As `Groups.assignment`, for a request that counts the groups of the run."""
         index, place = self._place(request)
         assignment = await self._groups[index].assignment(replace(request, prompt=place), seed=seed)
-        return replace(assignment, prompt=replace(assignment.prompt, source=self._sources[index].name))
+        assignment = replace(assignment, prompt=replace(assignment.prompt, source=self._sources[index].name))
+        if self._judges is None:
+            return assignment
+        judging = self._judges.of(self._sources[index].config.reward)
+        return judged(assignment, judging, compares=request.purpose == "group")
 
     def _place(self, request: GroupRequest) -> tuple[int, int]:
         """Index of the request's source, and its place among the groups of that."""
@@ -106,7 +126,10 @@ class RunGroups:
 
     async def close(self) -> None:
         """End what the tools hold, of all sources whatever one of them says."""
-        ended = await asyncio.gather(*(groups.close() for groups in self._groups), return_exceptions=True)
+        closing = [groups.close() for groups in self._groups]
+        if self._judges is not None:
+            closing.append(self._judges.close())
+        ended = await asyncio.gather(*closing, return_exceptions=True)
         for error in ended:
             if error is not None:
                 raise error
@@ -120,31 +143,80 @@ async def open_groups(config: Config, sandboxes: SandboxSource) -> RunGroups:
     """
     config = await asyncio.to_thread(with_local_model, config)
     sources, opened = sources_of(config), list[Groups]()
+    groups = RunGroups(sources, opened, seed=config.run.seed, judges=open_judges(config))
     try:
+        await groups.check_judges()
         for source in sources:
             with naming(source):
                 opened.append(await _open(source.config, sandboxes))
     except BaseException:
-        await RunGroups(sources, opened, seed=config.run.seed).close()
+        await groups.close()
         raise
-    return RunGroups(sources, opened, seed=config.run.seed)
+    return groups
+
+
+def open_judges(config: Config, *, of_run: bool = True) -> Judges | None:
+    """The judges of a rollout worker; None in a run without. Raises ConfigError: a key is not set.
+
+    Args:
+        of_run: also those on the run's own servers.
+    """
+    names = {name for source in sources_of(config) for name in source.config.reward.judges}
+    used = [each for each in config.judges if each.name in names and (of_run or not server_named(each.base_url))]
+    if not used:
+        return None
+    from rayapp.tasks.judges.judging import Judges  # imports aiohttp, which runs without judges don't need
+
+    return Judges(used, config.run_folder, num_sharing=config.rollout.num_workers)
+
+
+def judged(assignment: Assignment, judging: Judging, *, compares: bool) -> Assignment:
+    """The assignment with judges in what its trajectories are worth.
+
+    Args:
+        compares: with those that compare them: what evaluation samples is not compared with itself.
+    """
+    prompt, verdict = assignment.prompt, assignment.score
+
+    async def score(episode: Episode) -> Reward:
+        return await judging.with_scores(prompt, episode.final_text, await verdict(episode))
+
+    async def compare(trajectories: Sequence[Trajectory]) -> Sequence[Reward]:
+        texts = [each.completion_text for each in trajectories]
+        return await judging.with_comparisons(prompt, texts, [each.reward for each in trajectories])
+
+    if not (compares and judging.compares):
+        return replace(assignment, score=score)
+    return replace(assignment, score=score, compare=compare, compare_timeout_s=judging.compare_timeout_s)
 
 
 async def _open(config: Config, sandboxes: SandboxSource) -> Groups:
     if config.uses_data:
         return await DataGroups.open(config, sandboxes)
-    if config.default_agent == SINGLE_TURN_AGENT:
-        held_out = prompted_tasks(config, config.eval.tasks) if config.eval.tasks else ()
-        return TaskGroups(prompted_tasks(config, config.tasks), held_out, sandboxes)
-    is_external = config.default_agent == EXTERNAL_AGENT
-    agents = await ExternalAgent.open(config) if is_external else TaskAgents.of(config, sandboxes)
+    # In a thread: an environment may have to be installed, and its process asked.
+    train = await asyncio.to_thread(load_tasks, config.tasks)
+    held_out = await asyncio.to_thread(load_tasks, config.eval.tasks) if config.eval.tasks else ()
+    agents = await _agents(config, sandboxes, (*train, *held_out))
+    if agents is None:
+        return TaskGroups(prompted_tasks(config, train), prompted_tasks(config, held_out), sandboxes)
     try:
-        train = await agents.prompted(load_tasks(config.tasks))
-        held_out = await agents.prompted(load_tasks(config.eval.tasks)) if config.eval.tasks else ()
-        return TaskGroups(train, held_out, sandboxes, agents)
+        return TaskGroups(await agents.prompted(train), await agents.prompted(held_out), sandboxes, agents)
     except BaseException:
         await agents.close()
         raise
+
+
+async def _agents(
+    config: Config, sandboxes: SandboxSource, tasks: Sequence[Task]
+) -> TaskAgents | ExternalAgent | EnvironmentAgents | None:
+    """Who plays the tasks; None: the policy speaks once."""
+    if plays_environments(tasks):
+        return EnvironmentAgents.of(config, sandboxes)
+    if config.default_agent == SINGLE_TURN_AGENT:
+        return None
+    if config.default_agent == EXTERNAL_AGENT:
+        return await ExternalAgent.open(config, sandboxes)
+    return TaskAgents.of(config, sandboxes)
 
 
 @contextmanager

@@ -89,8 +89,12 @@ class TaskAgents:
             loop = self._loops[start.tools] = await self._make_loop(start.tools)
             self._players[start.tools] = player_of(self._agent, loop)
         chat = self._loops[start.tools].chat
-        text = chat.render(start.messages)
-        return Prompt(task=task.name, text=text, token_ids=np.array(chat.prompt_ids(start.messages), np.int32))
+        return Prompt(
+            task=task.name,
+            text=chat.render(start.messages),
+            token_ids=np.array(chat.prompt_ids(start.messages), np.int32),
+            messages=start.messages,
+        )
 
     def play(self, task: Task, prompt: Prompt) -> Play:
         """How a trajectory of one of the tasks of `prompted` is played."""

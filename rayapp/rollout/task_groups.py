@@ -10,6 +10,7 @@ from rayapp.core.protocols import RolloutEngine, SandboxSource, Task
 from rayapp.core.types import Completion, Prompt, Reward, SamplingParams
 from rayapp.rollout.agent.episode import Episode, EpisodeEnd
 from rayapp.rollout.agent.transcript import Transcript
+from rayapp.rollout.environments.agents import EnvironmentAgents
 from rayapp.rollout.external.agent import ExternalAgent
 from rayapp.rollout.group import Assignment
 from rayapp.rollout.order import GroupRequest, prompt_index, scoring_seed
@@ -31,7 +32,7 @@ class TaskGroups:
         train: Sequence[Prompted],
         held_out: Sequence[Prompted],
         sandboxes: SandboxSource,
-        agents: TaskAgents | ExternalAgent | None = None,
+        agents: TaskAgents | ExternalAgent | EnvironmentAgents | None = None,
     ) -> None:
         self._train = train
         # A task that training has twice is evaluated once.

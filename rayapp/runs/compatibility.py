@@ -35,6 +35,16 @@ FREE_KEYS = (
     "learner.offload_when_idle",
     "rollout.group_deadline_s",
     "rollout.max_failed_ratio",
+    "judges.base_url",
+    "judges.api_key_env",
+    "judges.response_format",
+    "judges.timeout_s",
+    "judges.max_retries",
+    "judges.requests_per_minute",
+    "judges.max_concurrent",
+    "judges.cache",
+    "judges.input_price",
+    "judges.output_price",
 )
 """Keys and sections that may differ: they change where, how long and how visibly a run goes on, not what it learns.
 
@@ -52,6 +62,8 @@ MACHINE_KEYS = (
     "server.cpu_threads",
     "server.weight_transport",
     "server.weight_bucket_mib",
+    "model_servers.tensor_parallel_size",
+    "model_servers.gpu_memory_utilization",
     "learner.num_learners",
     "learner.max_tokens_per_microbatch",
     "learner.share_prefixes",
@@ -61,8 +73,8 @@ MACHINE_KEYS = (
     "learner.cpu_offload",
 )
 """Keys that another machine needs to be different. The same is learned, but not to the last bit: a warning says so."""
-_OF_A_SOURCE = re.compile(r"^sources\[\d+\]\.")
-"""What may differ in a run may differ in its sources."""
+_IN_A_LIST = re.compile(r"^sources\[\d+\]\.|\[\d+\]")
+"""What may differ in a run may differ in its sources, and in each judge."""
 
 
 def check_same_training(config: Config, stored: Path) -> None:
@@ -94,7 +106,7 @@ def check_same_training(config: Config, stored: Path) -> None:
 
 
 def _is_among(key: str, free: Sequence[str]) -> bool:
-    key = _OF_A_SOURCE.sub("", key)
+    key = _IN_A_LIST.sub("", key)
     return any(key == each or key.startswith(f"{each}.") for each in free)
 
 

@@ -7,6 +7,7 @@ The schema is in docs/run-folder.md; its version is in the file's metadata under
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -86,6 +87,9 @@ SCHEMA = pa.schema(
         ("source", pa.string()),
         ("task", pa.string()),
         ("prompt", pa.string()),
+        ("messages", pa.string()),
+        ("ground_truth", pa.string()),
+        ("extra_info", pa.string()),
         ("prefill", pa.string()),
         ("stop", pa.list_(pa.string())),
         ("num_prompt_tokens", pa.int32()),
@@ -198,6 +202,9 @@ def _row(step: int, group: Group, index: int, of_response: FloatArray | None) ->
         "source": prompt.source,
         "task": prompt.task,
         "prompt": prompt.text,
+        "messages": _json(prompt.messages),
+        "ground_truth": _json(prompt.ground_truth),
+        "extra_info": _json(prompt.extra_info),
         "prefill": prompt.prefill,
         "stop": list(prompt.stop),
         "num_prompt_tokens": prompt.token_ids.size,
@@ -225,14 +232,20 @@ def _row(step: int, group: Group, index: int, of_response: FloatArray | None) ->
     }
 
 
-def read_groups(path: Path) -> list[Group]:
+def _json(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False, default=str)
+
+
+def read_groups(path: Path | str, files: Any = None) -> list[Group]:
     """The groups of a file, as they were written.
 
+    Args:
+        files: pyarrow's file system that it is in; None: this machine's.
     Raises:
         InputError: it is no file of this schema version.
     """
     try:
-        table = pq.read_table(path, page_checksum_verification=True)
+        table = pq.read_table(path, filesystem=files, partitioning=None, page_checksum_verification=True)
     except (OSError, pa.ArrowException) as error:
         raise InputError(f"{path} is no readable parquet file: {error}") from None
     found = (table.schema.metadata or {}).get(_KEY, b"none").decode()
@@ -251,6 +264,9 @@ def _group(rows: list[dict[str, Any]]) -> Group:
         stop=tuple(first["stop"]),
         # Files written before runs had sources have no such column.
         source=first.get("source") or "",
+        messages=tuple(json.loads(first.get("messages") or "[]")),
+        ground_truth=json.loads(first.get("ground_truth") or "null"),
+        extra_info=json.loads(first.get("extra_info") or "{}"),
     )
     return Group(group_id=first["group_id"], prompt=prompt, trajectories=tuple(_trajectory(row) for row in rows))
 

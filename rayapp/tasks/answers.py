@@ -58,6 +58,8 @@ class AnswerRewards:
     """The user's function, in place of the data source's rule."""
     code: CodeSection = field(default_factory=CodeSection)
     """How code problems are tested."""
+    is_optional: bool = False
+    """Judges alone count: a data source without a rule has no verdict, and needs none."""
 
     def code_problem(self, data_source: str, ground_truth: object) -> CodeProblem | None:
         """The row as a code problem; None where it is none, or a custom function scores it."""
@@ -75,7 +77,14 @@ class AnswerRewards:
         """
         if self.custom is not None:
             return "any"
+        if self.has_no_verdict(data_source):
+            return "any"
         return "tests" if self.code_problem(data_source, "") else _rule(data_source).truth
+
+    def has_no_verdict(self, data_source: str) -> bool:
+        """Whether only judges say what its answers are worth."""
+        has_rule = bool(self.custom or self.code_problem(data_source, "") or find_rule(data_source))
+        return self.is_optional and not has_rule
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,6 +125,8 @@ async def _found(answer: Answer, rewards: AnswerRewards, sandboxes: SandboxSourc
     if rewards.custom is not None:
         return await _by_custom(answer, rewards.custom)
     problem = rewards.code_problem(answer.data_source, answer.ground_truth)
+    if rewards.has_no_verdict(answer.data_source):
+        return Reward(value=0.0, terms={"format": 0.0})
     if problem is not None:
         return await problem.score(answer.completion_text, sandboxes, seed=seed)
     return await _by_rule(answer, rewards)

@@ -189,7 +189,14 @@ class CodingTask(BaseModel):
         # A chat template writes its special tokens itself; a plain prompt gets those the tokenizer adds.
         token_ids = tokenizer.encode(text, add_special_tokens=not is_chat)
         stop = _DEFAULT_STOP[self.prompt_format] if self.stop is None else self.stop
-        return Prompt(task=self.name, text=text, token_ids=np.asarray(token_ids, np.int32), prefill=prefill, stop=stop)
+        return Prompt(
+            task=self.name,
+            text=text,
+            token_ids=np.asarray(token_ids, np.int32),
+            prefill=prefill,
+            stop=stop,
+            messages=_messages(self),
+        )
 
     def agent_start(self) -> AgentStart:
         """See `AgentTask`: the prompt as a user's message that names the files, without the beginning of an answer."""
@@ -201,7 +208,7 @@ class CodingTask(BaseModel):
             tools_kwargs = {RUN_TESTS: {"create_kwargs": {"check": self.check_public}}}
         told = self.prompt + (f"\n\nFiles in your workspace: {', '.join(sorted(files))}." if files else "")
         return AgentStart(
-            messages=(*_system(self), {"role": "user", "content": told}),
+            messages=_messages(self, told),
             files=files,
             packages=self.packages,
             tools=tools,
@@ -309,14 +316,15 @@ def _parameters(line: str) -> tuple[str, ...]:
     return names
 
 
-def _system(task: CodingTask) -> list[dict[str, str]]:
-    return [{"role": "system", "content": task.system}] if task.system else []
+def _messages(task: CodingTask, told: str = "") -> tuple[dict[str, str], ...]:
+    """Args: told: in place of the prompt."""
+    system = ({"role": "system", "content": task.system},) if task.system else ()
+    return (*system, {"role": "user", "content": told or task.prompt})
 
 
 def _chat(tokenizer: Tokenizer, task: CodingTask) -> str:
-    messages = [*_system(task), {"role": "user", "content": task.prompt}]
     try:
-        return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        return tokenizer.apply_chat_template(list(_messages(task)), tokenize=False, add_generation_prompt=True)
     except ValueError as error:
         raise InputError(
             f"task {task.name}: prompt_format is {task.prompt_format}, but the model's chat template can't render it: "

@@ -14,9 +14,7 @@ import importlib
 import importlib.util
 import inspect
 import math
-import threading
 from collections.abc import Awaitable, Callable, Mapping
-from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,6 +22,7 @@ from typing import Any
 from rayapp.core.errors import ConfigError, RayappError
 from rayapp.core.names.given import given, is_given
 from rayapp.core.names.plugins import is_plugin, load_plugin
+from rayapp.core.own_thread import in_thread
 
 _MOST = 3.4028234e38
 """The largest 32-bit float."""
@@ -77,7 +76,7 @@ class CustomReward:
                 if inspect.iscoroutinefunction(function):
                     found = await self._awaited(lambda: function(**arguments))
                 else:
-                    found = await asyncio.wrap_future(self._in_thread(function, arguments))
+                    found = await asyncio.wrap_future(in_thread(lambda: function(**arguments), self._failed))
                     if inspect.isawaitable(found):
                         found = await self._awaited(lambda: found)
         except TimeoutError as error:
@@ -100,22 +99,6 @@ class CustomReward:
         except BaseException as error:  # boundary: the user's code raises what it likes, SystemExit too
             raise self._failed(error) from error
 
-    def _in_thread(self, function: Callable[..., Any], arguments: Mapping[str, Any]) -> Future[Any]:
-        """Run it in a daemon thread of its own: one that never ends holds up neither others nor the process's exit."""
-        future: Future[Any] = Future()
-
-        def run() -> None:
-            try:
-                result = function(**arguments)
-            except BaseException as error:
-                # Wrap it in our own error: asyncio lets SystemExit end the process, and refuses StopIteration.
-                _settle(future, error=self._failed(error))
-            else:
-                _settle(future, result=result)
-
-        threading.Thread(target=run, name="custom-reward", daemon=True).start()
-        return future
-
     def _failed(self, error: BaseException) -> RewardFailedError:
         return RewardFailedError(f"{self.path} raised {type(error).__name__}: {_told(error)}", "reward_error")
 
@@ -127,23 +110,23 @@ class CustomReward:
         self._function = None
 
 
-def load_function(path: str, *, what: str = "reward function") -> Callable[..., Any]:
+def load_function(path: str, *, what: str = "reward function", is_reward: bool = True) -> Callable[..., Any]:
     """The function that `module:name` or `file.py:name` names.
 
     Args:
         what: it is for, in messages.
+        is_reward: the name of a plug-in that is a reward will do as well.
     Raises:
         ConfigError: it can't be imported, isn't there, or is no function.
     """
     if is_given(path):
         return given(path)  # type: ignore[return-value]
     place, _, name = path.rpartition(":")
-    if not place and is_plugin("rewards", path):
+    if is_reward and not place and is_plugin("rewards", path):
         return load_plugin("rewards", path)  # type: ignore[no-any-return]
     if not place or not name:
-        raise ConfigError(
-            f"{what} {path!r}: write package.module:function or file.py:function, or the name of a plug-in"
-        )
+        plugins = ", or the name of a plug-in" if is_reward else ""
+        raise ConfigError(f"{what} {path!r}: write package.module:function or file.py:function{plugins}")
     try:
         module = _load_file(Path(place)) if place.endswith(".py") else importlib.import_module(place)
     except (Exception, SystemExit) as error:  # boundary: the module is the user's and raises what it likes
@@ -163,12 +146,6 @@ def _load_file(path: Path) -> Any:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
-
-
-def _settle(future: Future[Any], *, result: object = None, error: BaseException | None = None) -> None:
-    # The caller may have given up at its deadline: then nobody waits for the answer.
-    if future.set_running_or_notify_cancel():
-        future.set_exception(error) if error is not None else future.set_result(result)
 
 
 def is_storable(value: float) -> bool:

@@ -60,11 +60,11 @@ class GeneratedTask:
     def render(self, tokenizer: Tokenizer) -> Prompt:
         """The question as a user's message, or as it is where the model has no chat template."""
         text, is_chat = f"{self._told}\n", bool(getattr(tokenizer, "chat_template", None))
+        messages = ({"role": "user", "content": self._told},)
         if is_chat:
-            messages = [{"role": "user", "content": self._told}]
-            text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+            text = tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
         token_ids = tokenizer.encode(text, add_special_tokens=not is_chat)
-        return Prompt(task=self.name, text=text, token_ids=np.asarray(token_ids, np.int32))
+        return Prompt(task=self.name, text=text, token_ids=np.asarray(token_ids, np.int32), messages=messages)
 
     def agent_start(self) -> AgentStart:
         """The question; the tools are those of the run's tool file."""

@@ -3,8 +3,9 @@
 A task is given as the name of a shipped one (`sort_numbers`), a YAML file with the fields of `CodingTask` (with
 `based_on`, a shipped task, only those that differ from its), a Python file that binds `TASK` to a `CodingTask` or
 any object of the `Task` protocol, or a folder in Harbor's layout. Many tasks are `benchmark:humaneval`,
-`reasoning_gym:chain_sum`, a folder of such folders, and `repositories`, the shipped ones. Used by the driver, the
-rollout workers and `rayapp score`. A Python file is run in this process: it is the user's own.
+`reasoning_gym:chain_sum`, a folder of such folders, `repositories`, the shipped ones, and a YAML file of an
+environment. Used by the driver, the rollout workers and `rayapp score`. A Python file is run in this process: it is the
+user's own.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from importlib import resources
 from importlib.resources.abc import Traversable
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import yaml
 from pydantic import ValidationError
@@ -27,6 +29,9 @@ from rayapp.core.protocols import Task
 from rayapp.core.validation import explain
 from rayapp.tasks.code.benchmarks import PREFIX, load_benchmark
 from rayapp.tasks.coding import CodingTask
+from rayapp.tasks.environments.files import VerifiersEnvironment, parse_environment
+from rayapp.tasks.environments.task import EnvironmentTask, row_tasks
+from rayapp.tasks.environments.verifiers import verifiers_tasks
 from rayapp.tasks.generators import GENERATED, load_generated
 from rayapp.tasks.repository.task import load_repository
 
@@ -80,6 +85,8 @@ def load_source(source: str) -> Sequence[Task]:
     if source == REPOSITORIES:
         return [load_task(name) for name in shipped_repositories()]
     folder = Path(source)
+    if folder.suffix in _YAML and "environment" in (data := _yaml(_read(folder), source)):
+        return _environment_tasks(data, folder)
     if folder.is_dir() and not (folder / "instruction.md").exists():
         found = sorted(entry for entry in folder.iterdir() if (entry / "instruction.md").is_file())
         if not found:
@@ -88,6 +95,11 @@ def load_source(source: str) -> Sequence[Task]:
             )
         return [load_task(str(entry)) for entry in found]
     return (load_task(source),)
+
+
+def _environment_tasks(data: dict[str, Any], path: Path) -> Sequence[EnvironmentTask]:
+    environment = parse_environment(data, path)
+    return verifiers_tasks(environment) if isinstance(environment, VerifiersEnvironment) else row_tasks(environment)
 
 
 def load_task(source: str) -> Task:
@@ -158,13 +170,20 @@ def _fields_of(base: object, source: str) -> dict[str, object]:
     return _fields_of(fields.pop("based_on"), source) | fields if "based_on" in fields else fields
 
 
-def _from_yaml(text: str, source: str) -> CodingTask:
+def _yaml(text: str, source: str) -> dict[str, Any]:
     try:
         data = yaml.safe_load(text)
     except yaml.YAMLError as error:
         raise InputError(f"task {source} is no YAML: {error}") from error
     if not isinstance(data, dict):
         raise InputError(f"task {source}: a mapping with prompt, func_name, tests and reference was expected")
+    return data
+
+
+def _from_yaml(text: str, source: str) -> CodingTask:
+    data = _yaml(text, source)
+    if "environment" in data:
+        raise InputError(f"task {source} is an environment: its verdict is on what is done in it, not on a text")
     if "based_on" in data:
         data = _fields_of(data.pop("based_on"), source) | data
     data.setdefault("name", Path(source).stem)

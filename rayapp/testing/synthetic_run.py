@@ -62,7 +62,7 @@ def _scalars(random: np.random.Generator, step: int, rows: int) -> dict[str, Any
     tasks = [TASKS[group % len(TASKS)] for group in groups]
     terms = [[("pass_rate", max(0.0, reward)), ("solved", float(reward == 1))] for reward in rewards.tolist()]
     same = {"index": np.arange(rows) % GROUP_SIZE, "step": np.full(rows, step), "group_id": groups, "reward": rewards}
-    empty = ("prefill", "reward_detail", "failure_kind", "source", "agent_output")
+    empty = [name for name in SCHEMA.names if SCHEMA.field(name).type == pa.string()]
     texts = dict.fromkeys(empty, "") | {"status": "completed"}
     numbers = {
         "num_prompt_tokens": PROMPT_TOKENS,

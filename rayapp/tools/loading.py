@@ -45,18 +45,23 @@ KNOWN = SHIPPED | {
 
 
 async def open_tools(
-    path: str | Path = "", context: ToolContext | None = None, *, brought: Sequence[str] = ()
+    path: str | Path = "",
+    context: ToolContext | None = None,
+    *,
+    brought: Sequence[str] = (),
+    made: Sequence[Tool] = (),
 ) -> ToolSet:
     """The tools of a tool file, connected, and those that a task brings.
 
     Args:
         path: empty is no file.
         brought: shipped names or classes, without a config; the file's tools of the same names come in their place.
+        made: tools that are there already.
     Raises:
         ConfigError: the file is wrong, there is no such tool, or an MCP server can't be used.
     """
     context = context or ToolContext()
-    tools: list[Tool] = []
+    tools = list(made)
     links: list[McpLink] = []
     try:
         for entry in read_tool_file(path) if path else ():

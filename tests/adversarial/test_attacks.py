@@ -22,12 +22,14 @@ from rayapp.core.types import SandboxSpec
 from rayapp.sandbox.local.doctor.attacks import Attack, load_attacks
 from rayapp.sandbox.local.doctor.canary import Canary
 from rayapp.sandbox.local.doctor.doctor import try_attack
-from rayapp.sandbox.local.provider import LEVELS, LocalProvider
+from rayapp.sandbox.local.provider import LEVELS, LOOPBACK_LEVELS, LocalProvider
 from rayapp.sandbox.local.sandbox import LocalSandbox
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 ATTACKS = load_attacks()
+REST = pytest.param(LOOPBACK_LEVELS[1], marks=pytest.mark.long)
+"""Differs from one level in the loopback and from another in /proc, both of which are tried on every run."""
 ROOT = Path(__file__).parents[2]
 AS_USER = f"""
 import os, sys
@@ -69,7 +71,7 @@ asyncio.run(main())
 """
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module", params=LEVELS)
+@pytest_asyncio.fixture(scope="module", loop_scope="module", params=(*LEVELS, LOOPBACK_LEVELS[0], REST))
 async def sandbox(request: pytest.FixtureRequest) -> AsyncIterator[LocalSandbox]:
     """One sandbox for all programs: what one of them breaks, the next one finds broken."""
     provider = LocalProvider(levels=(request.param,))
@@ -89,7 +91,7 @@ async def canary(sandbox: LocalSandbox) -> AsyncIterator[Canary]:
 async def test_the_sandbox_holds_and_the_next_honest_program_passes(
     attack: Attack, sandbox: LocalSandbox, canary: Canary
 ) -> None:
-    if sandbox.isolation not in attack.levels:
+    if not attack.is_for(sandbox.isolation):
         pytest.skip(attack.because)
 
     check = await try_attack(sandbox, attack, canary)
@@ -98,7 +100,7 @@ async def test_the_sandbox_holds_and_the_next_honest_program_passes(
     assert await sandbox.alive()
 
 
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("level", [*LEVELS, pytest.param(LOOPBACK_LEVELS[0], marks=pytest.mark.long), REST])
 def test_the_doctor_finds_every_attack_held_for_an_ordinary_user(level: str) -> None:
     # What it finds as root, at every level: the test above, by the same `try_attack`.
     done = run_python(DOCTOR, "doctor", "--all", "--json", "--level", level, as_user=True)

@@ -43,11 +43,15 @@ from rayapp.runs.trajectories import read_groups
 models, trajectories, out = json.loads(sys.argv[1]), sys.argv[2], Path(sys.argv[3])
 CASES = {
     1: [("tiny", "one", {}), ("six_heads", "one", {}), ("experts", "one", {}), ("tiny", "resumed", {}),
-        ("gpt_oss", "one", {}), ("gemma2", "one", {})],
+        ("gpt_oss", "one", {}), ("gemma2", "one", {}), ("tiny", "taught", {"taught": "vocabulary"}),
+        ("tiny", "sampled", {"taught": "sampled"})],
     2: [("tiny", "two", {}), ("tiny", "tokens", {"sequence_parallel": 2, "max_tokens_per_microbatch": 16}),
         ("six_heads", "tokens", {"sequence_parallel": 2}), ("experts", "two", {}),
         ("gpt_oss", "tokens", {"sequence_parallel": 2}), ("gemma2", "tokens", {"sequence_parallel": 2}),
-        ("tiny", "checkpointed", {"sequence_parallel": 2, "activation_checkpointing": True})],
+        ("tiny", "checkpointed", {"sequence_parallel": 2, "activation_checkpointing": True}),
+        ("tiny", "taught", {"taught": "vocabulary"}),
+        ("tiny", "taught_by_tokens", {"taught": "vocabulary", "sequence_parallel": 2}),
+        ("tiny", "sampled", {"taught": "sampled"})],
     4: [("tiny", "tokens", {"sequence_parallel": 4, "max_tokens_per_microbatch": 16}),
         ("tiny", "replicas", {"replicas": 2}), ("tiny", "both", {"replicas": 2, "sequence_parallel": 2}),
         ("experts", "four", {}), ("tiny", "saved", {"replicas": 2})],
@@ -63,7 +67,10 @@ def free_port():
 
 
 def config_of(world, model, changes):
+    changes = dict(changes)
+    over = changes.pop("taught", None)
     return Config.model_validate({
+        "distillation": {"teacher": models["gemma2"], "kl_over": over} if over else {},
         "model": {"path": models[model]}, "cluster": {"device": "cpu"}, "algorithm": {"entropy_coef": 0.01},
         "checkpoint": {"save_contents": ["model", "optimizer", "hf_model"]},
         "rollout": {"group_size": 4, "max_prompt_tokens": 16, "max_completion_tokens": 16},
@@ -151,9 +158,10 @@ BY_TOKENS = [
     ("gemma2-tokens-2", "gemma2-one-1"),
     ("tiny-tokens-4", "tiny-one-1"),
     ("tiny-both-4", "tiny-one-1"),
+    ("tiny-taught_by_tokens-2", "tiny-taught-1"),
 ]
 """Two ranks and two key heads; as many ranks as make two ranks share one; three key heads on two ranks; windows with
-sinks, and with caps on scores and logits; tokens and replicas at once."""
+sinks, and with caps on scores and logits; tokens and replicas at once; a teacher."""
 
 BY_RANKS = [("tiny", "two", 2), ("experts", "two", 2), ("experts", "four", 4)]
 
@@ -265,6 +273,14 @@ def test_ranks_that_share_a_micro_batch_have_the_log_probs_and_metrics_of_one(
     for name in ("sft/loss", "sft/entropy", "sft/num_tokens"):
         np.testing.assert_allclose(ranks[0]["sft"][name], expected["sft"][name], rtol=1e-5)
     np.testing.assert_allclose(ranks[0]["sft_loss"], expected["sft_loss"], rtol=1e-5)
+
+
+@pytest.mark.parametrize("case", ["taught", "sampled"])
+def test_two_ranks_distil_as_one_does(case: str, found: dict[str, Any]) -> None:
+    two, one = found[f"tiny-{case}-2"], found[f"tiny-{case}-1"]
+    assert_same_gradient(gradient(two), gradient(one))
+    kl = [case["ranks"][0]["metrics"]["distillation/kl"] for case in (two, one)]
+    np.testing.assert_allclose(*kl, rtol=1e-5)
 
 
 def test_a_model_that_is_there_twice_has_the_gradient_of_one_that_is_sharded_over_all(found: dict[str, Any]) -> None:

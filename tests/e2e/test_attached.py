@@ -10,7 +10,7 @@ import json
 import math
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,16 +24,6 @@ pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(3000)]
 ROOT = Path(__file__).parents[2]
 DEADLINE_S = 1200.0
 NUM_STEPS = 4
-
-
-@pytest.fixture(params=["scripted", pytest.param("vllm", marks=pytest.mark.long)])
-def running_ray(request: pytest.FixtureRequest, tmp_path: Path, start_ray: Callable[..., Any]) -> Iterator[Any]:
-    """One that nobody's run started."""
-    if request.param == "scripted":
-        yield request.getfixturevalue("standing_ray")
-        return
-    with start_ray(tmp_path, ("-m", "rayapp", "train"), (ROOT,)) as ray:
-        yield ray
 
 
 def wait_until(reached: Callable[[], bool], may_go_on: Callable[[], bool], output: Callable[[], str]) -> None:
@@ -87,6 +77,7 @@ def test_two_learners_on_a_running_ray_are_ended_by_sigterm_go_on_and_finish(
             "rollout_correction": {"level": "token", "threshold": 2.0},
         },
     )
+    config["distillation"] = {"teacher": config["model"]["path"], "kl_over": "vocabulary"}
     file, log, folder = tmp_path / "config.yaml", tmp_path / "log", tmp_path / "run"
     file.write_text(yaml.safe_dump(config))
 
@@ -120,6 +111,7 @@ def test_two_learners_on_a_running_ray_are_ended_by_sigterm_go_on_and_finish(
     assert [record["step"] for record in found] == list(range(1, last + 1))
     assert all(math.isfinite(value) for record in found for value in record.values())
     assert found[-1]["learner/kl_to_reference"] > 0.0  # the reference is the model that training began with
+    assert found[-1]["distillation/kl"] > 0.0  # the teacher is that model too, and told what it thinks in every step
     assert any(key.startswith("rollout_corr/") for key in found[-1]), sorted(found[-1])
     assert max(record["staleness/max"] for record in found) == 1.0
     assert (folder / "rewards.png").stat().st_size > 10_000

@@ -74,6 +74,8 @@ def model(tmp_path: Path, chat_tokenizer: Any) -> Path:
         dtype="bfloat16",
         vocab_size=len(chat_tokenizer),
         hidden_size=64,
+        num_attention_heads=2,  # heads of 32: vLLM's attention on a CPU has none of 16
+        num_key_value_heads=2,
         intermediate_size=64,
         num_hidden_layers=1,
         max_position_embeddings=16384,

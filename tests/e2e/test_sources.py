@@ -1,14 +1,18 @@
-"""A run of two sources, coding tasks and rows of data with tools: killed in a step and gone on with, it takes the
-prompts that it would have taken. The servers are scripted: vLLM is not the subject."""
+"""A run of three sources, coding tasks, rows of data with tools, and an environment's server: killed in a step and gone
+on with, it takes the prompts that it would have taken. The servers are scripted: vLLM is not the subject."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 import shutil
 import subprocess
+import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,15 +26,16 @@ from rayapp.core.types import Group
 from rayapp.rollout.mixing import Mixing
 from rayapp.runs.trajectories import read_groups
 from rayapp.testing.learners import save_llama
+from rayapp.testing.stubs.openenv_stub import MOVE, OpenEnvStub
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(1500)]
 
 ROOT = Path(__file__).parents[2]
-SCRIPTED = ROOT / "tests" / "data" / "train_with_scripted_servers.py"
 DEADLINE_S = 600.0
 NUM_STEPS, GROUPS_PER_STEP, KILL_AFTER = 6, 2, 3
-RATIOS = (2, 1)
+RATIOS = (2, 1, 1)
 NUM_ROWS = 3
+NUM_SAID = 24
 TOOLS = {"tools": [{"class_name": "rayapp.tools.python.PythonTool", "config": {"type": "native", "stateful": False}}]}
 
 
@@ -49,7 +54,9 @@ def chat_model(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Pa
     )  # fmt: skip
 
 
-def config_of(folder: Path, model: Path, tasks: list[str]) -> dict[str, Any]:
+def config_of(folder: Path, model: Path, tasks: list[str], server: str) -> dict[str, Any]:
+    walk = {"environment": "openenv", "url": server, "prompt": "Walk.", "size": 3, "seed": 40}
+    (folder / "walk.yaml").write_text(yaml.safe_dump(walk))
     (folder / "tools.yaml").write_text(yaml.safe_dump(TOOLS))
     rows = [
         {
@@ -71,8 +78,10 @@ def config_of(folder: Path, model: Path, tasks: list[str]) -> dict[str, Any]:
             {"name": "rows", "ratio": RATIOS[1], "data": data | {"max_eval_rows": 2},
              "agent": {"tool_file": str(folder / "tools.yaml"), "chat_template": "chatml_hermes"},
              "eval": {"samples_per_task": 3}},
+            {"name": "walks", "ratio": RATIOS[2], "tasks": [str(folder / "walk.yaml")],
+             "agent": {"chat_template": "chatml_hermes"}},
         ],
-        "rollout": {"group_size": 3, "max_prompt_tokens": 3000, "max_completion_tokens": 24},
+        "rollout": {"group_size": 3, "max_prompt_tokens": 3000, "max_completion_tokens": NUM_SAID},
         "train": {"num_steps": NUM_STEPS, "groups_per_step": GROUPS_PER_STEP},
         "eval": {"every_steps": NUM_STEPS, "samples_per_task": 2},
         "learner": {"max_tokens_per_microbatch": 8192, "compute_dtype": "float32"},
@@ -108,8 +117,31 @@ def resumed(
 ) -> Resumed:
     folder = tmp_path_factory.mktemp("sources")
     file, run, before, log = folder / "config.yaml", folder / "sources", folder / "before", folder / "log"
-    file.write_text(yaml.safe_dump(config_of(folder, chat_model, letter_tasks)))
+    with openenv_server() as server:
+        file.write_text(yaml.safe_dump(config_of(folder, chat_model, letter_tasks, server)))
+        return killed_and_resumed(standing_ray, file, run, before, log)
 
+
+@contextmanager
+def openenv_server() -> Iterator[str]:
+    """It outlives the run that is killed."""
+    is_over, url = threading.Event(), Future[str]()
+
+    async def serve() -> None:
+        async with OpenEnvStub({"action": MOVE}).running() as its_url:
+            url.set_result(its_url)
+            await asyncio.to_thread(is_over.wait)
+
+    thread = threading.Thread(target=lambda: asyncio.run(serve()))
+    thread.start()
+    try:
+        yield url.result(timeout=30)
+    finally:
+        is_over.set()
+        thread.join()
+
+
+def killed_and_resumed(standing_ray: Any, file: Path, run: Path, before: Path, log: Path) -> Resumed:
     process = standing_ray.train(str(file), log=log)
     try:
         wait_until(lambda: len(records(run)) >= KILL_AFTER, process, log)
@@ -117,24 +149,27 @@ def resumed(
         process.kill()
         process.wait()
     shutil.copytree(run / "trajectories", before)
-    standing_ray.wait_until_empty()
+    standing_ray.wait_until_gone()
     assert standing_ray.train(str(file), log=log).wait(timeout=DEADLINE_S) == 0, log.read_text()
     assert "resumed from step" in log.read_text()
     return Resumed(run, before)
 
 
-def test_a_killed_run_of_two_sources_takes_the_prompts_that_it_would_have_taken(resumed: Resumed) -> None:
+def test_a_killed_run_of_three_sources_takes_the_prompts_that_it_would_have_taken(resumed: Resumed) -> None:
     steps = [resumed.folder / "trajectories" / f"step={step:06d}.parquet" for step in range(1, NUM_STEPS + 1)]
     groups = [group for step in steps for group in read_groups(step)]
     mixing = Mixing(RATIOS, seed=5)
 
     assert [group.group_id for group in groups] == list(range(NUM_STEPS * GROUPS_PER_STEP))
-    names = [("code", "rows")[mixing.place(group.group_id)[0]] for group in groups]
+    names = [("code", "rows", "walks")[mixing.place(group.group_id)[0]] for group in groups]
     assert [group.prompt.source for group in groups] == names
-    assert set(names) == {"code", "rows"}
+    assert set(names) == {"code", "rows", "walks"}
     # Each row once before any comes again.
     asked = [group.prompt.text.partition("Problem ")[2][:1] for group in groups if group.prompt.source == "rows"]
     assert Counter(asked[:NUM_ROWS]) == {str(number): 1 for number in range(NUM_ROWS)}
+    # The environment's rows, too; what it says first is in the tokens.
+    walked = [group.trajectories[0].token_ids.tolist() for group in groups if group.prompt.source == "walks"]
+    assert len({str(tokens[:-NUM_SAID]) for tokens in walked}) == len(walked) == 3
     before = [group for step in sorted(resumed.before.glob("step=*")) for group in read_groups(step)]
     assert len(before) >= KILL_AFTER * GROUPS_PER_STEP
     assert [said(group) for group in before] == [said(group) for group in groups[: len(before)]]
@@ -151,14 +186,14 @@ def test_each_source_is_played_and_evaluated_in_its_own_way(resumed: Resumed) ->
     lengths = {name: group.trajectories[0].num_response_tokens for name, group in by_source.items()}
     found = records(resumed.folder)
 
-    assert lengths == {"code": 12, "rows": 24}
+    assert lengths == {"code": 12, "rows": NUM_SAID, "walks": NUM_SAID}
     assert '"name": "python"' in by_source["rows"].prompt.text
     assert by_source["code"].prompt.text.endswith(": write")
-    played = {name for record in found for name in ("code", "rows") if f"source/{name}/reward/mean" in record}
-    assert played == {"code", "rows"}
+    played = {name for record in found for name in ("code", "rows", "walks") if f"source/{name}/reward/mean" in record}
+    assert played == {"code", "rows", "walks"}
     last = found[-1]
-    prompts = {key: last[f"eval/pass_prompts/{key}"] for key in ("code/first", "code/second", "rows/openai/gsm8k")}
-    assert prompts == {"code/first": 1, "code/second": 1, "rows/openai/gsm8k": 2}
+    keys = ("code/first", "code/second", "rows/openai/gsm8k", "walks/walk")
+    assert {key: last[f"eval/pass_prompts/{key}"] for key in keys} == dict(zip(keys, (1, 1, 2, 3), strict=True))
     assert "eval/pass_at_3/rows/openai/gsm8k" in last
     assert "eval/pass_at_3/code/first" not in last
     assert max(record["learner/grad_norm"] for record in found if "learner/grad_norm" in record) > 0.0

@@ -19,18 +19,21 @@ from typing import Annotated, TextIO
 
 import typer
 
+from rayapp.core.aio import run_until_done
 from rayapp.core.errors import InputError
 from rayapp.core.terminal import visible
 from rayapp.core.types import SandboxSpec
 from rayapp.sandbox.local.doctor.attacks import load_attacks
 from rayapp.sandbox.local.doctor.doctor import format_report, run_doctor
-from rayapp.sandbox.local.provider import LEVELS, LocalProvider
+from rayapp.sandbox.local.provider import LEVELS, LOOPBACK_LEVELS, LocalProvider
 
 app = typer.Typer(no_args_is_help=True, help="Sandboxes: what isolation this node offers, and code in one.")
 _STOPPED = 124
 _READY_TIMEOUT_S = 60.0
 
-LevelOption = Annotated[str, typer.Option(help="Try this level only: ns+proc, ns or ll")]
+LevelOption = Annotated[
+    str, typer.Option(help="Try this level only: ns+proc, ns or ll; ns+proc+lo or ns+lo is one for agents inside")
+]
 
 
 @app.command()
@@ -43,7 +46,7 @@ def doctor(
 ) -> None:
     """Attack this node's isolation and print the level and what each check found."""
     families = tuple(sorted({attack.family for attack in load_attacks()})) if everything else None
-    report = asyncio.run(run_doctor(levels=_levels(level), families=families))
+    report = run_until_done(run_doctor(levels=_levels(level), families=families))
     print(json.dumps(dataclasses.asdict(report)) if as_json else visible(format_report(report)))
     if report.level == "none":
         raise typer.Exit(2)
@@ -72,7 +75,7 @@ def run(
         raise InputError("the code and its input can't both come from standard input: give the code as a file")
     code, given = _read(file), sys.stdin.read() if stdin else ""
     chosen = choose_provider(provider, config=config, url=url, levels=_levels(level), packages=packages)
-    result = asyncio.run(run_once(chosen, code, stdin=given, timeout_s=timeout_s, packages=packages))
+    result = run_until_done(run_once(chosen, code, stdin=given, timeout_s=timeout_s, packages=packages))
     _show(result.stdout, sys.stdout)
     _show(result.stderr, sys.stderr)
     if result.stopped_for is not None:
@@ -88,7 +91,7 @@ def bench(
     level: LevelOption = "",
 ) -> None:
     """Time trivial executions in one sandbox. For the whole picture: benchmarks/sandbox.py."""
-    times_ms, isolation = asyncio.run(_time(executions, _levels(level)))
+    times_ms, isolation = run_until_done(_time(executions, _levels(level)))
     rate = 1000 / statistics.mean(times_ms)
     p99 = statistics.quantiles(times_ms, n=100)[98]
     print(f"level {isolation}: median {statistics.median(times_ms):.2f} ms, p99 {p99:.2f} ms, {rate:.0f} executions/s")
@@ -129,8 +132,8 @@ def _show(text: str, stream: TextIO) -> None:
 def _levels(level: str) -> tuple[str, ...]:
     if not level:
         return LEVELS
-    if level not in LEVELS:
-        raise InputError(f"unknown level {level!r}; there are: {', '.join(LEVELS)}")
+    if level not in (known := LEVELS + LOOPBACK_LEVELS):
+        raise InputError(f"unknown level {level!r}; there are: {', '.join(known)}")
     return (level,)
 
 

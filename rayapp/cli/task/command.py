@@ -49,13 +49,13 @@ def audit(
 
     A task passes when its solution always earns 1, nothing else earns anything, and its oracle is nowhere to be read.
     """
-    import asyncio
     import json
     from dataclasses import asdict
 
     from rayapp.config.loading import load_config
+    from rayapp.core.aio import run_until_done
 
-    reports = asyncio.run(_audited(tasks, load_config(config), runs=runs, limit=limit, max_trivial=max_trivial))
+    reports = run_until_done(_audited(tasks, load_config(config), runs=runs, limit=limit, max_trivial=max_trivial))
     if as_json:
         typer.echo(json.dumps([asdict(report) for report in reports], indent=2))
     else:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
 from collections.abc import Iterator, Sequence
@@ -12,6 +11,7 @@ from typing import Any
 
 from rayapp.cli.score import read_answers, verdict_fields
 from rayapp.config.config import Config
+from rayapp.core.aio import run_until_done
 from rayapp.core.errors import InputError
 from rayapp.core.types import Reward
 from rayapp.tasks.answers import Answer, score_answer
@@ -68,7 +68,7 @@ def try_reward(trial: Trial, texts: Sequence[str], files: Sequence[str]) -> bool
                     all_valid &= verdict.valid
         return all_valid
 
-    return asyncio.run(run())
+    return run_until_done(run())
 
 
 def with_function(config: Config, trial: Trial) -> Config:

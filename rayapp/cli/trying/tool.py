@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from rayapp.cli.trying.reward import read_rows
+from rayapp.core.aio import run_until_done
 from rayapp.core.errors import InputError
 from rayapp.core.types import CallRecord
 from rayapp.tools.base import ToolContext
@@ -60,7 +60,7 @@ def try_tool(trial: Trial, words: Sequence[str]) -> bool:
             finally:
                 await tools.close()
 
-    return asyncio.run(run())
+    return run_until_done(run())
 
 
 def calls_of(words: Sequence[str]) -> Iterator[RawCall]:

@@ -259,7 +259,7 @@ TRAINER: dict[str, Rule] = {
     "custom_reward_function.name": no_effect("goes with custom_reward_function.path"),
     "reward.custom_reward_function.path": arithmetic.custom_reward,
     "reward.custom_reward_function.name": no_effect("goes with reward.custom_reward_function.path"),
-    "reward_model.enable": only(False, None, why="rewards come from rules and functions, not from a reward model"),
+    "reward_model.enable": only(False, None, why="a reward model is a judge behind HTTP here (docs/judges.md)"),
     "ray_kwargs.*": no_effect("see cluster.*"),
 }
 

@@ -7,6 +7,7 @@ the training. What only concerns verl's own machinery has no effect, whatever it
 from __future__ import annotations
 
 from rayapp.config.verl import groups
+from rayapp.config.verl.distillation import distillation
 from rayapp.config.verl.rules import Rule, no_effect, only
 
 _ACTOR, _ROLLOUT, _MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.model"
@@ -35,8 +36,10 @@ DAPO: dict[str, Rule] = {
 }
 
 REWARD: dict[str, Rule] = {
-    "reward.reward_model.enable": only(False, None, why="rewards come from rules and functions, not from a model"),
-    **_all("rewards come from rules and functions, not from a model", "reward.reward_model.*", "reward_model.model.*"),
+    "reward.reward_model.enable": only(False, None, why="a reward model is a judge behind HTTP here (docs/judges.md)"),
+    **_all(
+        "a reward model is a judge behind HTTP here (docs/judges.md)", "reward.reward_model.*", "reward_model.model.*"
+    ),
     **_all(
         "rewards are scored by the rollout workers",
         "reward.num_workers",
@@ -184,8 +187,8 @@ ALGORITHM_REST: dict[str, Rule] = {
     "algorithm.rollout_correction.bypass_mode": only(False, why="old log-probs are the learner's"),
     "algorithm.rollout_correction.loss_type": no_effect("only read with bypass_mode"),
     "algorithm.rollout_correction.rollout_is_batch_normalize": only(False, why="weights are not normalized"),
-    "distillation.enabled": only(False, why="there is no teacher"),
-    "distillation.*": no_effect(_OFF),
+    "distillation.enabled": distillation,
+    "distillation.*": no_effect("goes with distillation.enabled"),
 }
 
 DATA_REST: dict[str, Rule] = {

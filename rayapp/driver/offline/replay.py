@@ -27,8 +27,17 @@ from rayapp.runs.tracking.metrics import summarize_step
 from rayapp.runs.tracking.trackers import RunTracker, make_trackers
 from rayapp.runs.trajectories import read_groups
 from rayapp.storage.models.check import check_model
+from rayapp.storage.models.teacher import check_teacher
 
-REPEATED = ("learner/", "rollout_probs_diff/", "rollout_log_probs_diff/", "rollout_corr/", "reward/", "length/")
+REPEATED = (
+    "learner/",
+    "distillation/",
+    "rollout_probs_diff/",
+    "rollout_log_probs_diff/",
+    "rollout_corr/",
+    "reward/",
+    "length/",
+)
 """Metrics that follow from the weights and the trajectories alone, by the beginning of their names."""
 
 
@@ -43,6 +52,7 @@ def run_replay(config: Config, recorded: Path) -> None:
     start_logs(config.run.name, config.tracking.log_format)
     config = apart_from(after_warmup(config), recorded)
     check_model(config)
+    check_teacher(config)
     files = trajectory_files(recorded, config.train.num_steps)
     with RunFolder.open(config) as folder:
         if folder.latest_checkpoint() is not None:

@@ -61,6 +61,8 @@ class LossRows:
     """(B, T), with gradient when the entropy bonus needs it."""
     ref_log_probs: Tensor | None = None
     """(B, T) log-probs under the frozen reference, when the KL loss needs it."""
+    teacher_kl: Tensor | None = None
+    """(B, T) KL to the teacher, with gradient where it is taken over more than the sampled token."""
 
 
 def policy_loss(rows: LossRows, algorithm: AlgorithmSection, actor_config: Any, scale: LossScale) -> LossResult:
@@ -116,20 +118,18 @@ def correction_weights(rows: LossRows, algorithm: AlgorithmSection) -> Tensor | 
 
 def kl_loss(rows: LossRows, algorithm: AlgorithmSection, scale: LossScale) -> Tensor:
     """KL to the frozen reference, aggregated as the policy loss is; not yet times its coefficient."""
-    from verl.trainer.ppo.core_algos import agg_loss, kl_penalty
+    from verl.trainer.ppo.core_algos import kl_penalty
 
     assert rows.ref_log_probs is not None, "the KL loss needs reference log-probs"
     per_token = kl_penalty(rows.log_probs, rows.ref_log_probs, algorithm.kl_loss_type)
-    loss: Tensor = agg_loss(per_token, rows.mask, algorithm.loss_agg_mode, **scale.for_verl())
-    return loss
+    return aggregated(per_token, rows.mask, algorithm, scale)
 
 
-def entropy_loss(rows: LossRows, algorithm: AlgorithmSection, scale: LossScale) -> Tensor:
-    """Mean entropy, aggregated as the policy loss is; not yet times its coefficient. To be maximised."""
+def aggregated(values: Tensor, mask: Tensor, algorithm: AlgorithmSection, scale: LossScale) -> Tensor:
+    """One number of a value for every token, (B, T), as the policy loss makes it."""
     from verl.trainer.ppo.core_algos import agg_loss
 
-    assert rows.entropy is not None, "the entropy bonus needs entropies"
-    loss: Tensor = agg_loss(rows.entropy, rows.mask, algorithm.loss_agg_mode, **scale.for_verl())
+    loss: Tensor = agg_loss(values, mask, algorithm.loss_agg_mode, **scale.for_verl())
     return loss
 
 

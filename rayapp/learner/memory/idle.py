@@ -54,13 +54,13 @@ class IdleMemory:
         _wait(storage for storage, _ in fetched)
 
 
-def weights_of(*models: nn.Module | None) -> Iterator[Tensor]:
+def weights_of(*models: nn.Module) -> Iterator[Tensor]:
     """This rank's part of all parameters. What a forward without a backward has left whole is given up."""
     for model in models:
-        for module in model.modules() if model is not None else ():
+        for module in model.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
-        yield from model.parameters() if model is not None else ()
+        yield from model.parameters()
 
 
 def moments_of(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:

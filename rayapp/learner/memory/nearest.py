@@ -30,7 +30,7 @@ def largest_micro_batch(shape: ModelShape, config: Config, gpu: Gpu) -> int:
         middle = (low + high + 1) // 2
         low, high = (middle, high) if fits(middle * MICRO_BATCH_STEP) else (low, middle - 1)
     found = low * MICRO_BATCH_STEP
-    return found if found >= config.max_model_tokens else 0
+    return found if found >= config.max_learner_tokens else 0
 
 
 def nearest_that_fits(shape: ModelShape, config: Config, gpu: Gpu) -> Config | None:
@@ -61,7 +61,7 @@ def _with_smaller_micro_batch(shape: ModelShape, config: Config, gpu: Gpu) -> Co
     most = largest_micro_batch(shape, config, gpu)
     if most == 0 or most >= config.learner.token_budget:
         return config
-    return with_values(config, learner={"max_tokens_per_microbatch": max(most, config.max_model_tokens)})
+    return with_values(config, learner={"max_tokens_per_microbatch": max(most, config.max_learner_tokens)})
 
 
 def _recompute(shape: ModelShape, config: Config, gpu: Gpu) -> Config:

@@ -6,11 +6,14 @@ the learner's own step on fake tensors (`simulation.py`), within 10% of its peak
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 
-from rayapp.config.config import Config, with_values
+from rayapp.config.config import Config, alone, asked_servers, frozen_models, with_values
+from rayapp.config.model_servers import ModelServerSection
 from rayapp.learner.memory.gpus import GIB, Gpu
-from rayapp.learner.memory.shape import ModelShape
+from rayapp.learner.memory.shape import ModelShape, model_shape
 
 RUNTIME_BYTES = 3 * GIB // 2
 """CUDA context, kernels and nccl's buffers: an assumption, not measured here."""
@@ -52,8 +55,8 @@ class LearnerPlan:
 
     weights: int
     """Shards in float32, of adapters too."""
-    reference: int
-    """Shards of the frozen reference, when there is a KL loss."""
+    frozen: dict[str, int]
+    """Shards of the models that don't learn, by name (`frozen_models`)."""
     gradients: int
     """Shards in float32: there from the first micro-batch of a step to its end."""
     optimizer: int
@@ -71,7 +74,7 @@ class LearnerPlan:
     @property
     def resident(self) -> int:
         """What stays between steps."""
-        return self.weights + self.reference + self.optimizer + self.runtime
+        return self.weights + sum(self.frozen.values()) + self.optimizer + self.runtime
 
     @property
     def total(self) -> int:
@@ -162,18 +165,17 @@ def plan_gpu(shape: ModelShape, config: Config, gpu: Gpu) -> GpuPlan:
 
 def plan_learner(shape: ModelShape, config: Config) -> LearnerPlan:
     """Memory of one learner."""
-    frozen = MASTER * _shard(shape.num_parameters, config)
-    masters = frozen + MASTER * _shard(shape.num_adapter_parameters, config)
+    masters = MASTER * (_shard(shape.num_parameters, config) + _shard(shape.num_adapter_parameters, config))
     gradients, optimizer = (kind * _shard(shape.num_trained, config) for kind in (MASTER, ADAM))
-    reference = frozen if config.algorithm.kl_loss_coef > 0 else 0
+    frozen = {name: MASTER * _shard(own.num_parameters, config) for name, own in frozen_shapes(shape, config).items()}
     on_gpu = 0 if config.learner.cpu_offload else 1
     return LearnerPlan(
         weights=on_gpu * masters,
-        reference=on_gpu * reference,
+        frozen={name: on_gpu * size for name, size in frozen.items()},
         gradients=on_gpu * gradients,
         optimizer=on_gpu * optimizer,
         moments=learner_moments(shape, config),
-        host=(1 - on_gpu) * (masters + reference + gradients + optimizer),
+        host=(1 - on_gpu) * (masters + sum(frozen.values()) + gradients + optimizer),
     )
 
 
@@ -187,14 +189,14 @@ def learner_moments(shape: ModelShape, config: Config) -> tuple[Moment, ...]:
         # All layers have run; the buffer that the last one was gathered in is still there.
         Moment(
             name="the head's forward and backward",
-            gathered=element * (shape.num_root_parameters + layer),
+            gathered=element * (shape.num_root_parameters + layer) + _teacher_bytes(shape, config),
             activations=kept_bytes(shape, config),
             head=head_bytes(shape, config, config.learner.token_budget),
         ),
         # The last layer of all, whose gradients come first, and the next one being gathered.
         Moment(
             name="the backward of a layer",
-            gathered=gathered_bytes(shape, config),
+            gathered=gathered_bytes(shape, config) + _teacher_bytes(shape, config),
             activations=kept_bytes(shape, config) + working_bytes(shape, config),
             head=element * (shape.vocabulary * shape.hidden if trained_in_root else 0),
             # The layer behind it in float32, on its way to the other ranks, and the first of its own matrices.
@@ -205,6 +207,23 @@ def learner_moments(shape: ModelShape, config: Config) -> tuple[Moment, ...]:
             name="reducing the gradients of embeddings and head",
             unreduced=(element + FLOAT32) * trained_in_root + FLOAT32 * _shard(trained_in_root, config),
         ),
+    )
+
+
+def frozen_shapes(shape: ModelShape, config: Config) -> dict[str, ModelShape]:
+    """Shapes of the models that don't learn, by name."""
+    shapes = {"reference": shape, "teacher": shape.teacher or shape}
+    return {name: shapes[name] for name in frozen_models(config)}
+
+
+def _teacher_bytes(shape: ModelShape, config: Config) -> int:
+    """What the teacher leaves beside a micro-batch of the policy, where its whole distribution counts: its head, the
+    buffer that its last layer was gathered in, and its hidden states."""
+    if not config.distillation.needs_logits:
+        return 0
+    teacher, element = shape.teacher or shape, ELEMENT_BYTES[config.learner.compute_dtype]
+    return element * (
+        teacher.num_root_parameters + teacher.num_layer_parameters + config.learner.token_budget * teacher.hidden
     )
 
 
@@ -235,9 +254,9 @@ def with_token_budget(shape: ModelShape, config: Config, gpu_bytes: int) -> Conf
     def having(tokens: int) -> Config:
         return with_values(config, learner={"max_tokens_per_microbatch": tokens})
 
-    sizes = [having(1 << power) for power in range(16, 3, -1) if 1 << power >= config.max_model_tokens]
+    sizes = [having(1 << power) for power in range(16, 3, -1) if 1 << power >= config.max_learner_tokens]
     fitting = (sized for sized in sizes if plan_learner(shape, sized).total <= AUTO_SHARE * gpu_bytes)
-    return next(fitting, having(config.max_model_tokens))
+    return next(fitting, having(config.max_learner_tokens))
 
 
 def kept_bytes(shape: ModelShape, config: Config) -> int:
@@ -294,6 +313,10 @@ def head_bytes(shape: ModelShape, config: Config, num_tokens: int | None = None)
     Args:
         num_tokens: None for more than are kept.
     """
+    return _own_head_bytes(shape, config, num_tokens) + _teacher_head_bytes(shape, config, num_tokens)
+
+
+def _own_head_bytes(shape: ModelShape, config: Config, num_tokens: int | None) -> int:
     rows, element = config.learner.log_prob_chunk_tokens, ELEMENT_BYTES[config.learner.compute_dtype]
     # Kept from forward to backward: as many rows as take 4 bytes an entry for one chunk.
     kept_rows = rows * FLOAT32 // element
@@ -310,6 +333,14 @@ def head_bytes(shape: ModelShape, config: Config, num_tokens: int | None = None)
         return kept + softmax
     # The float32 sum of its gradient is there from the first chunk on; a chunk's own share comes after its softmax.
     return kept + FLOAT32 * weight + max(softmax, element * (logits + weight))
+
+
+def _teacher_head_bytes(shape: ModelShape, config: Config, num_tokens: int | None) -> int:
+    """What a chunk's comparison with the teacher takes more: log-probs of both, their ratio, and the gradient."""
+    if not config.distillation.needs_logits:
+        return 0
+    rows = min(config.learner.log_prob_chunk_tokens, num_tokens or sys.maxsize)
+    return (3 * FLOAT32 + ELEMENT_BYTES[config.learner.compute_dtype]) * rows * shape.vocabulary
 
 
 def head_bytes_per_token(shape: ModelShape, config: Config) -> int:
@@ -347,6 +378,13 @@ def plan_server(shape: ModelShape, config: Config, gpu_bytes: int) -> ServerPlan
     )
 
 
+def plan_model_servers(config: Config, gpu_bytes: int) -> Iterator[tuple[ModelServerSection, ServerPlan]]:
+    """Those that serve other models than the policy, each on GPUs of its own; graphs are in vLLM's share."""
+    for section in asked_servers(config):
+        own = alone(config, section)
+        yield section, plan_server(model_shape(own), own, gpu_bytes)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostPlan:
     """Bytes of this machine's memory in a run on its CPU."""
@@ -377,8 +415,9 @@ def plan_host(shape: ModelShape, config: Config, have: int) -> HostPlan:
         config = with_token_budget(shape, config, have // 2)
     section, server = config.learner, config.server
     element = ELEMENT_BYTES[section.compute_dtype]
-    shards = MASTER * shape.num_parameters + (ADAM + FLOAT32) * shape.num_trained
-    each = LEARNER_BYTES + element * (shape.num_parameters + shape.num_trained)
+    frozen = sum(own.num_parameters for own in frozen_shapes(shape, config).values())
+    shards = MASTER * (shape.num_parameters + frozen) + (ADAM + FLOAT32) * shape.num_trained
+    each = LEARNER_BYTES + element * (shape.num_parameters + frozen + shape.num_trained)
     batch = kept_bytes(shape, config) + working_bytes(shape, config) + head_bytes(shape, config)
     serving = ELEMENT_BYTES[server.dtype] * shape.num_parameters + server.kv_cache_gib * GIB
     return HostPlan(

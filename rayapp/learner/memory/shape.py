@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rayapp.config.config import Config
+from rayapp.config.config import Config, frozen_models, with_values
+from rayapp.config.learner import LoraSection
 from rayapp.core.errors import InputError
 from rayapp.core.imports import large_imports
 from rayapp.storage.models.check import check_hub_answers
@@ -34,6 +35,8 @@ class ModelShape:
     """Parameters of the adapters that `learner.lora` adds; 0 trains all weights."""
     adapter_rank_sum: int = 0
     """Sum of the ranks of all adapters of one layer: the numbers that they keep of a token."""
+    teacher: ModelShape | None = None
+    """Of the model that the policy distils from, if there is one."""
 
     @property
     def num_trained(self) -> int:
@@ -90,7 +93,15 @@ def model_shape(config: Config) -> ModelShape:
         num_idle_parameters=_idle(model, read),
         num_adapter_parameters=sum(p.numel() for p in adapters),
         adapter_rank_sum=len(adapters) // 2 * config.learner.lora.rank // len(layers),
+        teacher=_teacher_shape(config),
     )
+
+
+def _teacher_shape(config: Config) -> ModelShape | None:
+    own = frozen_models(config).get("teacher")
+    if own is None:
+        return None
+    return model_shape(with_values(own, distillation={"teacher": ""}, learner={"lora": LoraSection()}))
 
 
 def _idle(model: Any, read: Any) -> int:

@@ -11,7 +11,7 @@ Not seen, as by no simulation: what a kernel needs inside itself, gaps between t
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -24,7 +24,7 @@ from torch._guards import active_fake_mode
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.distributed.device_mesh import DeviceMesh
 
-from rayapp.config.config import Config, with_values
+from rayapp.config.config import Config, frozen_models, with_values
 from rayapp.config.learner import LearnerSection
 from rayapp.core.summaries import summarize_group
 from rayapp.core.types import Group, GroupSummary, Prompt, Reward, Trajectory
@@ -48,8 +48,8 @@ class SimulatedLearner:
 
     weights: int
     """Its shards, in float32; with adapters both kinds."""
-    reference: int
-    """Its shards of the frozen reference; 0 without a KL loss."""
+    frozen: int
+    """Its shards of the models that don't learn."""
     gradients: int
     optimizer: int
     """AdamW's two moments."""
@@ -66,7 +66,7 @@ class SimulatedLearner:
     @property
     def resident(self) -> int:
         """What stays between steps."""
-        return self.weights + self.reference + self.optimizer - (self.host - self.gradients if self.host else 0)
+        return self.weights + self.frozen + self.optimizer - (self.host - self.gradients if self.host else 0)
 
 
 def simulate_learner(config: Config) -> SimulatedLearner:
@@ -82,13 +82,13 @@ def simulate_learner(config: Config) -> SimulatedLearner:
     batch = _as_on_gpu(_full_micro_batch(config))
     with _fake_ranks(config.learner) as mesh, FakeTensorMode(allow_non_fake_inputs=True) as mode:
         model = _fake_policy(config, mesh, trainable=True)
-        reference = _fake_policy(config, mesh, trainable=False) if config.algorithm.kl_loss_coef > 0 else None
+        frozen = {name: _fake_policy(own, mesh, trainable=False) for name, own in frozen_models(config).items()}
         with FakeMeter(mode) as meter:
-            return _step(config, model, reference, batch, meter)
+            return _step(config, model, frozen, batch, meter)
 
 
 def _step(
-    config: Config, model: PolicyModel, reference: PolicyModel | None, batch: DeviceBatch, meter: FakeMeter
+    config: Config, model: PolicyModel, frozen: Mapping[str, PolicyModel], batch: DeviceBatch, meter: FakeMeter
 ) -> SimulatedLearner:
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = make_optimizer(model, config.learner.optimizer)
@@ -97,11 +97,11 @@ def _step(
     optimizer.step()  # makes the moments
     kinds = {
         "weights": _bytes(model.parameters()),
-        "reference": _bytes(reference.parameters()) if reference is not None else 0,
+        "frozen": sum(_bytes(other.parameters()) for other in frozen.values()),
         "gradients": _bytes(p.grad for p in trained if p.grad is not None),
         "optimizer": _bytes(state[name] for state in optimizer.state.values() for name in ("exp_avg", "exp_avg_sq")),
     }
-    meter.follow([*model.parameters(), *(reference.parameters() if reference is not None else ())])
+    meter.follow([p for each in (model, *frozen.values()) for p in each.parameters()])
     host = sum(kinds.values()) if config.learner.cpu_offload else 0
     peaks: dict[str, int] = {}
 
@@ -117,14 +117,18 @@ def _step(
         entropy_needs_grad=config.algorithm.entropy_coef > 0,
         softmax_rows=config.learner.log_prob_chunk_tokens,
     )
-    if reference is not None:
-        with part("reference"), torch.no_grad():
-            reference(batch, options)
-            reference.reshard()  # type: ignore[operator]
+    head = None
+    for name, other in frozen.items():
+        with part(name), torch.no_grad():
+            if name == "teacher" and config.distillation.needs_logits:
+                head = other.read(batch, options, config.distillation)  # type: ignore[operator]
+            else:
+                other(batch, options)
+                other.reshard()  # type: ignore[operator]
     with part("forward"):
-        scores = model(batch, options)
+        scores = model(batch, options, head)
     with part("backward"):
-        scores.log_probs.sum().backward()
+        (scores.log_probs.sum() + scores.teacher_kl.sum()).backward()
         del scores
     return SimulatedLearner(**kinds, peaks=peaks, host=host)
 

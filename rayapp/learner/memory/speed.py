@@ -13,7 +13,15 @@ from dataclasses import dataclass
 from rayapp.config.algorithm_names import BATCH_COUPLED_LOSSES, NEEDS_LOG_PROBS
 from rayapp.config.config import Config
 from rayapp.learner.memory.gpus import NODE_GPUS, NODE_LINK_GB_S, Gpu
-from rayapp.learner.memory.plan import ADAM, ELEMENT_BYTES, FLOAT32, MASTER, ServerPlan, layer_bytes_per_token
+from rayapp.learner.memory.plan import (
+    ADAM,
+    ELEMENT_BYTES,
+    FLOAT32,
+    MASTER,
+    ServerPlan,
+    frozen_shapes,
+    layer_bytes_per_token,
+)
 from rayapp.learner.memory.shape import ModelShape
 
 GEMM_SHARE, ATTENTION_SHARE, MEMORY_SHARE, LINK_SHARE = 0.68, 0.45, 0.7, 0.7
@@ -82,8 +90,10 @@ def step_speeds(shape: ModelShape, config: Config, gpu: Gpu, server: ServerPlan)
         or config.algorithm.adv_estimator in NEEDS_LOG_PROBS
     ):
         speeds["old log-probs"] = scored
-    if config.algorithm.kl_loss_coef > 0:
-        speeds["reference"] = scored
+    if config.distillation.is_policy:
+        speeds["teacher"] = scored
+    for name, own in frozen_shapes(shape, config).items():
+        speeds[name] = score(own, config, gpu)
     speeds["train"] = train(shape, config, gpu)
     speeds["optimizer"] = optimizer(shape, config, gpu)
     speeds["weight sync"] = weight_sync(shape, config, gpu)

@@ -21,7 +21,7 @@ from rayapp.learner.batch import MicroBatch
 from rayapp.learner.distributed import Ranks, local_part
 from rayapp.learner.log_probs import HeadOptions
 from rayapp.learner.memory.meter import MemoryMeter, memory_meter
-from rayapp.learner.memory.plan import ADAM, gathered_bytes, head_bytes, head_bytes_per_token
+from rayapp.learner.memory.plan import ADAM, frozen_shapes, gathered_bytes, head_bytes, head_bytes_per_token
 from rayapp.learner.memory.shape import model_shape
 from rayapp.learner.packing import pack
 from rayapp.learner.policy import PolicyModel, reduce_gradients, to_device
@@ -63,7 +63,7 @@ def find_token_budget(config: Config, ranks: Ranks, model: PolicyModel, room_byt
     Raises:
         LearnerError: the longest trajectory alone needs more.
     """
-    longest, need = -(-config.max_model_tokens // ranks.num_parts), measure_need(config, ranks, model)
+    longest, need = -(-config.max_learner_tokens // ranks.num_parts), measure_need(config, ranks, model)
     room = free_bytes(ranks, model) if room_bytes is None else room_bytes
     fits = min(ranks.gather(need.fits(room)))
     if fits < longest:
@@ -101,11 +101,13 @@ def measure_need(config: Config, ranks: Ranks, model: PolicyModel) -> MemoryNeed
             f"and {second.size} for {2 * few}: what more tokens take does not follow from that. Set a number."
         )
     shape, per_token = model_shape(config), (second - first) / few
-    # The reference scores just before the update, and the weights that it gathered are still there.
-    on_cpu, has_reference = ranks.device.type == "cpu", config.algorithm.kl_loss_coef > 0
-    reference = gathered_bytes(shape, config, shape.num_layers if on_cpu else 2) if has_reference else 0
+    # Frozen models score just before the update, and the weights that they gathered are still there.
+    on_cpu = ranks.device.type == "cpu"
+    frozen = sum(
+        gathered_bytes(own, config, own.num_layers if on_cpu else 2) for own in frozen_shapes(shape, config).values()
+    )
     return MemoryNeed(
-        fixed=first - few * per_token + head_bytes(shape, config) + reference,
+        fixed=first - few * per_token + head_bytes(shape, config) + frozen,
         per_token=per_token.clip(0) + head_bytes_per_token(shape, config),
     )
 

@@ -16,7 +16,7 @@ from rayapp.rollout.agent.chat import ChatFormat, load_template
 from rayapp.rollout.agent.episode import AgentLimits
 from rayapp.rollout.agent.loop import AgentLoop
 from rayapp.storage.models.tokenizer import load_tokenizer
-from rayapp.tools.base import ToolContext, ToolSchema
+from rayapp.tools.base import Tool, ToolContext, ToolSchema
 from rayapp.tools.calls import SampleCall, ToolCallParser
 from rayapp.tools.loading import open_tools
 
@@ -35,11 +35,13 @@ def vllm_parser(name: str, tokenizer: Any, tools: Sequence[ToolSchema], sample: 
     return load_parser(name, tokenizer, tools, sample)
 
 
-async def open_loop(config: Config, sandboxes: SandboxSource, *, brought: Sequence[str] = ()) -> AgentLoop:
+async def open_loop(
+    config: Config, sandboxes: SandboxSource, *, brought: Sequence[str] = (), made: Sequence[Tool] = ()
+) -> AgentLoop:
     """`open_agent_loop` with the section `agent`; its tools take their sandboxes from here.
 
     Args:
-        brought: tools besides those of the tool file, see `open_tools`.
+        brought, made: tools besides those of the tool file, see `open_tools`.
     """
     agent = config.agent
     limits = AgentLimits(
@@ -56,6 +58,7 @@ async def open_loop(config: Config, sandboxes: SandboxSource, *, brought: Sequen
         model=config.model.path,
         tool_file=agent.tool_file,
         brought=brought,
+        made=made,
         parser=agent.tool_parser,
         chat_template=agent.chat_template,
         context=ToolContext(sandboxes=sandboxes),
@@ -69,6 +72,7 @@ async def open_agent_loop(
     model: str,
     tool_file: str | Path = "",
     brought: Sequence[str] = (),
+    made: Sequence[Tool] = (),
     parser: str = "auto",
     chat_template: str = "",
     context: ToolContext | None = None,
@@ -79,7 +83,7 @@ async def open_agent_loop(
     Args:
         model: its name, for messages.
         tool_file: see docs/tools.md; empty is none.
-        brought: tools besides the file's; with neither the policy has none.
+        brought, made: tools besides the file's; without any the policy has none.
         parser: vLLM's name of the tool parser, or auto.
         chat_template: a .jinja file or a shipped template's name; empty keeps the model's own.
         make_parser: in place of vLLM's; for tests and benchmarks.
@@ -87,7 +91,7 @@ async def open_agent_loop(
         ConfigError: the tool file is wrong, an MCP server can't be used, the template has no place for tools, or there
             is no such parser, or it doesn't find a call that the template writes.
     """
-    tools = await open_tools(tool_file, context, brought=brought)
+    tools = await open_tools(tool_file, context, brought=brought, made=made)
     try:
         template = load_template(chat_template) if chat_template else ""
         chat = ChatFormat(tokenizer, tools.schemas, template=template, name=model)

@@ -109,3 +109,5 @@ class AgentPrompt:
     """What sandbox it is."""
     setup: tuple[str, ...] = ()
     """A command that is run in it first."""
+    first_turn: int = 0
+    """Number of the first turn in what the engine is asked: 1 where another has taken the trajectory's seat."""

@@ -43,7 +43,7 @@ class AgentLoop:
 
         Args:
             sampling: of every turn; `max_tokens` is lowered to what is left of the episode.
-            request_id: turn N asks the engine as `request_id/turn=N`.
+            request_id: turn N asks the engine as `request_id/turn=N`, from `prompt.first_turn` on.
         Raises:
             EngineError: the engine can't generate.
             SandboxConfigError: no sandbox can ever be had with this configuration.
@@ -110,7 +110,7 @@ class _Episode:
 
     async def _speak(self) -> tuple[Completion, tuple[RawCall, ...]]:
         sampling = replace(self.sampling, max_tokens=min(self.sampling.max_tokens, self._left()))
-        request_id = f"{self.request_id}/turn={len(self.transcript.turns)}"
+        request_id = f"{self.request_id}/turn={self.prompt.first_turn + len(self.transcript.turns)}"
         completion = await self.transcript.sample_turn(self.engine, request_id, sampling, self._text_of)
         said = after_thoughts(self.transcript.turns[-1].text)
         return completion, await read_calls(self.loop.parser, said, self.request_id)

@@ -44,16 +44,13 @@ def to_trajectory(episode: Episode, reward: Reward, *, asked_version: int = 0) -
     """
     oldest = [turn.policy_version for turn in episode.turns] or [asked_version]
     newest = [turn.max_policy_version for turn in episode.turns] or [asked_version]
-    status = episode.status
-    if not reward.valid and not status.is_error:
-        status = RolloutStatus.ERROR_SANDBOX
-    return Trajectory(
+    trajectory = Trajectory(
         token_ids=episode.token_ids,
         response_mask=episode.response_mask,
         rollout_log_probs=episode.rollout_log_probs,
         completion_text=episode.final_text,
         reward=reward,
-        status=status,
+        status=episode.status,
         min_policy_version=min(oldest),
         max_policy_version=max(newest),
         num_turns=len(episode.turns),
@@ -62,6 +59,16 @@ def to_trajectory(episode: Episode, reward: Reward, *, asked_version: int = 0) -
         agent_output=episode.agent_output,
         time_generate_s=sum(turn.queued_s + turn.generate_s for turn in episode.turns),
     )
+    return with_reward(trajectory, reward)
+
+
+def with_reward(trajectory: Trajectory, reward: Reward) -> Trajectory:
+    """The trajectory with this reward; one that is not valid is how a trajectory ended that had not failed before."""
+    status = trajectory.status
+    if not reward.valid and not status.is_error:
+        is_own = reward.failure_kind.startswith(("reward_", "judge_"))
+        status = RolloutStatus.ERROR_REWARD if is_own else RolloutStatus.ERROR_SANDBOX
+    return replace(trajectory, reward=reward, status=status)
 
 
 def episode_terms(episode: Episode) -> dict[str, float]:

@@ -12,24 +12,26 @@ from __future__ import annotations
 import asyncio
 import shutil
 import tempfile
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 
 from rayapp.config.config import Config
-from rayapp.core.errors import ConfigError, InputError, RayappError
-from rayapp.core.protocols import RolloutEngine, Task
-from rayapp.core.types import Prompt, Reward, SamplingParams
+from rayapp.core.errors import ConfigError, InputError, RayappError, SandboxConfigError, SandboxError
+from rayapp.core.protocols import RolloutEngine, SandboxSource, Task
+from rayapp.core.types import Prompt, Reward, SamplingParams, SandboxSpec
 from rayapp.rollout.agent.cutting import readable
 from rayapp.rollout.agent.episode import Episode
 from rayapp.rollout.agent.outcome import with_terms
+from rayapp.rollout.external import inside
 from rayapp.rollout.external.call import AgentCall
-from rayapp.rollout.external.program import Tail, environment, run_program
+from rayapp.rollout.external.program import Playing, Tail, environment, run_program
 from rayapp.rollout.gateway.formats import Formats
 from rayapp.rollout.gateway.session import Session, SessionLimits
 from rayapp.rollout.group import Assignment, Play
@@ -47,16 +49,10 @@ class _Start:
     task: str
     messages: tuple[Mapping[str, str], ...]
     files: Mapping[str, str]
-
-
-@dataclass(slots=True, kw_only=True)
-class _Playing:
-    """One trajectory under way."""
-
-    output: Tail
-    answer: str | None = None
-    failure: str = ""
-    ran_out: bool = False
+    entry: Entry | None = None
+    """Who plays in place of the source's program or function."""
+    spec: SandboxSpec | None = None
+    """Of the program's sandbox, with `agent.external.inside`."""
 
 
 class ExternalAgent:
@@ -66,28 +62,43 @@ class ExternalAgent:
         config: of the source.
         formats: the model's.
         entry: the user's function; None runs the command.
+        sandboxes: where programs run, with `agent.external.inside`.
+        files: the agent's own, by relative path.
     """
 
-    def __init__(self, config: Config, formats: Formats, entry: Entry | None) -> None:
+    def __init__(
+        self,
+        config: Config,
+        formats: Formats,
+        entry: Entry | None,
+        *,
+        sandboxes: SandboxSource | None = None,
+        files: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
         from rayapp.rollout.gateway.server import Gateway  # imports aiohttp, which runs without such agents don't need
 
         self._settings = config.agent.external
         self._limits = SessionLimits(max_tokens=config.max_model_tokens, max_turns=config.agent.max_assistant_turns)
         self._formats = formats
         self._entry = entry
+        self._sandboxes, self._files = sandboxes, files
         self._gateway = Gateway(formats)
 
     @classmethod
-    async def open(cls, config: Config) -> ExternalAgent:
+    async def open(cls, config: Config, sandboxes: SandboxSource | None = None) -> ExternalAgent:
         """With the run's model and the section `agent`.
 
         Raises:
-            ConfigError: the program or the function is not there.
+            ConfigError: the program, the function or one of its files is not there.
         """
         entry = check_agent(config)
-        agent = cls(config, await asyncio.to_thread(Formats.of, config), entry)
-        await agent._gateway.start()
-        return agent
+        formats = await asyncio.to_thread(Formats.of, config)
+        return await cls(config, formats, entry, sandboxes=sandboxes, files=_own_files(config)).started()
+
+    async def started(self) -> ExternalAgent:
+        """Itself, listening."""
+        await self._gateway.start()
+        return self
 
     def prompt_ids(self, messages: Sequence[Mapping[str, Any]], agent_name: str = "") -> list[int]:
         """What is asked, as the model's template has it, for its length alone: the agent writes prompts of its own."""
@@ -105,18 +116,16 @@ class ExternalAgent:
         Raises:
             InputError: a message is no text.
         """
-        return Assignment(
-            prompt=self._prompt(name, messages), play=self._play(name, messages, files or {}), score=score
-        )
+        return Assignment(prompt=self.prompt(name, messages), play=self.playing(name, messages, files), score=score)
 
     async def prompted(self, tasks: Sequence[Task]) -> list[tuple[Task, Prompt]]:
         """The tasks, each with what is asked. Raises InputError: an agent can't play one."""
-        return [(task, self._prompt(task.name, agent_start(task).messages)) for task in tasks]
+        return [(task, self.prompt(task.name, agent_start(task).messages)) for task in tasks]
 
     def play(self, task: Task, prompt: Prompt) -> Play:
         """How a trajectory of one of the tasks of `prompted` is played. Tools that it brings are for the tool agent."""
         start = agent_start(task)
-        return self._play(task.name, start.messages, start.files)
+        return self.playing(task.name, start.messages, start.files, spec=start.spec)
 
     async def score(self, episode: Episode, verdict: Callable[[], Awaitable[Reward]]) -> Reward:
         """The verdict on the answer; none on an episode that failed."""
@@ -126,15 +135,31 @@ class ExternalAgent:
         """End all sessions. Idempotent."""
         await self._gateway.close()
 
-    def _prompt(self, name: str, messages: Sequence[Mapping[str, Any]]) -> Prompt:
+    def prompt(self, name: str, messages: Sequence[Mapping[str, Any]]) -> Prompt:
+        """What is asked. Raises InputError: a message is no text."""
         if not all(isinstance(message.get("content"), str) for message in messages):
             raise InputError(f"{name}: an external agent is told text alone, and a message has other parts")
         # It has no token ids: what the policy reads is the agent's to write.
-        return Prompt(task=name, text=self._formats.plain.chat.render(messages), token_ids=np.empty(0, np.int32))
+        text = self._formats.plain.chat.render(messages)
+        return Prompt(task=name, text=text, token_ids=np.empty(0, np.int32), messages=tuple(messages))
 
-    def _play(self, name: str, messages: Sequence[Mapping[str, Any]], files: Mapping[str, str]) -> Play:
+    def playing(
+        self,
+        name: str,
+        messages: Sequence[Mapping[str, Any]],
+        files: Mapping[str, str] | None = None,
+        entry: Entry | None = None,
+        spec: SandboxSpec | None = None,
+    ) -> Play:
+        """How a trajectory is played.
+
+        Args:
+            entry: who plays it; None: the source's program or function.
+            spec: the sandbox that a program inside asks for.
+        """
         told = tuple({"role": str(each["role"]), "content": str(each["content"])} for each in messages)
-        return partial(self._run, _Start(task=name, messages=told, files=files))
+        start = _Start(task=name, messages=told, files=files or {}, entry=entry or self._entry, spec=spec)
+        return partial(self._run, start)
 
     async def _run(self, start: _Start, *, engine: RolloutEngine, sampling: SamplingParams, request_id: str) -> Episode:
         """One trajectory.
@@ -142,18 +167,20 @@ class ExternalAgent:
         Raises:
             EngineError, DeadlineError: the engine can't generate.
         """
-        playing = _Playing(output=Tail(self._settings.max_output_chars))
-        folders = tempfile.TemporaryDirectory(prefix="rayapp-agent-", ignore_cleanup_errors=True)
-        with folders as folder, self._session(engine, sampling, request_id) as session:
+        playing = Playing(output=Tail(self._settings.max_output_chars))
+        with self._session(engine, sampling, request_id) as session:
             call = AgentCall(
                 task=start.task,
                 messages=start.messages,
-                files=start.files,
-                folder=Path(folder),
-                url=self._gateway.url_of(session),
+                files={**self._files, **start.files},
+                folder=inside.FOLDER,
+                url=f"{inside.URL}/{session.id}",
                 api_key=session.key,
             )
-            await self._played(call, session, playing)
+            if self._settings.inside and start.entry is None:
+                await self._played(self._act_inside(call, start.spec, session, playing), None, session, playing)
+            else:
+                await self._on_the_host(replace(call, url=self._gateway.url_of(session)), start.entry, session, playing)
         if not session.tree.turns and not playing.failure:
             playing.failure = "the agent ended without a turn of the policy"
         output = readable(playing.output.text)
@@ -164,13 +191,21 @@ class ExternalAgent:
     ) -> AbstractContextManager[Session]:
         return self._gateway.session(engine=engine, sampling=sampling, limits=self._limits, request_id=request_id)
 
-    async def _played(self, call: AgentCall, session: Session, playing: _Playing) -> None:
-        acting = asyncio.create_task(self._act(call, playing))
+    async def _on_the_host(self, call: AgentCall, entry: Entry | None, session: Session, playing: Playing) -> None:
+        with tempfile.TemporaryDirectory(prefix="rayapp-agent-", ignore_cleanup_errors=True) as folder:
+            call = replace(call, folder=Path(folder))
+            await self._played(self._act(call, entry, playing), self._settings.timeout_s, session, playing)
+            if playing.answer is None and self._settings.answer_file and not playing.failure:
+                playing.answer = _answer_in(call.folder / self._settings.answer_file)
+
+    async def _played(
+        self, act: Coroutine[Any, Any, None], timeout_s: float | None, session: Session, playing: Playing
+    ) -> None:
+        """The agent until it ends, until its time is up, or until the engine fails."""
+        acting = asyncio.create_task(act)
         try:
-            await asyncio.wait(
-                {acting, session.trouble}, timeout=self._settings.timeout_s, return_when=asyncio.FIRST_COMPLETED
-            )
-            playing.ran_out = not acting.done() and not session.trouble.done()
+            await asyncio.wait({acting, session.trouble}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+            playing.ran_out |= not acting.done() and not session.trouble.done()
         finally:
             session.end()
             acting.cancel()
@@ -180,14 +215,26 @@ class ExternalAgent:
             raise error
         if error is not None:
             playing.failure = f"the gateway failed: {type(error).__name__}: {error}"[:500]
-        elif playing.answer is None and self._settings.answer_file and not playing.failure:
-            playing.answer = _answer_in(call.folder / self._settings.answer_file)
+        if not acting.cancelled():
+            acting.result()  # what ends the run, such as a machine without the isolation that was asked for
 
-    async def _act(self, call: AgentCall, playing: _Playing) -> None:
+    async def _act_inside(self, call: AgentCall, spec: SandboxSpec | None, session: Session, playing: Playing) -> None:
+        assert self._sandboxes is not None, "agent.external.inside without sandboxes"
+        try:
+            await inside.play(
+                call, self._settings, playing,
+                sandboxes=self._sandboxes, spec=spec, admit=partial(self._gateway.admitting, session),
+            )  # fmt: skip
+        except SandboxConfigError:
+            raise
+        except SandboxError as error:
+            playing.failure = f"the agent's sandbox failed: {type(error).__name__}: {error}"[:500]
+
+    async def _act(self, call: AgentCall, entry: Entry | None, playing: Playing) -> None:
         try:
             call.write()
-            if self._entry is not None:
-                playing.answer = _as_answer(await self._entry(call))
+            if entry is not None:
+                playing.answer = _as_answer(await entry(call))
                 return
             code = await run_program(
                 [call.filled_in(argument) for argument in self._settings.command],
@@ -210,13 +257,23 @@ def check_agent(config: Config) -> Entry | None:
     """
     settings = config.agent.external
     if settings.entry:
-        return load_function(settings.entry, what="agent.external.entry")
-    if shutil.which(settings.command[0]) is None:
+        return load_function(settings.entry, what="agent.external.entry", is_reward=False)
+    if not settings.inside and shutil.which(settings.command[0]) is None:
         raise ConfigError(
             f"agent.external.command: there is no program {settings.command[0]!r} on this machine. Install it on every "
             "machine with rollout workers, or give its whole path."
         )
     return None
+
+
+def _own_files(config: Config) -> dict[str, str]:
+    files = dict[str, str]()
+    for name, path in config.agent.external.files.items():
+        try:
+            files[name] = path.read_text(encoding="utf-8")
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"agent.external.files: {path} can't be read as text: {error}") from error
+    return files
 
 
 def _as_answer(found: Any) -> str | None:

@@ -60,21 +60,24 @@ class AgentCall:
         """JSON: task, messages and prompt."""
         return self.folder / ".rayapp" / "task.json"
 
+    @property
+    def content(self) -> dict[str, str]:
+        """Of the folder when the agent begins: the files and the task, by relative path."""
+        told = {"task": self.task, "prompt": self.prompt, "messages": [dict(message) for message in self.messages]}
+        return {**self.files, str(self.task_file.relative_to(self.folder)): json.dumps(told, ensure_ascii=False)}
+
     def write(self) -> None:
-        """Put the files and the task into the folder.
+        """Fill the folder.
 
         Raises:
             ValueError: a file's path leads out of it.
         """
-        for name, text in self.files.items():
+        for name, text in self.content.items():
             path = (self.folder / name).resolve()
             if not path.is_relative_to(self.folder.resolve()):
                 raise ValueError(f"task {self.task}: the file {name!r} leads out of the agent's folder")
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(text, encoding="utf-8")
-        self.task_file.parent.mkdir()
-        told = {"task": self.task, "prompt": self.prompt, "messages": [dict(message) for message in self.messages]}
-        self.task_file.write_text(json.dumps(told, ensure_ascii=False), encoding="utf-8")
 
     def filled_in(self, argument: str) -> str:
         """An argument of a command, with {prompt}, {model}, {url}, {task_file} and {folder}."""

@@ -1,4 +1,4 @@
-"""A program run to its end or until nobody waits for it: what it writes is kept, and its process group is killed.
+"""A program run to its end or until nobody waits for it: what it writes is kept, and all that it started is killed.
 
 It runs on the host as the user of the rollout worker. Of the worker's environment it gets only what programs need to
 be found and to speak their language: never a key of the trainer.
@@ -9,13 +9,16 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 _PASSED_ON = ("PATH", "LANG", "LC_ALL", "LC_CTYPE", "TZ", "LD_LIBRARY_PATH", "SSL_CERT_FILE", "SSL_CERT_DIR")
 _AFTER_DEATH_S = 2.0
-"""For what is still in the pipe of a program that has been killed."""
+"""For the end of what has been told to end, and for what it left in the pipe."""
+KEEPER = str(Path(__file__).with_name("keeper.py"))
 
 
 class Tail:
@@ -50,6 +53,17 @@ class Tail:
         return lines[-1].strip()[:300] if lines else ""
 
 
+@dataclass(slots=True, kw_only=True)
+class Playing:
+    """One trajectory's agent under way."""
+
+    output: Tail
+    answer: str | None = None
+    failure: str = ""
+    ran_out: bool = False
+    """Its time is up."""
+
+
 def environment(folder: Path, own: Mapping[str, str]) -> dict[str, str]:
     """All that a program sees: a home of its own, and what it is given."""
     passed_on = {name: os.environ[name] for name in _PASSED_ON if name in os.environ}
@@ -58,16 +72,17 @@ def environment(folder: Path, own: Mapping[str, str]) -> dict[str, str]:
 
 
 async def run_program(command: Sequence[str], *, folder: Path, env: Mapping[str, str], output: Tail) -> int:
-    """Its exit status; negative is the signal that ended it. Whatever happens, no process of its group outlives this.
+    """Its exit status; negative is the signal that ended it. Whatever happens, nothing that it started outlives this,
+    nor this process.
 
     Raises:
         OSError: it can't be started.
     """
     process = await asyncio.create_subprocess_exec(
-        *command,
+        *(sys.executable, "-I", "-S", KEEPER, *command),
         cwd=folder,
         env=dict(env),
-        stdin=asyncio.subprocess.DEVNULL,
+        stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.STDOUT,
         start_new_session=True,
@@ -77,14 +92,18 @@ async def run_program(command: Sequence[str], *, folder: Path, env: Mapping[str,
     try:
         return await process.wait()
     finally:
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
         await asyncio.shield(_gone(process, reading))
 
 
 async def _gone(process: asyncio.subprocess.Process, reading: asyncio.Task[None]) -> None:
-    await process.wait()
-    # A process that left the group may hold the pipe for ever.
+    assert process.stdin is not None
+    process.stdin.close()  # the keeper kills them all
+    try:
+        await asyncio.wait_for(process.wait(), _AFTER_DEATH_S)
+    except TimeoutError:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        await process.wait()
     await asyncio.wait({reading}, timeout=_AFTER_DEATH_S)
     reading.cancel()
 

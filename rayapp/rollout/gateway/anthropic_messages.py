@@ -9,6 +9,7 @@ from typing import Any
 from rayapp.rollout.gateway.conversation import Ask, Choice, Reply, Said, ToolCall
 from rayapp.rollout.gateway.reading import (
     content,
+    distribution,
     event,
     neutral,
     objects,
@@ -52,6 +53,7 @@ class AnthropicMessages:
             model=text(body.get("model"), "model") or "policy",
             max_tokens=positive(body.get("max_tokens"), "max_tokens"),
             stop=texts(body.get("stop_sequences"), "stop_sequences"),
+            distribution=distribution(body),
             reads_calls=chosen.get("type") != "none",
             is_stream=bool(body.get("stream")),
             wants_thoughts=isinstance(thinking, dict) and thinking.get("type", "disabled") != "disabled",

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import groupby
@@ -76,6 +76,8 @@ class Ask:
     max_tokens: int | None = None
     """Of each choice; None is as many as the session has left."""
     stop: tuple[str, ...] = ()
+    distribution: Mapping[str, Any] = field(default_factory=dict)
+    """How to sample, by the names of `SamplingParams`: for sessions that nobody trains on."""
     reads_calls: bool = True
     """False: what looks like a call is text."""
     is_stream: bool = False

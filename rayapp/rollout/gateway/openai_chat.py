@@ -8,6 +8,7 @@ from typing import Any
 from rayapp.rollout.gateway.conversation import Ask, Choice, Reply, Said, ToolCall
 from rayapp.rollout.gateway.reading import (
     content,
+    distribution,
     event,
     neutral,
     objects,
@@ -50,6 +51,7 @@ class OpenAIChat:
             num_choices=positive(body.get("n"), "n") or 1,
             max_tokens=positive(body.get("max_completion_tokens", body.get("max_tokens")), "max_tokens"),
             stop=texts(body.get("stop"), "stop"),
+            distribution=distribution(body),
             reads_calls=body.get("tool_choice") != "none",
             is_stream=bool(body.get("stream")),
             wants_usage=isinstance(stream, dict) and bool(stream.get("include_usage")),

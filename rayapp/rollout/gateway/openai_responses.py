@@ -10,6 +10,7 @@ from rayapp.rollout.gateway.conversation import Ask, Choice, Reply, Said, ToolCa
 from rayapp.rollout.gateway.openai_chat import OpenAIChat
 from rayapp.rollout.gateway.reading import (
     content,
+    distribution,
     event,
     neutral,
     objects,
@@ -50,6 +51,7 @@ class OpenAIResponses:
             tools=tuple(_tool(each, i) for i, each in enumerate(objects(body.get("tools"), "tools"))),
             model=text(body.get("model"), "model") or "policy",
             max_tokens=positive(body.get("max_output_tokens"), "max_output_tokens"),
+            distribution=distribution(body),
             reads_calls=body.get("tool_choice") != "none",
             is_stream=bool(body.get("stream")),
             previous=text(body.get("previous_response_id"), "previous_response_id").removeprefix("resp_"),

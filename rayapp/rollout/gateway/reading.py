@@ -8,9 +8,16 @@ from typing import Any, Protocol
 
 from rayapp.rollout.gateway.conversation import Ask, Reply
 from rayapp.rollout.gateway.refusals import RefusedError
+from rayapp.rollout.order import MAX_SEED
 from rayapp.tools.base import ToolSchema
 
 _PIECE_CHARS = 256
+_DISTRIBUTION: tuple[tuple[str, Any, float, float], ...] = (
+    ("temperature", int | float, 0.0, 2.0),
+    ("top_p", int | float, 1e-6, 1.0),
+    ("top_k", int, -1, 1 << 31),
+    ("seed", int, -(1 << 63), 1 << 64),
+)
 
 
 class Dialect(Protocol):
@@ -98,6 +105,25 @@ def tool(function: Mapping[str, Any], where: str, parameters: str = "parameters"
     return ToolSchema(
         name=name, description=text(function.get("description"), f"{where}.description"), parameters=schema
     )
+
+
+def distribution(body: Mapping[str, Any]) -> dict[str, float]:
+    """What a request says of how to sample, by the names of `SamplingParams`.
+
+    Raises:
+        RefusedError: that can't be done.
+    """
+    found = dict[str, float]()
+    for name, kind, least, most in _DISTRIBUTION:
+        value = body.get(name)
+        if value is None:
+            continue
+        if isinstance(value, bool) or not isinstance(value, kind) or not least <= value <= most:
+            raise refuse(f"{name} must be from {least:g} to {most:g}, not {value!r:.40}")
+        found[name] = value
+    if "seed" in found:
+        found["seed"] = int(found["seed"]) % MAX_SEED
+    return found
 
 
 def neutral(body: Mapping[str, Any], name: str, *values: Any) -> None:

@@ -4,6 +4,8 @@
 
 A session's key (Authorization: Bearer, or x-api-key) opens that session and nothing else; nothing but sessions is
 behind this server. Streams begin when the whole turn is sampled: tool calls are read from whole turns.
+
+`Api` is what every server of these APIs answers with; `open_server.py` has the one of `rayapp serve`.
 """
 
 from __future__ import annotations
@@ -12,9 +14,10 @@ import asyncio
 import hmac
 import json
 import logging
+import socket
 from collections import deque
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, asynccontextmanager, contextmanager
 from typing import Any
 
 from aiohttp import web
@@ -36,56 +39,130 @@ MAX_BODY_BYTES = 16 << 20
 PATIENCE_S = 10.0
 """A stream whose turn takes longer begins before it, with a comment as often, so that no client gives up."""
 _REMEMBERED = 4096
+_MOST_CONNECTIONS, _FULL_WAIT_S = 48, 0.05
+"""Of one sandbox. Each holds a body at most."""
 _PING = b": the policy is sampling\n\n"
 _CHAT, _MESSAGES, _RESPONSES = OpenAIChat(), AnthropicMessages(), OpenAIResponses()
+Door = Callable[[web.Request], AbstractContextManager[Session]]
+"""The session that a request is for, as long as it is answered. Raises RefusedError: it is let into none."""
 
 
-class Gateway:
-    """See the module. `start` it, and `close` it.
+class Api:
+    """The APIs over the sessions behind a door.
 
     Args:
-        host: it listens on, at a port of its own.
+        model: the name that is listed; every other does as well.
     """
 
-    def __init__(self, formats: Formats, *, host: str = "127.0.0.1") -> None:
-        self._formats = formats
-        self._host = host
-        self._sessions: dict[str, Session] = {}
-        self._over: deque[str] = deque(maxlen=_REMEMBERED)
-        self._runner: web.AppRunner | None = None
+    def __init__(self, door: Door, *, model: str = "policy") -> None:
+        self._door = door
+        self._model = {"id": model, "object": "model", "created": 0, "owned_by": "rayapp"}
+
+    def application(self, prefix: str = "", *, max_body_bytes: int = MAX_BODY_BYTES) -> web.Application:
+        """All of them below the prefix, and a refusal for everything else."""
+        app = web.Application(client_max_size=max_body_bytes)
+        app.router.add_post(f"{prefix}/v1/chat/completions", self._chat)
+        app.router.add_post(f"{prefix}/v1/responses", self._responses)
+        app.router.add_post(f"{prefix}/v1/messages", self._messages)
+        app.router.add_post(f"{prefix}/v1/messages/count_tokens", self._count)
+        app.router.add_get(f"{prefix}/v1/models", self._models)
+        return app
+
+    async def _chat(self, request: web.Request) -> web.StreamResponse:
+        return await self._answer(request, _CHAT)
+
+    async def _responses(self, request: web.Request) -> web.StreamResponse:
+        return await self._answer(request, _RESPONSES)
+
+    async def _messages(self, request: web.Request) -> web.StreamResponse:
+        return await self._answer(request, _MESSAGES)
+
+    async def _count(self, request: web.Request) -> web.StreamResponse:
+        return await self._answer(request, _MESSAGES, only_counts=True)
+
+    async def _models(self, request: web.Request) -> web.StreamResponse:
+        try:
+            with self._door(request):
+                return web.json_response({"object": "list", "data": [self._model]})
+        except RefusedError as refused:
+            return _refusal(_CHAT, refused)
+
+    async def _answer(self, request: web.Request, dialect: Dialect, *, only_counts: bool = False) -> web.StreamResponse:
+        try:
+            with self._door(request) as session:
+                return await self._served(request, dialect, session, only_counts=only_counts)
+        except RefusedError as refused:
+            return _refusal(dialect, refused)
+
+    async def _served(
+        self, request: web.Request, dialect: Dialect, session: Session, *, only_counts: bool
+    ) -> web.StreamResponse:
+        try:
+            ask = dialect.read(await _body(request))
+            if only_counts:
+                return web.json_response({"input_tokens": await session.count(ask)})
+            if not ask.is_stream:
+                return web.json_response(dialect.write(await session.ask(ask), ask))
+            turn = asyncio.ensure_future(session.ask(ask))
+            return await _stream(request, dialect, ask, turn)
+        except (RefusedError, ConnectionError):
+            raise
+        except Exception as error:  # boundary: whatever an agent sends ends at most its own session
+            log.exception("%s: the gateway failed", session.request_id)
+            session.fail(error)
+            raise RefusedError("engine", f"the gateway failed: {type(error).__name__}") from error
+
+
+class Listening:
+    """An application that is served over HTTP. `start` it, and `close` it."""
+
+    def __init__(self, app: web.Application) -> None:
+        app.router.add_route("*", "/{path:.*}", _nothing)
+        # An agent that hangs up gives its turn up.
+        self.runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=1.0)
         self.url = ""
 
-    async def start(self) -> None:
-        """Listen.
+    async def start(self, host: str, port: int) -> None:
+        """Listen; port 0 takes a free one.
 
         Raises:
             ConfigError: the address can't be had.
         """
-        app = web.Application(client_max_size=MAX_BODY_BYTES)
-        app.router.add_post("/{session}/v1/chat/completions", self._chat)
-        app.router.add_post("/{session}/v1/responses", self._responses)
-        app.router.add_post("/{session}/v1/messages", self._messages)
-        app.router.add_post("/{session}/v1/messages/count_tokens", self._count)
-        app.router.add_get("/{session}/v1/models", self._models)
-        app.router.add_route("*", "/{path:.*}", self._nothing)
-        # An agent that hangs up gives its turn up.
-        self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=1.0)
-        await self._runner.setup()
-        site = web.TCPSite(self._runner, self._host, 0, backlog=2048)
+        await self.runner.setup()
         try:
-            await site.start()
+            await web.TCPSite(self.runner, host, port, backlog=2048).start()
         except OSError as error:
-            raise ConfigError(f"the gateway can't listen on {self._host}: {error.strerror}") from error
-        port = self._runner.addresses[0][1]
-        self.url = f"http://{self._host}:{port}"
+            raise ConfigError(f"the gateway can't listen on {host}:{port}: {error.strerror}") from error
+        self.url = f"http://{f'[{host}]' if ':' in host else host}:{self.runner.addresses[0][1]}"
+
+    async def close(self) -> None:
+        """Listen no more. Idempotent."""
+        await self.runner.cleanup()
+
+
+class Gateway:
+    """See the module. `start` it, and `close` it."""
+
+    def __init__(self, formats: Formats) -> None:
+        self._formats = formats
+        self._sessions: dict[str, Session] = {}
+        self._over: deque[str] = deque(maxlen=_REMEMBERED)
+        self._listening = Listening(Api(self._door).application("/{session}"))
+
+    async def start(self) -> None:
+        """Listen on the loopback, at a port of its own."""
+        await self._listening.start("127.0.0.1", 0)
 
     async def close(self) -> None:
         """End all sessions, and listen no more. Idempotent."""
         for session in self._sessions.values():
             session.end()
-        runner, self._runner = self._runner, None
-        if runner is not None:
-            await runner.cleanup()
+        await self._listening.close()
+
+    @property
+    def url(self) -> str:
+        """Where it listens."""
+        return self._listening.url
 
     @property
     def num_sessions(self) -> int:
@@ -106,64 +183,70 @@ class Gateway:
             del self._sessions[session.id]
             self._over.append(session.id)
 
+    @asynccontextmanager
+    async def admitting(self, session: Session, listener: socket.socket) -> AsyncIterator[None]:
+        """Serve this session alone, to whoever connects to this socket, until the block is left: a hostile program may.
+
+        Args:
+            listener: not blocking; it stays open.
+        """
+        runner = Listening(Api(self._door_of(session)).application("/{session}", max_body_bytes=4 << 20)).runner
+        await runner.setup()
+        assert runner.server is not None
+        with listener.dup() as own:  # the sandbox may end, and close its own, while this waits
+            accepting = asyncio.create_task(_accept(own, runner.server), name=f"accept {session.request_id}")
+            try:
+                yield
+            finally:
+                accepting.cancel()
+                await asyncio.gather(accepting, return_exceptions=True)
+                await runner.cleanup()
+
+    def _door_of(self, session: Session) -> Door:
+        @contextmanager
+        def door(request: web.Request) -> Iterator[Session]:
+            if request.match_info["session"] != session.id:
+                raise RefusedError("unknown", "there is no such session")
+            check_key(request, session.key, "this key does not open this session")
+            yield session
+
+        return door
+
     def url_of(self, session: Session) -> str:
         """Where its APIs are: what Anthropic's clients take; OpenAI's take it with `/v1`."""
         return f"{self.url}/{session.id}"
 
-    async def _chat(self, request: web.Request) -> web.StreamResponse:
-        return await self._answer(request, _CHAT)
-
-    async def _responses(self, request: web.Request) -> web.StreamResponse:
-        return await self._answer(request, _RESPONSES)
-
-    async def _messages(self, request: web.Request) -> web.StreamResponse:
-        return await self._answer(request, _MESSAGES)
-
-    async def _count(self, request: web.Request) -> web.StreamResponse:
-        return await self._answer(request, _MESSAGES, only_counts=True)
-
-    async def _models(self, request: web.Request) -> web.StreamResponse:
-        try:
-            self._session(request)
-        except RefusedError as refused:
-            return _refusal(_CHAT, refused)
-        model = {"id": "policy", "object": "model", "created": 0, "owned_by": "rayapp"}
-        return web.json_response({"object": "list", "data": [model]})
-
-    async def _nothing(self, request: web.Request) -> web.StreamResponse:
-        return _refusal(_CHAT, RefusedError("unknown", f"there is no {request.method} {request.path[:200]} here"))
-
-    async def _answer(self, request: web.Request, dialect: Dialect, *, only_counts: bool = False) -> web.StreamResponse:
-        session: Session | None = None
-        try:
-            session = self._session(request)
-            ask = dialect.read(await _body(request))
-            if only_counts:
-                return web.json_response({"input_tokens": await session.count(ask)})
-            if not ask.is_stream:
-                return web.json_response(dialect.write(await session.ask(ask), ask))
-            turn = asyncio.ensure_future(session.ask(ask))
-            return await _stream(request, dialect, ask, turn)
-        except RefusedError as refused:
-            return _refusal(dialect, refused)
-        except Exception as error:  # boundary: whatever an agent sends ends at most its own session
-            if session is None or isinstance(error, ConnectionError):
-                raise
-            log.exception("%s: the gateway failed", session.request_id)
-            session.fail(error)
-            return _refusal(dialect, RefusedError("engine", f"the gateway failed: {type(error).__name__}"))
-
-    def _session(self, request: web.Request) -> Session:
+    @contextmanager
+    def _door(self, request: web.Request) -> Iterator[Session]:
         session_id = request.match_info["session"]
         session = self._sessions.get(session_id)
         if session is None:
             if session_id in self._over:
                 raise RefusedError("over", "this session is over: its trajectory has ended, and no call is served")
             raise RefusedError("unknown", "there is no such session")
-        given = request.headers.get("x-api-key") or request.headers.get("authorization", "").removeprefix("Bearer ")
-        if not hmac.compare_digest(given.encode(), session.key.encode()):
-            raise RefusedError("key", "this key does not open this session")
-        return session
+        check_key(request, session.key, "this key does not open this session")
+        yield session
+
+
+def check_key(request: web.Request, key: str, message: str) -> None:
+    """Raises RefusedError: the request brings another key, or none."""
+    given = request.headers.get("x-api-key") or request.headers.get("authorization", "").removeprefix("Bearer ")
+    if not hmac.compare_digest(given.encode("utf-8", "surrogateescape"), key.encode()):
+        raise RefusedError("key", message)
+
+
+async def _accept(listener: socket.socket, server: web.Server) -> None:
+    """No more than `_MOST_CONNECTIONS` at once; the kernel holds a few more, and refuses the others."""
+    loop = asyncio.get_running_loop()
+    while True:
+        connection, _ = await loop.sock_accept(listener)
+        while len(server.connections) >= _MOST_CONNECTIONS:  # noqa: ASYNC110  (aiohttp does not tell when one ends)
+            await asyncio.sleep(_FULL_WAIT_S)
+        await loop.connect_accepted_socket(server, connection)
+
+
+async def _nothing(request: web.Request) -> web.StreamResponse:
+    return _refusal(_CHAT, RefusedError("unknown", f"there is no {request.method} {request.path[:200]} here"))
 
 
 async def _body(request: web.Request) -> Mapping[str, Any]:

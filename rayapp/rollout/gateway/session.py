@@ -79,6 +79,8 @@ class Session:
     sampling: SamplingParams
     """Of every turn. An agent sets the number of tokens, choices and stop texts; the run sets the distribution."""
     limits: SessionLimits
+    follows_requests: bool = False
+    """Requests set the distribution too: nobody trains on what is sampled."""
     request_id: str
     """Turn N asks the engine as `request_id/turn=N`, from 1 on."""
     id: str = field(default_factory=lambda: secrets.token_urlsafe(12))
@@ -232,6 +234,7 @@ class Session:
             self.sampling,
             max_tokens=min(self.sampling.max_tokens, left, ask.max_tokens or left),
             stop=(*self.sampling.stop, *ask.stop),
+            **(ask.distribution if self.follows_requests else {}),
         )
         choices = list[Choice]()
         for turn in await self._turns(wanted, sampling, ask.num_choices):

@@ -9,6 +9,8 @@ import numpy as np
 
 from rayapp.core.types import FloatArray, GroupSummary
 
+_COUNTS = ("verdict/", "judged/")
+
 
 def summarize_step(summaries: Sequence[GroupSummary], *, version: int) -> dict[str, float]:
     """Metrics of the groups that one step trains on. Invalid trajectories are in no reward number.
@@ -46,7 +48,7 @@ def _term(summary: GroupSummary, name: str) -> FloatArray:
 
 def _is_count(name: str) -> bool:
     """True for what is recorded beside a reward's own terms: no rewards, and counted by `_tools` and `_verdicts`."""
-    return _is_of_tools(name) or name.startswith("verdict/")
+    return _is_of_tools(name) or name.startswith(_COUNTS)
 
 
 def _is_of_tools(name: str) -> bool:
@@ -54,8 +56,8 @@ def _is_of_tools(name: str) -> bool:
 
 
 def _verdicts(summaries: Sequence[GroupSummary]) -> dict[str, float]:
-    """Trajectories of which something is true that whoever trusts their verdicts should know."""
-    names = {name for summary in summaries for name in summary.reward_terms if name.startswith("verdict/")}
+    """Trajectories of which something is true that whoever trusts their verdicts should know, and what judges cost."""
+    names = {name for summary in summaries for name in summary.reward_terms if name.startswith(_COUNTS)}
     return {name: float(sum(np.nansum(_term(summary, name)) for summary in summaries)) for name in sorted(names)}
 
 

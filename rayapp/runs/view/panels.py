@@ -76,7 +76,11 @@ PANELS = (
         floor=0.0,
     ),
     Panel(section="Learner", title="Entropy", keys=("learner/entropy", "sft/entropy"), unit="nats", floor=0.0),
-    Panel(section="Learner", title="KL", keys=("learner/ppo_kl", "learner/kl_to_reference", "rollout_corr/kl")),
+    Panel(
+        section="Learner",
+        title="KL",
+        keys=("learner/ppo_kl", "learner/kl_to_reference", "distillation/kl", "rollout_corr/kl"),
+    ),
     Panel(section="Learner", title="Clip share", keys=("learner/pg_clipfrac", "learner/pg_clipfrac_lower"), floor=0.0),
     Panel(section="Learner", title="Gradient norm", keys=("learner/grad_norm",), floor=0.0),
     Panel(section="Learner", title="Loss", keys=("learner/loss",)),

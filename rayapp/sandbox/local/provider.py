@@ -23,6 +23,10 @@ MAX_JOBS_PER_SLOT = 20_000
 """A zygote is replaced after this many executions, so that no slow leak of ours or of CPython's grows forever."""
 LEVELS: tuple[str, ...] = ("ns+proc", "ns", "ll")
 """Isolation levels, strongest first."""
+LOOPBACK_LEVELS = ("ns+proc+lo", "ns+lo")
+"""The same with a loopback; there is none without a network namespace."""
+_Kind = tuple[bool, tuple[str, ...]]
+"""Of a slot: whether it has a loopback, and its packages."""
 
 
 class LocalProvider:
@@ -47,8 +51,8 @@ class LocalProvider:
         self._packages = packages
         self._max_slots = max_slots or len(os.sched_getaffinity(0))
         self._refused: dict[str, str] = {}
-        self._idle: dict[tuple[str, ...], list[Slot]] = {}
-        self._living: dict[str, tuple[LocalSandbox, tuple[str, ...], dict[str, str]]] = {}
+        self._idle: dict[_Kind, list[Slot]] = {}
+        self._living: dict[str, tuple[LocalSandbox, _Kind, dict[str, str]]] = {}
         self._num_starting = 0
         self._is_closed = False
 
@@ -65,11 +69,11 @@ class LocalProvider:
         self, spec: SandboxSpec, *, labels: Mapping[str, str], ttl_s: float, timeout_s: float
     ) -> LocalSandbox:
         self._check_can_create(spec)
-        packages = tuple(sorted({*self._packages, *spec.packages}))
+        kind = spec.loopback, tuple(sorted({*self._packages, *spec.packages}))
         self._num_starting += 1
         try:
             async with asyncio.timeout(timeout_s):
-                slot = self._take_idle(packages) or await self._start(packages)
+                slot = self._take_idle(kind) or await self._start(kind)
         except TimeoutError:
             raise SandboxDeadlineError(
                 f"no local sandbox was ready within {timeout_s:g} s; the node is overloaded"
@@ -77,7 +81,7 @@ class LocalProvider:
         finally:
             self._num_starting -= 1
         sandbox = LocalSandbox(f"local-{uuid.uuid4().hex}", slot, spec, self._ended)
-        self._living[sandbox.id] = (sandbox, packages, dict(labels))
+        self._living[sandbox.id] = (sandbox, kind, dict(labels))
         await sandbox.extend(ttl_s)
         return sandbox
 
@@ -109,8 +113,8 @@ class LocalProvider:
         if len(self._living) + self._num_starting >= self._max_slots:
             raise SandboxQuotaError(f"all {self._max_slots} local slots are taken; release one or raise max_slots")
 
-    def _take_idle(self, packages: tuple[str, ...]) -> Slot | None:
-        slots = self._idle.get(packages, [])
+    def _take_idle(self, kind: _Kind) -> Slot | None:
+        slots = self._idle.get(kind, [])
         while slots:
             slot = slots.pop()
             if slot.is_alive:
@@ -118,16 +122,25 @@ class LocalProvider:
             slot.close()
         return None
 
-    async def _start(self, packages: tuple[str, ...]) -> Slot:
+    async def _start(self, kind: _Kind) -> Slot:
+        with_loopback, packages = kind
+        levels = self._levels
+        if with_loopback:
+            levels = tuple(f"{level}+lo" for level in levels if f"{level}+lo" in LOOPBACK_LEVELS)
         paths = locate(packages)
-        for level in self._levels:
+        for level in levels:
             if level in self._refused:
                 continue
             try:
                 return await Slot.start(level, packages=packages, paths=paths)
             except BootError as error:
                 self._refused[level] = str(error)
-        steps = "; ".join(f"{level}: {step}" for level, step in self._refused.items()) or "none is built in"
+        steps = "; ".join(f"{level}: {self._refused[level]}" for level in levels) or "none is built in"
+        if with_loopback:
+            raise IsolationUnavailableError(
+                f"this node offers no sandbox with a loopback ({steps}). Agents inside need a network namespace and "
+                "Landlock's rules for TCP (Linux 6.7): leave agent.external.inside out."
+            )
         raise IsolationUnavailableError(
             f"this node offers no isolation for model-written code ({steps}). Run `rayapp sandbox doctor`, use a "
             "remote provider, or set sandbox.allow_unisolated: true if you accept that code can read and change this "
@@ -136,9 +149,9 @@ class LocalProvider:
 
     def _ended(self, sandbox: LocalSandbox) -> None:
         """A sandbox has ended: its slot serves the next one, unless it is dead or worn."""
-        _, packages, _ = self._living.pop(sandbox.id)
+        _, kind, _ = self._living.pop(sandbox.id)
         slot = sandbox.slot
         if slot.is_alive and slot.num_jobs < MAX_JOBS_PER_SLOT and not self._is_closed:
-            self._idle.setdefault(packages, []).append(slot)
+            self._idle.setdefault(kind, []).append(slot)
         else:
             slot.close()

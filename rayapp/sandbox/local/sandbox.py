@@ -6,6 +6,7 @@ import asyncio
 import errno
 import marshal
 import math
+import socket
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -51,6 +52,11 @@ class LocalSandbox:
     def isolation(self) -> str:
         """Level that keeps the code in."""
         return self._slot.level
+
+    @property
+    def listener(self) -> socket.socket | None:
+        """Accepts what programs in it connect to at 127.0.0.1 and `loopback.PORT`, where its spec asked for that."""
+        return self._slot.listener
 
     @property
     def slot(self) -> Slot:

@@ -56,6 +56,8 @@ class Slot:
         self._loop.add_reader(channel, self._on_readable)
         self.level = ""
         self.uid = -1
+        self.listener: socket.socket | None = None
+        """Accepts what programs in the sandbox connect to on their loopback, where the level has one."""
 
     @classmethod
     async def start(cls, level: str, *, packages: tuple[str, ...] = (), paths: tuple[str, ...] = ()) -> Slot:
@@ -68,7 +70,7 @@ class Slot:
         try:
             settings: dict[str, object] = {"level": level, "code_path": _CODE_PATH}
             wire.send(slot._channel, {**settings, "packages": packages, "paths": paths})
-            header, _ = await slot._reply(BOOT_TIMEOUT_S)
+            header, given = await slot._reply(BOOT_TIMEOUT_S)
         except (EOFError, OSError) as error:
             raise BootError(f"the zygote ended while it started: {slot.close_and_explain()}") from error
         except BaseException:
@@ -78,6 +80,9 @@ class Slot:
             slot.close()
             raise BootError(str(header["failed"]))
         slot.level, slot.uid = str(header["ready"]), int(str(header["uid"]))
+        for descriptor in given:
+            slot.listener = socket.socket(fileno=descriptor)
+            slot.listener.setblocking(False)
         return slot
 
     @property
@@ -220,6 +225,8 @@ class Slot:
         self._loop.remove_reader(self._channel)
         self._settle(EOFError("closed"))
         self._channel.close()
+        if self.listener is not None:
+            self.listener.close()
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()

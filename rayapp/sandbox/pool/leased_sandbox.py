@@ -7,6 +7,7 @@ sandbox's fate for the pool, and in every result the providers that should have 
 from __future__ import annotations
 
 import asyncio
+import socket
 import time
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace
@@ -49,6 +50,11 @@ class LeasedSandbox:
     @property
     def provider(self) -> str:
         return self._inner.provider
+
+    @property
+    def listener(self) -> socket.socket | None:
+        """See `LocalSandbox`; None where the provider has no such thing."""
+        return getattr(self._inner, "listener", None)
 
     async def run_code(
         self, code: str, *, timeout_s: float, stdin: str = "", stateful: bool = False, max_output_bytes: int = 65536

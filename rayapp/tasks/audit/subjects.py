@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from rayapp.core.protocols import AgentTask, Task
 from rayapp.tasks.answers import AnswerRewards
-from rayapp.tasks.audit.batteries import PROSE
+from rayapp.tasks.audit.batteries import PROSE, guesses
 from rayapp.tasks.audit.coding import coding_subject
 from rayapp.tasks.audit.repository import repository_subject
 from rayapp.tasks.audit.rows import benchmark_subjects, file_subjects
 from rayapp.tasks.audit.subject import Subject, score_of
 from rayapp.tasks.code.benchmarks import PREFIX, load_benchmark
 from rayapp.tasks.coding import CodingTask
+from rayapp.tasks.generators import GeneratedTask
 from rayapp.tasks.loading import load_source
 from rayapp.tasks.repository.task import RepositoryTask
 
@@ -39,13 +41,17 @@ async def subjects_of(
         elif source.startswith(PREFIX):
             found += await benchmark_subjects(load_benchmark(source)[:limit])
         else:
-            found += map(_task_subject, load_source(source)[:limit])
+            found += map(task_subject, load_source(source)[:limit])
     return found
 
 
-def _task_subject(task: Task) -> Subject:
+def task_subject(task: Task) -> Subject:
+    """A task, by its class."""
     if isinstance(task, RepositoryTask):
         return repository_subject(task)
+    if isinstance(task, GeneratedTask):
+        name = f"{task.name}[{task.index}]"
+        return replace(_other_subject(task), name=name, trivial=guesses(task.prompt), workspace=None)
     return coding_subject(task) if isinstance(task, CodingTask) else _other_subject(task)
 
 

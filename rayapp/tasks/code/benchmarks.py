@@ -69,7 +69,14 @@ class BenchmarkTask:
         return self._prompt(text, tokenizer.encode(text, add_special_tokens=False))
 
     def _prompt(self, text: str, ids: list[int], *, prefill: str = "", stop: tuple[str, ...] = ()) -> Prompt:
-        return Prompt(task=self.name, text=text, token_ids=np.asarray(ids, np.int32), prefill=prefill, stop=stop)
+        return Prompt(
+            task=self.name,
+            text=text,
+            token_ids=np.asarray(ids, np.int32),
+            prefill=prefill,
+            stop=stop,
+            messages=({"role": "user", "content": self.prompt},),
+        )
 
     async def score(self, prompt: Prompt, completion_text: str, sandboxes: SandboxSource, *, seed: int) -> Reward:
         """1 where all tests are passed, else 0."""

@@ -218,3 +218,16 @@ def test_a_row_that_cannot_be_scored_is_found_in_the_data(model: Path, tmp_path:
     assert found["data"].detail.startswith(
         f"{tmp_path}/a.parquet, row 0: data_source 'numina_olympiads' has no rule here"
     )
+
+
+def test_a_judge_that_is_not_there_or_has_no_key_is_found_before_money_is_spent(model: Path) -> None:
+    rubric = [{"name": "right", "text": "It is right."}]
+    judge = {"name": "q", "base_url": "http://127.0.0.1:9/v1", "model": "m", "rubric": rubric, "max_retries": 0}
+    config = {"model": {"path": str(model)}, "reward": {"judges": {"q": 1.0}}}
+
+    found = problems(config | {"judges": [judge]})["judges"]
+    without_key = problems(config | {"judges": [judge | {"api_key_env": "NO_SUCH_KEY"}]})["judges"]
+
+    assert "judge q at http://127.0.0.1:9/v1" in found.detail
+    assert "judge_unreachable" in found.detail
+    assert "set NO_SUCH_KEY" in without_key.detail

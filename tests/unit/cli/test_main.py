@@ -129,3 +129,56 @@ def test_a_locale_of_another_encoding_changes_nothing() -> None:
 
     assert done.returncode == 0, done.stderr
     assert "…" in done.stdout.decode()
+
+
+WAITS = """
+import asyncio, pathlib
+from rayapp.tools.base import ToolBase, ToolSchema
+
+async def wait(*args, **kwargs):
+    try:
+        print("ready", flush=True)
+        await asyncio.Event().wait()
+    finally:
+        await asyncio.sleep(0)
+        pathlib.Path("cleaned").touch()
+
+class Tool(ToolBase):
+    schema = ToolSchema(name="wait")
+    execute = wait
+
+class Task:
+    name = "waits"
+    score = wait
+    render = None
+
+TASK = Task()
+"""
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["task", "audit", "waits.py"],
+        ["try", "reward", "waits.py:wait", "--answer", "x"],
+        ["try", "tool", "waits.py:Tool", "wait", "{}"],
+    ],
+    ids=" ".join,
+)
+def test_a_command_that_is_terminated_gives_back_what_it_has_leased(arguments: list[str], tmp_path: Path) -> None:
+    (tmp_path / "waits.py").write_text(WAITS)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "rayapp", *arguments],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+
+    assert process.stdout.readline() == "ready\n"
+    process.terminate()
+
+    assert process.wait(timeout=30) == 130
+    assert (tmp_path / "cleaned").exists()
+    process.stdout.close()

@@ -151,6 +151,28 @@ def test_bad_value_names_its_range_and_the_value(override: str, text: str) -> No
             "2 servers x TP 2 + 5 learners = 9, but cluster.num_gpus is 8",
         ),
         (["train.groups_per_step=3", "train.num_minibatches=2"], "3 / 2 = 1.5"),
+        (["distillation.teacher=policy"], "a policy that reads no more than itself is no teacher"),
+        (
+            ["distillation.teacher=m", "distillation.privileged=verdict", "distillation.kl_over=vocabulary"],
+            "Use distillation.kl_over: sampled",
+        ),
+        (
+            ["distillation.teacher=m", "distillation.privileged=verdict", "learner.max_tokens_per_microbatch=1000"],
+            "256 + distillation.max_privileged_tokens 256 = 1024 tokens",
+        ),
+        (
+            ["distillation.teacher=m", "distillation.base_url=http://h/v1", "distillation.kl_over=vocabulary"],
+            "a server gives the log-probs of sampled tokens",
+        ),
+        (
+            ["distillation.teacher=m", "distillation.base_url=http://h/v1", "rollout.temperature=0.7"],
+            "rollout.temperature is 0.7",
+        ),
+        (["distillation.weight=2"], "distillation.weight is 2.0, but distillation.teacher names no model"),
+        (
+            ["distillation.teacher=m", "distillation.reward_weight=0", "algorithm.dynamic_sampling.enabled=true"],
+            "distillation.reward_weight is 0: rewards would choose",
+        ),
         (["rollout.max_completion_tokens=9000"], "512 + rollout.max_completion_tokens 9000 = 9512 tokens"),
     ],
 )

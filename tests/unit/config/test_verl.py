@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import shlex
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -84,6 +85,8 @@ actor_rollout_ref.rollout.multi_turn.tool_config_path="/var/configs/gsm8k_mcp_to
 actor_rollout_ref.actor.checkpoint.save_contents='["hf_model", "model"]'
 trainer.total_epochs=1
 """
+
+TEACHER = "distillation.enabled=True distillation.teacher_models.teacher_model.model_path=models/teacher"
 
 
 @pytest.fixture
@@ -192,7 +195,13 @@ def test_an_unknown_key_fails_and_every_unknown_key_is_named(seed_yaml: Path) ->
         ("actor_rollout_ref.rollout.trace.backend=weave", "traces go to MLflow"),
         ("actor_rollout_ref.rollout.engine_kwargs.vllm.seed=3", "no options go to vLLM unseen"),
         ("actor_rollout_ref.rollout.response_length=99", "must be data.max_response_length = 1024"),
-        ("distillation.enabled=True", "there is no teacher"),
+        ("distillation.enabled=True", "no teacher_models.*model_path is set"),
+        (
+            f"{TEACHER} distillation.teacher_models.b.model_path=b distillation.teacher_models.c.model_path=c",
+            "b, c are",
+        ),
+        (f"{TEACHER} distillation.distillation_loss.loss_mode=abs", "loss_mode = 'abs'.*known here are: k1 with"),
+        (f"{TEACHER} distillation.distillation_loss.log_prob_min_clamp=-10", "no such limit"),
         ("actor_rollout_ref.actor.qat.enable=True", "learner.compute_dtype"),
         ("trainer.v1.trainer_mode=separate_async", "max_staleness"),
         ("data.max_prompt_length='${data.nobody}'", "nobody"),
@@ -204,6 +213,26 @@ def test_an_unknown_key_fails_and_every_unknown_key_is_named(seed_yaml: Path) ->
 def test_what_cannot_be_honoured_is_refused_with_its_reason(seed_yaml: Path, override: str, reason: str) -> None:
     with pytest.raises(ConfigError, match=reason):
         imported(seed_yaml, *shlex.split(override))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        ("use_policy_gradient=True loss_mode=k1 loss_max_clamp=10.0", ("reverse", "sampled", 1.0, 1.0, 10.0)),
+        ("use_task_rewards=False distillation_loss_coef=0.2", ("forward", "sampled", 1.0, 0.0, None)),
+        ("loss_mode=k2 distillation_loss_coef=0.2", ("reverse", "sampled", 0.2, 1.0, None)),
+        ("loss_mode=forward_kl_topk topk=8", ("forward", "top_k", 1.0, 1.0, 10.0)),
+    ],
+)
+def test_a_teacher_of_verls_teaches_as_it_does_there(
+    seed_yaml: Path, overrides: str, expected: tuple[Any, ...]
+) -> None:
+    loss = [f"distillation.distillation_loss.{override}" for override in overrides.split()]
+    found = imported(seed_yaml, *TEACHER.split(), *loss).config.distillation
+
+    assert found.teacher == "models/teacher"
+    assert (found.kl, found.kl_over, found.weight, found.reward_weight, found.max_log_ratio) == expected
+    assert found.top_k == (8 if found.kl_over == "top_k" else 64)
 
 
 _OPTIM = "actor_rollout_ref.actor.optim"

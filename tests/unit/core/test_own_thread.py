@@ -79,9 +79,10 @@ asyncio.new_event_loop().run_until_complete(cell())
 """
 
 
-def test_ctrl_c_in_a_notebook_stops_the_work_and_comes_out_when_it_has_ended() -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_stop_in_a_notebook_ends_the_work_and_comes_out_when_that_has_ended(number: signal.Signals) -> None:
     with subprocess.Popen([sys.executable, "-c", PROGRAM], stdout=subprocess.PIPE, text=True, env=os.environ) as cell:
         assert cell.stdout is not None
         assert cell.stdout.readline() == "ready\n"
-        cell.send_signal(signal.SIGINT)
+        cell.send_signal(number)
         assert cell.communicate(timeout=60)[0] == "cleaned up\ninterrupted\n"

@@ -88,6 +88,16 @@ CALLS = {
     "lora/lora_model.py": {
         "LoRAModel.from_lora_tensors": "lora_model_id tensors peft_helper device dtype weights_mapper",
     },
+    "entrypoints/pooling/base/protocol.py": {
+        "ChatRequestMixin": "messages",
+        "ClassifyRequestMixin": "use_activation",
+        "PoolingBasicRequestMixin": "model",
+    },
+    "entrypoints/pooling/classify/protocol.py": {
+        "ClassificationChatRequest": "",
+        "ClassificationData": "probs",
+        "ClassificationResponse": "data usage",
+    },
     "config/weight_transfer.py": {"WeightTransferConfig": "backend"},
 }
 """By file of vLLM: functions with the arguments that we give, and classes with the fields that we set or read."""

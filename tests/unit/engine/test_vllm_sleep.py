@@ -15,6 +15,7 @@ from rayapp.core.timing.stall_detection import InHand
 from rayapp.core.types import SamplingParams
 from rayapp.engine.concurrency import ConcurrencyLimit, Gate
 from rayapp.engine.vllm import VllmEngine
+from rayapp.engine.vllm_output import EngineOutput
 from rayapp.engine.vllm_stats import EngineLoad
 
 
@@ -36,7 +37,7 @@ class Recorded:
 
 
 def engine_of(recorded: Recorded) -> VllmEngine:
-    return VllmEngine(recorded, EngineLoad(), Gate(ConcurrencyLimit(ceiling=8)), InHand(), 1.0)
+    return VllmEngine(recorded, EngineLoad(), Gate(ConcurrencyLimit(ceiling=8)), InHand(), EngineOutput(), 1.0)
 
 
 async def test_the_kv_cache_gets_its_memory_when_no_learner_sends_any_more() -> None:

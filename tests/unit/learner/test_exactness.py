@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from rayapp.config.config import Config
+from rayapp.config.distillation import DistillationSection
 from rayapp.core.errors import LearnerError
 from rayapp.core.forks import path_to
 from rayapp.core.summaries import summarize_group
@@ -22,10 +24,12 @@ from rayapp.learner.distributed import end_ranks, start_ranks
 from rayapp.learner.scoring import log_probs_of
 from rayapp.learner.shares import Share
 from rayapp.rollout.gateway.tree import TokenTree
+from rayapp.testing.learners import save_llama
 
 MAX_GRADIENT_ERROR = 2e-6
 """Relative to the gradient's largest entry: float32 has 24 bits, and the sums run over a few hundred terms."""
 GROUP_SIZE = 4
+PLAIN = DistillationSection()
 
 
 def trajectory(prompt: list[int], response: list[int], reward: float, *, valid: bool = True) -> Trajectory:
@@ -62,9 +66,10 @@ def make_groups(seed: int, *, with_invalid: bool = False) -> list[Group]:
     return groups
 
 
-def make_config(tiny_model: Path, **learner: object) -> Config:
+def make_config(tiny_model: Path, *, distillation: DistillationSection = PLAIN, **learner: object) -> Config:
     return Config.model_validate(
         {
+            "distillation": distillation.model_dump(),
             "model": {"path": str(tiny_model)},
             "cluster": {"device": "cpu"},
             "rollout": {"group_size": GROUP_SIZE, "max_prompt_tokens": 16, "max_completion_tokens": 16},
@@ -98,9 +103,11 @@ def full_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     return {name.rpartition("model.")[2]: tensor.detach().clone() for name, tensor in tensors}
 
 
-def plain_gradient(tiny_model: Path, groups: list[Group]) -> dict[str, torch.Tensor]:
+def plain_gradient(
+    tiny_model: Path, groups: list[Group], distillation: DistillationSection = PLAIN
+) -> dict[str, torch.Tensor]:
     """GRPO on a padded batch: -sum(advantage x log-prob) / number of response tokens, as arXiv:2402.03300 has it when
-    the policy is the one that sampled."""
+    the policy is the one that sampled. A teacher adds to the advantages, or its KL at every position to the loss."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
@@ -116,12 +123,35 @@ def plain_gradient(tiny_model: Path, groups: list[Group]) -> dict[str, torch.Ten
         if t.is_trainable:
             mask[i, : t.num_tokens] = torch.from_numpy(t.response_mask.astype(np.float32))
     logits = model(tokens, attention_mask=attended).logits[:, :-1]
-    log_probs = logits.log_softmax(-1).gather(2, tokens[:, 1:, None])[..., 0]
-    advantages = torch.tensor([a for _, a in rows])[:, None]
-    loss = -(advantages * log_probs * mask[:, 1:]).sum() / mask[:, 1:].sum()
+    log_p = logits.log_softmax(-1)
+    log_probs = log_p.gather(2, tokens[:, 1:, None])[..., 0]
+    advantages = torch.tensor([a for _, a in rows])[:, None] * distillation.reward_weight
+    pull = torch.zeros_like(log_probs)
+    if distillation.teacher:
+        teacher = AutoModelForCausalLM.from_pretrained(distillation.teacher, dtype=torch.float32)
+        log_q = teacher(tokens, attention_mask=attended).logits[:, :-1, : logits.shape[-1]].log_softmax(-1).detach()
+        if distillation.kl_over == "sampled":
+            log_ratio = (log_q.gather(2, tokens[:, 1:, None])[..., 0] - log_probs).detach()
+            worth = log_ratio if distillation.kl == "reverse" else log_ratio.exp() - 1
+            advantages = advantages + distillation.weight * worth
+        else:
+            pull = distillation.weight * plain_kl(log_p, log_q, distillation)
+    loss = ((pull - advantages * log_probs) * mask[:, 1:]).sum() / mask[:, 1:].sum()
     loss.backward()
     gradients = ((name, p.grad) for name, p in model.named_parameters())
     return {name.rpartition("model.")[2]: grad for name, grad in gradients if grad is not None}
+
+
+def plain_kl(log_p: torch.Tensor, log_q: torch.Tensor, distillation: DistillationSection) -> torch.Tensor:
+    """Of the last dimension: with top_k, of the probabilities of k tokens and of all others together."""
+    p, q = log_p.exp(), log_q.exp()
+    if distillation.kl_over == "top_k":
+        top = (p if distillation.kl == "reverse" else q).topk(distillation.top_k, dim=-1).indices
+        p, q = (
+            torch.cat([each.gather(-1, top), 1 - each.gather(-1, top).sum(-1, keepdim=True)], dim=-1) for each in (p, q)
+        )
+    above, below = (p, q) if distillation.kl == "reverse" else (q, p)
+    return (above * (above.log() - below.log())).sum(-1)
 
 
 def unfolded(t: Trajectory) -> list[Trajectory]:
@@ -180,6 +210,47 @@ def test_any_packing_and_split_gives_the_plain_gradient(
         cpu_offload=cpu_offload,
     )
     assert_same_gradient(gradient_of_step(config, groups), plain_gradient(tiny_model, groups))
+
+
+@pytest.fixture(scope="module")
+def tiny_teacher(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model of another size over the same characters, whose head has three rows of padding."""
+    folder = tmp_path_factory.mktemp("models") / "teacher"
+    shutil.copytree(tiny_model, folder)
+    return save_llama(folder, dtype="float32", vocab_size=100, hidden_size=64, num_hidden_layers=3)
+
+
+@pytest.mark.parametrize("kl", ["reverse", "forward"])
+@pytest.mark.parametrize("kl_over", ["sampled", "top_k", "vocabulary"])
+@pytest.mark.parametrize(("weight", "reward_weight", "share_prefixes"), [(1.0, 0.0, True), (0.5, 2.0, False)])
+def test_a_teacher_gives_the_gradient_of_a_dense_padded_batch(
+    tiny_model: Path,
+    tiny_teacher: Path,
+    kl: str,
+    kl_over: str,
+    weight: float,
+    reward_weight: float,
+    share_prefixes: bool,
+) -> None:
+    section = DistillationSection.model_validate(
+        {
+            "teacher": str(tiny_teacher),
+            "kl": kl,
+            "kl_over": kl_over,
+            "top_k": 7,
+            "weight": weight,
+            "reward_weight": reward_weight,
+        }
+    )
+    groups = make_groups(5)
+    config = make_config(
+        tiny_model,
+        distillation=section,
+        share_prefixes=share_prefixes,
+        max_tokens_per_microbatch=40,
+        log_prob_chunk_tokens=16,
+    )
+    assert_same_gradient(gradient_of_step(config, groups), plain_gradient(tiny_model, groups, section))
 
 
 def test_invalid_trajectories_are_in_neither_the_baseline_nor_the_loss(tiny_model: Path) -> None:

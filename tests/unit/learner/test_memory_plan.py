@@ -56,7 +56,7 @@ TOKEN = 96 + 32 + 48 + 160
 def test_a_learner_in_bfloat16_by_hand() -> None:
     plan = plan_learner(SHAPE, config(num_learners=2))
     # 1000 parameters on two learners: 500 each. Outside the layers: 1000 - 3 x 300 = 100.
-    assert (plan.weights, plan.gradients, plan.optimizer, plan.reference) == (4 * 500, 4 * 500, 8 * 500, 0)
+    assert (plan.weights, plan.gradients, plan.optimizer, plan.frozen) == (4 * 500, 4 * 500, 8 * 500, {})
     head, backward, reduce = plan.moments
     assert head.gathered == 2 * (100 + LAYER)
     # All layers, and the last norm: (4 + 2 x 2) x 8 = 64.
@@ -88,7 +88,7 @@ def test_a_head_whose_chunks_are_all_kept_takes_no_softmax_in_its_backward() -> 
 def test_a_reference_takes_its_own_shards() -> None:
     with_kl = config().model_copy(update={"algorithm": config().algorithm.model_copy(update={"kl_loss_coef": 0.1})})
     plan = plan_learner(SHAPE, with_kl)
-    assert plan.reference == plan.weights == 4 * 1000
+    assert plan.frozen == {"reference": plan.weights} == {"reference": 4 * 1000}
     assert plan.resident == (4 + 4 + 8) * 1000 + RUNTIME_BYTES
 
 

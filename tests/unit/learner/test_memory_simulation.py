@@ -26,7 +26,9 @@ MakeConfig = Callable[..., Config]
 def make_config(tmp_path: Path) -> MakeConfig:
     """A config of a checked-in architecture, with other layers in its config.json where asked for."""
 
-    def make(name: str, num_learners: int, *, layers: int = 0, kl: float = 0.0, **learner: Any) -> Config:
+    def make(
+        name: str, num_learners: int, *, layers: int = 0, kl: float = 0.0, teacher: str = "", **learner: Any
+    ) -> Config:
         architecture = json.loads((ARCHITECTURES / f"{name}.json").read_text())
         architecture["num_hidden_layers"] = layers or architecture["num_hidden_layers"]
         (tmp_path / "config.json").write_text(json.dumps(architecture))
@@ -34,6 +36,7 @@ def make_config(tmp_path: Path) -> MakeConfig:
             {
                 "model": {"path": str(tmp_path)},
                 "algorithm": {"kl_loss_coef": kl},
+                "distillation": {"teacher": str(tmp_path), "kl_over": teacher} if teacher else {},
                 "rollout": {"group_size": 8, "max_prompt_tokens": 1024, "max_completion_tokens": 3072},
                 "learner": {"num_learners": num_learners, "max_tokens_per_microbatch": 8192, **learner},
             }
@@ -55,6 +58,8 @@ CHANGES: dict[str, dict[str, Any]] = {
     "adapters": {"lora": {"rank": 32}, "activation_checkpointing": True},
     "offloaded": {"cpu_offload": True, "activation_checkpointing": True},
     "reference": {"kl": 0.01, "activation_checkpointing": True},
+    "teacher": {"teacher": "sampled", "activation_checkpointing": True},
+    "teacher-of-the-vocabulary": {"teacher": "vocabulary", "activation_checkpointing": True},
     "whole-heads": {"log_prob_chunk_tokens": 8192, "activation_checkpointing": True},
 }
 

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from transformers import AutoTokenizer
 
 from actors.learner import Learner
 from rayapp.config.algorithm_names import ADV_ESTIMATORS, POLICY_LOSSES
@@ -28,7 +29,7 @@ from rayapp.engine.weights.buckets import unpack
 from rayapp.learner.memory.idle import moments_of, weights_of
 from rayapp.learner.optimizer import learning_rate
 from rayapp.learner.shares import Share
-from rayapp.testing.learners import sampled
+from rayapp.testing.learners import sampled, save_llama
 
 GROUP_SIZE = 4
 
@@ -173,6 +174,50 @@ def test_the_reference_is_where_training_began(tiny_model: Path) -> None:
     assert first["learner/kl_to_reference"] == pytest.approx(0.0, abs=1e-7)
     assert second["learner/kl_to_reference"] > 1e-6
     assert first["timing_s/learner/ref"] > 0
+
+
+@pytest.mark.parametrize(("kl", "kl_over"), [("reverse", "sampled"), ("reverse", "vocabulary"), ("forward", "top_k")])
+def test_steps_towards_a_teacher_lower_the_kl_to_it_whatever_the_rewards(
+    tiny_model: Path, tmp_path: Path, kl: str, kl_over: str
+) -> None:
+    teacher = Path(shutil.copytree(tiny_model, tmp_path / "teacher"))
+    save_llama(teacher, vocab_size=97, hidden_size=64, initializer_range=0.2)
+    section = {"teacher": str(teacher), "reward_weight": 0.0, "kl": kl, "kl_over": kl_over}
+    changes = {"distillation": section, "learner": {"optimizer": {"lr": 3e-3}}, "train": {"num_steps": 8}}
+    group = make_group(0, rewards=[0.5] * GROUP_SIZE)
+    with learner_of(tiny_model, changes) as learner:
+        found = [step(learner, number, [group]) for number in range(1, 9)]
+        weighed = [t.response_mask.sum() for t in group.trajectories]
+    assert found[-1]["distillation/kl"] < 0.85 * found[0]["distillation/kl"]
+    assert found[0]["learner/tokens_trained"] == sum(weighed)
+    assert found[0]["learner/share_computed"] == 1.0
+
+
+def test_a_policy_that_reads_the_verdict_teaches_the_one_that_did_not(tiny_model: Path) -> None:
+    section = {"teacher": "policy", "privileged": "verdict", "max_privileged_tokens": 64, "reward_weight": 0.0}
+    judged = Reward(value=0.25, status="scored", detail="IndexError: list index out of range")
+    group = make_group(0)
+    group = replace(group, trajectories=tuple(replace(t, reward=judged) for t in group.trajectories))
+    text = "An answer to the task that follows was judged: scored, reward 0.25. IndexError: list index out of range"
+    with learner_of(
+        tiny_model,
+        {"distillation": section, "learner": {"max_tokens_per_microbatch": 128}, "algorithm": {"kl_loss_coef": 0.1}},
+    ) as learner:
+        message = AutoTokenizer.from_pretrained(tiny_model).encode(text)[:64]
+        aware = [
+            sampled(np.concatenate([message, t.token_ids]), 64 + group.prompt.token_ids.size)
+            for t in group.trajectories
+        ]
+        expected = learner.log_probs_of(replace(group, trajectories=tuple(aware)))
+        own = learner.log_probs_of(group)
+        metrics = step(learner, 1, [group])
+
+    log_ratio = np.concatenate([mine - theirs for mine, theirs in zip(own, expected, strict=True)])
+    assert metrics["distillation/kl"] == pytest.approx(float(log_ratio.mean()), abs=1e-5)
+    assert metrics["distillation/kl_max"] == pytest.approx(float(log_ratio.max()), abs=1e-5)
+    assert abs(log_ratio).max() > 0.01
+    assert metrics["learner/grad_norm"] > 0
+    assert metrics["learner/kl_to_reference"] == pytest.approx(0.0, abs=1e-7)  # the reference reads no verdict
 
 
 def test_the_entropy_bonus_raises_entropy(tiny_model: Path) -> None:
@@ -328,7 +373,7 @@ def _write_unchecked(learner: Learner, folder: Path) -> None:
 def held_bytes(learner: Learner) -> int:
     """Memory of this learner's weights and of its optimizer's moments."""
     own = learner._learner
-    tensors = [*weights_of(own.model, own.reference), *moments_of(own.optimizer)]
+    tensors = [*weights_of(own.model, *own.frozen.values()), *moments_of(own.optimizer)]
     return sum(tensor.to_local().untyped_storage().nbytes() for tensor in tensors)  # type: ignore[attr-defined]
 
 
@@ -337,6 +382,7 @@ def test_a_learner_that_gives_its_memory_to_a_server_in_between_takes_the_same_s
 ) -> None:
     def run(name: str, changes: dict[str, Any]) -> tuple[list[Any], list[int]]:
         settings = {"algorithm": {"kl_loss_coef": 0.1}, "learner": {"optimizer": {"lr": 1e-3}} | changes}
+        settings |= {"distillation": {"teacher": str(tiny_model), "kl_over": "vocabulary"}}
         with learner_of(tiny_model, settings | {"cluster": {"placement": "colocated"}}) as learner:
             held = [held_bytes(learner)]
             found: list[Any] = [step(learner, 1, two_groups()), sent(learner)]

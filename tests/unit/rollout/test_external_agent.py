@@ -94,7 +94,13 @@ class Bench:
 
     @asynccontextmanager
     async def agent(
-        self, entry: Callable[[AgentCall], Awaitable[Any]] | None = None, *, max_turns: int = 9, **external: Any
+        self,
+        entry: Callable[[AgentCall], Awaitable[Any]] | None = None,
+        *,
+        max_turns: int = 9,
+        sandboxes: Any = None,
+        files: dict[str, str] | None = None,
+        **external: Any,
     ) -> AsyncIterator[ExternalAgent]:
         given = {"entry": "tests:unused"} if entry is not None else {}
         section = {
@@ -110,7 +116,7 @@ class Bench:
             template=load_template("chatml_hermes"),
             make_parser=lambda *parts: HermesParser(),
         )
-        agent = ExternalAgent(config, formats, entry)
+        agent = ExternalAgent(config, formats, entry, sandboxes=sandboxes, files=files or {})
         await agent._gateway.start()
         try:
             yield agent
@@ -232,14 +238,14 @@ async def test_a_program_that_fails_is_a_failed_rollout_without_a_reward(
     assert played.summary.valid.tolist() == [False]
 
 
-async def test_time_that_is_up_ends_the_whole_process_group_and_what_is_there_is_scored(
+async def test_time_that_is_up_ends_all_processes_whatever_session_they_are_in_and_what_is_there_is_scored(
     bench: Any, tmp_path: Path
 ) -> None:
     command = program(
         tmp_path,
         """
         import subprocess
-        child = subprocess.Popen([sys.executable, "-I", "-c", "import time; time.sleep(600)"])
+        child = subprocess.Popen([sys.executable, "-I", "-c", "import time; time.sleep(600)"], start_new_session=True)
         ask({"role": "user", "content": "hi"})
         print(os.getpid(), child.pid, flush=True)
         child.wait()
@@ -254,6 +260,30 @@ async def test_time_that_is_up_ends_the_whole_process_group_and_what_is_there_is
     pids = [int(pid) for pid in played.first.agent_output.split()]
     assert len(pids) == 2
     assert [pid for pid in pids if psutil.pid_exists(pid) and psutil.Process(pid).status() != "zombie"] == []
+
+
+WORKER = """
+import asyncio, os, sys
+from pathlib import Path
+from rayapp.rollout.external.program import Tail, environment, run_program
+folder = Path(sys.argv[1])
+program = "echo $$ > pids; setsid sh -c 'echo $$ >> pids; touch ready; sleep 600' & sleep 600"
+asyncio.run(run_program(["sh", "-c", program], folder=folder, env=environment(folder, {}), output=Tail(99)))
+"""
+
+
+async def test_a_worker_killed_with_sigkill_takes_its_agents_with_it(tmp_path: Path) -> None:
+    worker = await asyncio.create_subprocess_exec(sys.executable, "-c", WORKER, str(tmp_path), cwd=Path.cwd())
+    async with asyncio.timeout(60):
+        while not (tmp_path / "ready").exists():
+            await asyncio.sleep(0.02)
+        pids = [int(pid) for pid in (tmp_path / "pids").read_text().split()]
+        worker.kill()
+        await worker.wait()
+        while [pid for pid in pids if psutil.pid_exists(pid) and psutil.Process(pid).status() != "zombie"]:
+            await asyncio.sleep(0.02)
+
+    assert len(pids) == 2
 
 
 async def test_an_agent_that_runs_out_of_turns_is_scored_on_what_it_has(bench: Any, tmp_path: Path) -> None:
@@ -373,8 +403,19 @@ def test_arguments_are_filled_in_once() -> None:
         ),
         ({"agent": {"external": {"command": ["a"]}}}, "agent.task_agent is single_turn_agent: nobody would run it"),
         (
+            {"agent": {"task_agent": "external_agent", "external": {"entry": "a:b", "inside": True}}},
+            "a function runs in the rollout worker, and only a command can run in a sandbox",
+        ),
+        (
+            {
+                "agent": {"task_agent": "external_agent", "external": {"command": ["a"], "inside": True}},
+                "sandbox": {"providers": [{"type": "e2b"}]},
+            },
+            "sandboxes of e2b have no way to the policy yet; only local ones have",
+        ),
+        (
             {"agent": {"task_agent": "external_agent", "external": {"command": ["a"], "inside": True}}},
-            "agents can't be run in sandboxes yet",
+            "its sandbox is taken back after sandbox.lease_ttl_s = 600 s. Raise that to 660",
         ),
         (
             {
@@ -400,6 +441,7 @@ def test_settings_that_contradict_are_refused(values: dict[str, Any], problem: s
         ({"command": ["no-such-agent", "-v"]}, "there is no program 'no-such-agent' on this machine"),
         ({"entry": "no_such_module:agent"}, "agent.external.entry 'no_such_module:agent' can't be imported"),
         ({"entry": "json:no_such_name"}, "json has no function 'no_such_name'"),
+        ({"entry": "play"}, "'play': write package.module:function or file.py:function$"),
     ],
 )
 async def test_an_agent_that_is_not_there_is_told_before_anything_starts(
@@ -417,3 +459,160 @@ def test_a_row_with_images_is_refused(chat_tokenizer: Any) -> None:
 
     with pytest.raises(InputError, match="an external agent is told text alone"):
         agent.assignment("t", [{"role": "user", "content": [{"type": "image"}]}], None)  # type: ignore[arg-type]
+
+
+INSIDE = textwrap.dedent(
+    """
+    import json, os, socket, sys, urllib.error, urllib.request
+    ASKS = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+
+    def post(url, key, body):
+        headers = {"Authorization": "Bearer " + key, "Content-Type": "application/json"}
+        try:
+            with ASKS.open(urllib.request.Request(url, json.dumps(body).encode(), headers), timeout=20) as answer:
+                return answer.status, json.load(answer)
+        except urllib.error.HTTPError as error:
+            return error.code, json.load(error)
+
+    def ask(text):
+        messages = [{"role": "user", "content": text}]
+        return post(os.environ["OPENAI_BASE_URL"] + "/chat/completions", os.environ["OPENAI_API_KEY"],
+                    {"model": "any", "messages": messages})[1]["choices"][0]["message"]["content"]
+    """
+)
+
+
+@asynccontextmanager
+async def inside(bench: Bench, text: str, **external: Any) -> AsyncIterator[tuple[ExternalAgent, Any]]:
+    """An agent whose program runs in the local provider's sandboxes, and these."""
+    given = {"command": ["python3", "agent.py", "{prompt}"], "timeout_s": 60.0, **external}
+    files = {"agent.py": INSIDE + textwrap.dedent(text)}
+    async with (
+        open_pool(SandboxConfig(), "t") as (sandboxes, _),
+        bench.agent(sandboxes=sandboxes, files=files, inside=True, **given) as agent,
+    ):
+        yield agent, sandboxes
+
+
+async def test_a_program_in_its_sandbox_reaches_the_policy_and_its_file_is_scored(bench: Any) -> None:
+    text = """
+        told = json.load(open(os.environ["RAYAPP_TASK_FILE"]))
+        said = ask(open("notes/read.me").read())
+        open("solution.py", "w").write("def double(x):\\n    return " + said)
+        print(told["task"], told["prompt"] == sys.argv[1], os.getuid() != 0, sorted(os.environ))
+        """
+    b: Bench = bench("2 * x", "x ** 2")
+    async with inside(b, text, answer_file="solution.py", env={"OWN": "1"}) as (agent, sandboxes):
+        tasks = await agent.prompted([TASK])
+        request = GroupRequest(group_id=0, policy_version=0)
+        assignment = await TaskGroups(tasks, (), sandboxes, agent).assignment(request, seed=0)
+        played = await b.play(assignment, group_size=3)
+        assert agent._gateway.num_sessions == 0
+
+    assert played.summary.rewards.tolist() == [1.0, 1.0, 1.0], played.first.reward.detail
+    assert played.first.agent_output.startswith("double True True ")
+    assert "'OWN'" in played.first.agent_output
+    assert "PYTHONPATH" not in played.first.agent_output
+
+
+async def test_from_a_sandbox_neither_other_sessions_nor_other_addresses_are_reached(bench: Any) -> None:
+    text = """
+        kept = open(os.environ["HOME"] + "/agent.py").read()
+        other, key, host_port = sys.argv[2:5]
+        own = os.environ["OPENAI_BASE_URL"].rsplit("/", 2)[0]
+        body = {"model": "any", "messages": [{"role": "user", "content": "hi"}]}
+        found = [
+            post(f"{own}/{other}/v1/chat/completions", key, body)[0],
+            post(f"{own}/{other}/v1/chat/completions", os.environ["OPENAI_API_KEY"], body)[0],
+            post(os.environ["OPENAI_BASE_URL"] + "/chat/completions", key, body)[0],
+        ]
+        for address in (("127.0.0.1", int(host_port)), ("127.0.0.1", 6379), ("1.1.1.1", 8000), ("127.0.0.2", 8000)):
+            try:
+                socket.create_connection(address, timeout=1)
+                found.append(address)
+            except OSError as error:
+                found.append(0)
+        print(json.dumps(found))
+        ask("bye")
+        """
+    b: Bench = bench("#### 42")
+    async with b.agent(command=["true"]) as neighbour:
+        with neighbour._session(b.engine(), SamplingParams(max_tokens=10), "neighbour") as other:
+            port = neighbour._gateway.url.rpartition(":")[2]
+            command = ["python3", "agent.py", "-", other.id, other.key, port]
+            async with inside(b, text, command=command) as (agent, sandboxes):
+                played = await b.play(assignment_of(ROW, agent, AnswerRewards(), sandboxes))
+            assert other.tree.turns == []
+
+    assert played.first.agent_output.strip() == "[404, 404, 401, 0, 0, 0, 0]", played.first.reward.detail
+    assert played.first.num_turns == 1
+
+
+async def test_a_program_in_its_sandbox_that_fails_or_takes_too_long_is_as_one_beside_the_worker(bench: Any) -> None:
+    b: Bench = bench("#### 42")
+    played = []
+    for text in ("ask('hi'); sys.exit('no luck')", "ask('hi')\nimport time; time.sleep(60)", "pass"):
+        async with inside(b, text, timeout_s=3.0) as (agent, sandboxes):
+            played.append((await b.play(assignment_of(ROW, agent, AnswerRewards(), sandboxes))).first)
+
+    failed, late, silent = played
+    assert (failed.status, failed.reward.detail) == (
+        RolloutStatus.ERROR_TASK,
+        "the agent's program ended with 1: no luck",
+    )
+    assert (late.status, late.reward.value) == (RolloutStatus.MAX_TURNS, 1.0)
+    assert silent.reward.detail == "the agent ended without a turn of the policy"
+
+
+async def test_a_program_that_floods_its_way_out_harms_its_own_trajectory_alone(bench: Any) -> None:
+    text = """
+        url = os.environ["OPENAI_BASE_URL"].removeprefix("http://").partition("/")[0].split(":")
+        socks = []
+        for number in range(100):
+            sock = socket.socket()
+            sock.setblocking(False)
+            sock.connect_ex((url[0], int(url[1])))
+            socks.append(sock)
+        head = b"POST /x/v1/chat/completions HTTP/1.1\\r\\nHost: x\\r\\nContent-Length: 99999999\\r\\n\\r\\n"
+        for _ in range(3):
+            for sock in socks:
+                try:
+                    sock.send(head + bytes(1 << 20))
+                except OSError:
+                    pass
+        for sock in socks:
+            sock.close()
+        ask("still there?")
+        """
+    b: Bench = bench("#### 42")
+    async with inside(b, text) as (agent, sandboxes):
+        first = (await b.play(assignment_of(ROW, agent, AnswerRewards(), sandboxes))).first
+        agent._files = {"agent.py": INSIDE + "ask('hi')"}
+        second = (await b.play(assignment_of(ROW, agent, AnswerRewards(), sandboxes))).first
+
+    assert first.reward.value == second.reward.value == 1.0, (first.reward.detail, first.agent_output)
+
+
+async def test_the_agents_own_files_are_read_once_and_lie_in_its_folder_wherever_it_runs(
+    bench: Any, chat_tokenizer: Any, tmp_path: Path
+) -> None:
+    chat_tokenizer.save_pretrained(tmp_path / "model")
+    (tmp_path / "mine.py").write_text(INSIDE + "print(os.getcwd() == os.environ['HOME']); ask('hi')")
+    external = {"command": ["python3", "own/agent.py"], "files": {"own/agent.py": str(tmp_path / "mine.py")}}
+    b: Bench = bench("#### 42")
+    async with open_pool(SandboxConfig(), "t") as (sandboxes, _):
+        for is_inside in (False, True):
+            section = {"timeout_s": 60.0, "inside": is_inside, **external}
+            values = {
+                "model": {"path": str(tmp_path / "model")},
+                "agent": {"task_agent": "external_agent", "chat_template": "chatml_hermes", "external": section},
+                "rollout": {"max_completion_tokens": 4000},
+            }
+            agent = await ExternalAgent.open(Config.model_validate(values), sandboxes)
+            played = await b.play(assignment_of(ROW, agent, AnswerRewards(), sandboxes))
+            await agent.close()
+            assert (played.first.reward.value, played.first.agent_output) == (1.0, "True\n"), played.first.reward.detail
+
+    (tmp_path / "mine.py").unlink()
+    with pytest.raises(ConfigError, match=r"agent.external.files: .*mine\.py can't be read as text"):
+        await ExternalAgent.open(Config.model_validate(values), None)

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
+from rayapp.config.agent import RewardSection
 from rayapp.core.errors import DeadlineError, EngineDeadError, EngineError, StaleVersionError
 from rayapp.core.protocols import SandboxSource, Tokenizer
 from rayapp.core.types import Completion, Group, GroupSummary, Prompt, Reward, RolloutStatus, SamplingParams
 from rayapp.engine.vllm_completions import whole_completion
 from rayapp.rollout.group import run_group
 from rayapp.rollout.order import GroupRequest, prompt_index, sampling_seed, scoring_seed
+from rayapp.rollout.sources import judged
 from rayapp.rollout.task_groups import TaskGroups
+from rayapp.tasks.judges.judging import Judging
 
 PROMPT = Prompt(task="echo", text="say", token_ids=np.array([5, 9], np.int32), stop=("\n",))
 
@@ -198,3 +201,62 @@ def test_seeds_depend_on_run_group_and_trajectory_only() -> None:
     seeds = {sampling_seed(g, i, seed=s) for s in range(3) for g in range(20) for i in range(16)}
     assert len(seeds) == 3 * 20 * 16
     assert scoring_seed(4, seed=1) == scoring_seed(4, seed=1) != scoring_seed(5, seed=1)
+
+
+@dataclass
+class Comparing(Judging):
+    """Judges that pay each response its place from the end, or never come to one."""
+
+    hangs: bool = False
+    compares: bool = True
+    compare_timeout_s: float = 0.6
+
+    def __post_init__(self) -> None:
+        super().__init__({}, RewardSection())
+
+    async def with_comparisons(self, prompt: Prompt, texts: Sequence[str], rewards: Sequence[Reward]) -> list[Reward]:
+        if self.hangs:
+            await asyncio.Event().wait()
+        assert [reward.valid for reward in rewards] == [True, True, False, True]  # three characters: its sandbox died
+        return [replace(each, value=float(-place)) for place, each in enumerate(rewards)]
+
+
+async def compared(engine: Engine, *, purpose: str = "group", **comparing: bool) -> Group:
+    request = GroupRequest(group_id=11, policy_version=3, purpose=purpose)  # type: ignore[arg-type]  # one of two words
+    groups = TaskGroups([(Task(), PROMPT)], [(Task(), PROMPT)], sandboxes=None)  # type: ignore[arg-type]  # as above
+    assignment = await groups.assignment(replace(request, prompt=0), seed=0)
+    group, _ = await run_group(
+        request,
+        judged(assignment, Comparing(**comparing), compares=purpose == "group"),
+        engine=engine,
+        sampling=SamplingParams(max_tokens=8),
+        group_size=4,
+        seed=0,
+        deadline_s=1.0,
+    )
+    return group
+
+
+async def test_a_group_is_compared_once_it_is_whole_and_evaluation_is_not() -> None:
+    trained, evaluated = await compared(Engine()), await compared(Engine(), purpose="eval")
+
+    assert [t.reward.value for t in trained.trajectories if t.reward.valid] == [0.0, -1.0, -3.0]
+    assert [t.reward.value for t in evaluated.trajectories if t.reward.valid] == [1.0, 2.0, 4.0]
+
+
+async def test_a_group_that_is_not_compared_in_time_has_no_rewards_and_keeps_its_tokens() -> None:
+    group = await compared(Engine(), hangs=True)
+
+    assert [t.reward.failure_kind for t in group.trajectories] == ["judge_timeout"] * 2 + [
+        "sandbox_gone",
+        "judge_timeout",
+    ]
+    assert [t.status for t in group.trajectories[:2]] == [RolloutStatus.ERROR_REWARD] * 2
+    assert group.trajectories[3].num_response_tokens == 4
+
+
+async def test_a_trajectory_that_hangs_leaves_the_others_time_to_be_compared() -> None:
+    group = await compared(Engine(hang=frozenset({2})))
+
+    assert [t.reward.value for t in group.trajectories if t.reward.valid] == [0.0, -1.0, -3.0]
+    assert group.trajectories[2].reward.failure_kind == "deadline"

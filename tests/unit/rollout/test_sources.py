@@ -8,6 +8,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -15,7 +16,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from rayapp.config.config import Config, Source, sources_of
-from rayapp.core.errors import InputError
+from rayapp.core.errors import ConfigError, InputError
+from rayapp.core.types import RolloutStatus
+from rayapp.rollout.agent.episode import Episode, EpisodeEnd
 from rayapp.rollout.check import check_inputs
 from rayapp.rollout.curriculum import Curriculum
 from rayapp.rollout.mixing import Mixing
@@ -24,6 +27,7 @@ from rayapp.rollout.sources import RunGroups, open_groups
 from rayapp.rollout.task_groups import TaskGroups
 from rayapp.sandbox.pool.in_process import open_pool
 from rayapp.tasks.data.reading import ReadOptions, open_data
+from rayapp.testing.stubs.judge_stub import JudgeStub
 from rayapp.testing.summaries import summary_of
 
 RATIOS = st.lists(st.floats(0.001, 100.0) | st.integers(1, 9), min_size=1, max_size=7)
@@ -237,3 +241,48 @@ def test_tasks_alone_are_one_source_without_a_name() -> None:
     config = Config()
 
     assert sources_of(config) == (Source(name="", ratio=1.0, config=config),)
+
+
+async def test_a_source_has_its_own_judges_which_are_asked_before_anything_is_sampled(
+    tiny_model: Path, letter_tasks: list[str], tmp_path: Path
+) -> None:
+    stub = JudgeStub(lambda text: min(10, len(text)))
+    async with stub.running() as url:
+        judge = {"name": "q", "base_url": f"{url}/v1", "model": "m", "max_retries": 0,
+                 "rubric": [{"name": "long", "text": "It is long."}]}  # fmt: skip
+        config = config_of(
+            tiny_model,
+            {"name": "judged", "tasks": letter_tasks, "reward": {"judges": {"q": 2.0}, "verdict_weight": 0.5}},
+            {"name": "plain", "tasks": letter_tasks},
+            judges=[judge],
+            run={"output_dir": str(tmp_path)},
+        )
+        async with open_pool(config.sandbox.model_copy(update={"min_ready": 0}), "sources") as (sandboxes, _):
+            groups = await open_groups(config, sandboxes)
+            assert len(stub.bodies) == 1
+            found = {}
+            for group_id in range(2):
+                assignment = await groups.assignment(request(group_id), seed=7)
+                found[assignment.prompt.source] = await assignment.score(said("aaaa"))
+            await groups.close()
+            stub.said = "prose"
+            with pytest.raises(ConfigError, match="judge q answered no JSON: 'prose'"):
+                await open_groups(config, sandboxes)
+
+    plain, judged = found["plain"], found["judged"]
+    assert judged.value == pytest.approx(0.5 * plain.value + 2.0 * 0.4)
+    assert not any(name.startswith("judge") for name in plain.terms)
+    assert "write" in stub.bodies[1]["messages"][1]["content"]
+
+
+def said(text: str) -> Episode:
+    return Episode(
+        token_ids=np.zeros(1, np.int32),
+        response_mask=np.zeros(1, np.bool_),
+        rollout_log_probs=np.zeros(1, np.float32),
+        num_prompt_tokens=1,
+        turns=(),
+        end=EpisodeEnd.ANSWERED,
+        status=RolloutStatus.COMPLETED,
+        answer=text,
+    )

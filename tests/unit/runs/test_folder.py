@@ -342,6 +342,11 @@ def test_a_run_goes_on_with_other_servers_workers_and_learners_and_says_so(
     assert len(caplog.records) == 3
 
 
+def test_another_teacher_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(RunFolderError, match=r"distillation\.teacher: '' before, 'models/larger' now"):
+        resumed(tmp_path, distillation__teacher="models/larger")
+
+
 def test_another_learning_rate_is_refused_unless_it_is_meant(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     new = {"learner__optimizer": {"lr": 3e-6}}
     with pytest.raises(RunFolderError, match=r"run\.allow_changed='\[learner\.optimizer\.lr\]'"):

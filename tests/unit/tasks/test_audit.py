@@ -15,6 +15,7 @@ import pytest_asyncio
 
 from rayapp.cli.main import run
 from rayapp.config.sandbox import SandboxConfig
+from rayapp.core.errors import InputError
 from rayapp.core.protocols import SandboxSource
 from rayapp.core.types import Reward
 from rayapp.sandbox.pool.in_process import open_pool
@@ -22,8 +23,9 @@ from rayapp.tasks.answers import AnswerRewards
 from rayapp.tasks.audit.checks import TaskReport, audit
 from rayapp.tasks.audit.coding import coding_subject
 from rayapp.tasks.audit.subject import Answer, Subject
-from rayapp.tasks.audit.subjects import subjects_of
+from rayapp.tasks.audit.subjects import subjects_of, task_subject
 from rayapp.tasks.coding import CodingTask
+from rayapp.tasks.generators import GeneratedTask
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 DOUBLE: dict[str, Any] = {
@@ -110,6 +112,25 @@ async def test_a_cheat_that_is_paid_and_a_grader_that_pays_all_are_told(sandboxe
 
     assert found.said == ["cheat: an answer that ends its process earns 1"]
     assert found.reports[0].cheats == "1/1"
+
+
+async def test_a_generated_problem_that_a_guess_solves_is_told(sandboxes: SandboxSource) -> None:
+    guessed, sound = (
+        GeneratedTask(name="sums", prompt=f"{n} + 1?", answer=str(n + 1), options="{}", index=n, is_compared=True)
+        for n in (0, 6570)
+    )
+    found = await audited(sandboxes, *map(task_subject, (guessed, sound)))
+
+    assert found.said == ["trivial: `the answer 1` is worth 1.00, more than 0.5"]
+    assert [(report.task, report.solution) for report in found.reports] == [("sums[0]", "2/2"), ("sums[6570]", "2/2")]
+
+
+async def test_an_environment_is_refused_since_only_playing_it_gives_a_verdict(
+    sandboxes: SandboxSource, tmp_path: Path
+) -> None:
+    (tmp_path / "walk.yaml").write_text("{environment: openenv, url: 'http://127.0.0.1:1', size: 1}")
+    with pytest.raises(InputError, match="walk is an environment: its verdict is on what is done in it"):
+        await audited(sandboxes, *await subjects_of([str(tmp_path / "walk.yaml")], AnswerRewards(), cache=tmp_path))
 
 
 async def test_tasks_that_ask_the_same_are_told_and_those_of_the_same_tests_noted(sandboxes: SandboxSource) -> None:

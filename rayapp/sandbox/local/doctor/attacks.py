@@ -96,7 +96,7 @@ class Attack:
     because: str = ""
     """Why it is tried, or why a level is left out."""
     levels: tuple[str, ...] = LEVELS
-    """Levels that have to hold against it."""
+    """Levels that have to hold against it, and those with a loopback as those without, unless it names one."""
     unisolated: Literal["must-reach", "may-fail", "never"] = "must-reach"
     """Without isolation, as an ordinary user: it reaches something; it may need more than that; it must not be run."""
     needs: tuple[str, ...] = ()
@@ -105,6 +105,10 @@ class Attack:
     """Exceptions that also mean refused."""
     timeout_s: float = 3.0
     expect: Expected = field(default_factory=Expected)
+
+    def is_for(self, level: str) -> bool:
+        """Whether this level has to hold against it."""
+        return level in self.levels or level.removesuffix("+lo") in self.levels
 
     @property
     def source(self) -> str:

@@ -41,6 +41,7 @@ class Canary:
         self._uid = slot.uid
         self._zygote = slot.pid
         self._is_nested = slot.level.startswith("ns")
+        self._has_loopback = slot.listener is not None
         self._stack = contextlib.ExitStack()
         self.facts: dict[str, object] = {}
         """Plain data that each attack is given: where the things are."""
@@ -59,6 +60,7 @@ class Canary:
                 "pid": os.getpid(),
                 "group": os.getpgrp(),
                 "neighbour": self._neighbour.pid,
+                "has_loopback": self._has_loopback,
                 "numbers": dict(syscalls.NUMBERS[syscalls.machine()]),
                 **_make_sockets(stack, folder),
                 **_make_shared_memory(stack, secret),

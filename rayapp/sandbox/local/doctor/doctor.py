@@ -25,7 +25,7 @@ def f(items):
     print("honest")
     return json.loads(json.dumps([math.floor(item) for item in sorted(items)]))
 """
-_BATTERY_FAMILIES = ("files", "kernel", "network", "processes", "secrets")
+_BATTERY_FAMILIES = ("files", "kernel", "loopback", "network", "processes", "secrets")
 """Families of quick attacks: the whole battery takes about a second."""
 _BOOT_TIMEOUT_S = 60.0
 _GRACE_S = 1.0
@@ -76,7 +76,7 @@ async def run_doctor(*, levels: tuple[str, ...] = LEVELS, families: tuple[str, .
         )
     else:
         attacks = [
-            attack for attack in load_attacks() if attack.family in families and sandbox.isolation in attack.levels
+            attack for attack in load_attacks() if attack.family in families and attack.is_for(sandbox.isolation)
         ]
         with Canary(sandbox.slot) as canary:
             checks = [await try_attack(sandbox, attack, canary) for attack in attacks]

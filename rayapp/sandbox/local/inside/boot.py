@@ -23,6 +23,7 @@ from rayapp.sandbox.local.levels import kernel, visible_files
 from rayapp.sandbox.local.levels import level as levels
 from rayapp.sandbox.local.levels.landlocked import Landlocked
 from rayapp.sandbox.local.levels.limits import mapped_bytes, set_standing_limits
+from rayapp.sandbox.local.levels.namespaces import NAMES as NAMESPACES
 from rayapp.sandbox.local.levels.namespaces import Namespaces
 from rayapp.sandbox.verdict.harness import HASH_SEED, describe
 
@@ -44,7 +45,12 @@ def main(descriptor: int) -> None:
         except Exception as error:  # boundary: told to the provider, which decides
             wire.send(channel, {"failed": describe(error)})
             return
-        wire.send(channel, {"ready": level.name, "pid": os.getpid(), "uid": os.getuid()})
+        ready: dict[str, object] = {"ready": level.name, "pid": os.getpid(), "uid": os.getuid()}
+        if level.listener is None:
+            wire.send(channel, ready)
+        else:
+            with level.listener as listener:
+                wire.send(channel, ready, listener.fileno())
         zygote = Zygote(channel, level)
         zygote.serve()
         zygote.forget()
@@ -96,8 +102,8 @@ def _import_packages(packages: Sequence[str], paths: Sequence[str]) -> None:
 
 
 def make_level(name: str, here: visible_files.View) -> levels.Level:
-    if name in ("ns+proc", "ns"):
-        return Namespaces(here, with_proc=name == "ns+proc")
+    if name in NAMESPACES:
+        return Namespaces(here, with_proc="+proc" in name, with_loopback="+lo" in name)
     if name == "ll":
         return Landlocked(here)
     if name == "unisolated":

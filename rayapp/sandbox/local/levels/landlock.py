@@ -22,7 +22,8 @@ _FILE_ONLY = _EXECUTE | _WRITE | _READ | _TRUNCATE | _IOCTL
 _FILE_RIGHTS = {0: 0, 1: (1 << 13) - 1, 2: (1 << 14) - 1, 3: (1 << 15) - 1, 4: (1 << 15) - 1, 5: (1 << 16) - 1}
 _TCP, _TCP_SINCE = 0b11, 4
 _SCOPES, _SCOPES_SINCE = 0b11, 6
-_RULE_PATH_BENEATH = 1
+_CONNECT_TCP = 1 << 1
+_RULE_PATH_BENEATH, _RULE_NET_PORT = 1, 2
 _MAKE_DEVICES = 1 << 6 | 1 << 11
 
 READ_ONLY = _EXECUTE | _READ | _READ_DIR
@@ -82,12 +83,26 @@ def allow(ruleset: int, path: str, rights: int) -> None:
 
 def allow_descriptor(ruleset: int, descriptor: int, rights: int) -> None:
     kept = file_rights() if stat.S_ISDIR(os.fstat(descriptor).st_mode) else file_rights() & _FILE_ONLY
-    rule = struct.pack("<Qi", rights & kept, descriptor)
+    _add_rule(ruleset, _RULE_PATH_BENEATH, struct.pack("<Qi", rights & kept, descriptor))
+
+
+def allow_port(ruleset: int, port: int) -> None:
+    """Allow TCP connections to this port, whatever the address.
+
+    Raises:
+        OSError: this kernel's Landlock has no rules for TCP.
+    """
+    if abi() < _TCP_SINCE:
+        raise OSError("landlock_add_rule: this kernel's Landlock has no rules for TCP (6.7 or newer)")
+    _add_rule(ruleset, _RULE_NET_PORT, struct.pack("<QQ", _CONNECT_TCP, port))
+
+
+def _add_rule(ruleset: int, kind: int, rule: bytes) -> None:
     number = syscalls.number("landlock_add_rule")
     kernel.syscall(
         number,
         ctypes.c_int(ruleset),
-        ctypes.c_int(_RULE_PATH_BENEATH),
+        ctypes.c_int(kind),
         rule,
         ctypes.c_uint32(0),
         name="landlock_add_rule",

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 
 from rayapp.sandbox.local.levels import kernel, landlock, rules, seccomp
 from rayapp.sandbox.local.levels.level import Place, kill_descendants, make_folder, remove_folder
@@ -22,6 +23,7 @@ class Landlocked:
 
     name = "ll"
     num_spares = 1
+    listener: socket.socket | None = None
 
     def __init__(self, view: View) -> None:
         self.usage = Usage(-1)

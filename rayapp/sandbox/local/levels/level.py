@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import socket
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -40,6 +41,8 @@ class Level(Protocol):
     name: str
     num_spares: int
     """Children that wait for a job: two where an execution can't reach the one that waits beside it, else one."""
+    listener: socket.socket | None
+    """Set by `enter`, where the level has a loopback: who takes it accepts what executions connect."""
     usage: Usage
     """Set by `enter`: how much the executions use. Whose children they are is for the zygote to say."""
 
@@ -82,6 +85,7 @@ class Unisolated:
 
     name = "unisolated"
     num_spares = 1
+    listener: socket.socket | None = None
 
     def __init__(self) -> None:
         self.usage = Usage(-1)

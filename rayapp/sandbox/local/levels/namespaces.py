@@ -1,5 +1,7 @@
 """The levels `ns+proc` and `ns`: user, mount, pid, net, ipc, uts and cgroup namespaces around Landlock and seccomp.
 
+The same with a loopback (`loopback.py`) are `ns+proc+lo` and `ns+lo`.
+
     started by us, unprivileged uid
       └─ unshare(all) ─ fork ─> zygote: pid 1 of its own pid namespace, root folder of `visible_files.py`, no network
                                   └─ fork per execution: pid 1 of another one, private mounts, no capabilities
@@ -15,11 +17,12 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
+import socket
 import struct
 from pathlib import Path
 
 from rayapp.sandbox.local.inside.privileges import make_mount_point
-from rayapp.sandbox.local.levels import kernel, landlock, rules, seccomp, syscalls
+from rayapp.sandbox.local.levels import kernel, landlock, loopback, rules, seccomp, syscalls
 from rayapp.sandbox.local.levels.level import Place
 from rayapp.sandbox.local.levels.limits import MIB, Bounds, Limits, resource_bounds
 from rayapp.sandbox.local.levels.usage import Usage
@@ -29,6 +32,7 @@ _ALL = (
     kernel.CLONE_NEWUSER | kernel.CLONE_NEWNS | kernel.CLONE_NEWPID | kernel.CLONE_NEWNET
     | kernel.CLONE_NEWIPC | kernel.CLONE_NEWUTS | kernel.CLONE_NEWCGROUP
 )  # fmt: skip
+NAMES = ("ns+proc", "ns", "ns+proc+lo", "ns+lo")
 _TMP = "/tmp"
 _BELOW_TMP = "/.below-tmp"
 """Where what lies below the machine's /tmp is kept, numbered, to be shown again in each new /tmp."""
@@ -45,8 +49,10 @@ class Namespaces:
 
     num_spares = 2
 
-    def __init__(self, view: View, *, with_proc: bool) -> None:
-        self.name = "ns+proc" if with_proc else "ns"
+    def __init__(self, view: View, *, with_proc: bool, with_loopback: bool = False) -> None:
+        self.name = f"ns{'+proc' if with_proc else ''}{'+lo' if with_loopback else ''}"
+        self._with_loopback = with_loopback
+        self.listener: socket.socket | None = None
         self._view = view
         self._below_tmp = [path for path in view.extra() if path.startswith(f"{_TMP}/")]
         self._with_proc = with_proc
@@ -77,11 +83,12 @@ class Namespaces:
         self._leave_pid_namespace = [kernel.setns_step(outer, kernel.CLONE_NEWPID)]
         self.usage = Usage.of_this_process()
         kernel.sethostname("sandbox")
+        self.listener = loopback.listen() if self._with_loopback else None
         self._build_root()
         kernel.prctl(kernel.PR_SET_DUMPABLE, 0)
         kernel.prctl(kernel.PR_SET_NO_NEW_PRIVS, 1)
         kernel.limit_bounding_set()
-        seccomp.install(rules.standing())
+        seccomp.install(rules.standing(has_loopback=self._with_loopback))
 
     def fork(self) -> int:
         kernel.take(self._enter_pid_namespace)
@@ -145,6 +152,8 @@ class Namespaces:
         landlock.allow(self._ruleset, _TMP, landlock.read_write())
         for device in DEVICES:
             landlock.allow(self._ruleset, f"/dev/{device}", landlock.DEVICE)
+        if self._with_loopback:
+            landlock.allow_port(self._ruleset, loopback.PORT)
         closing = seccomp.installation(self._filter)
         self._steps = [landlock.restriction(self._ruleset), kernel.CLEAR_CAPABILITIES, closing]
 

@@ -13,16 +13,20 @@ import signal
 from rayapp.sandbox.local.levels import kernel
 from rayapp.sandbox.local.levels.seccomp import (
     INSTRUCTION,
+    PERMIT,
     Block,
     both,
     dies_with,
+    every,
     no_effect,
     not_masked,
     not_with,
     null_pointer,
     only_with,
+    pairs,
     program,
     refuse,
+    refused_or,
     with_bits,
     without_bits,
 )
@@ -32,6 +36,11 @@ _CLONE_THREAD = 0x00010000
 _CLONE_NEWTIME = 0x80
 _NAMESPACES = 0x7E020000 | _CLONE_NEWTIME
 _AF_UNIX, _SOCK_STREAM, _SOCK_TYPE_MASK = 1, 1, 0xB
+_AF_INET, _IPPROTO_TCP, _SOL_SOCKET = 2, 6, 1
+_OPTIONS = {_SOL_SOCKET: (2, 3, 4, 7, 8, 9, 13, 17, 20, 21, 30, 38, 39), _IPPROTO_TCP: (1, 4, 5, 6, 12, 18)}
+"""What clients of HTTP set and ask of a socket: reuse, type, errors, sizes, keepalive, linger, peer, times; no delay,
+keepalive's times, quick acknowledgements. No other protocol on top of TCP, and no memory shared with the kernel."""
+_SIOC, _SIOC_MASK = 0x8900, 0xFF00
 _TIOCSTI, _TIOCLINUX, _FIOSETOWN, _SIOCSPGRP = 0x5412, 0x541C, 0x8901, 0x8902
 _FS_IOC_SETFLAGS, _FS_IOC_FSSETXATTR = 0x40086602, 0x401C5820
 _F_SETOWN, _F_SETSIG, _F_SETOWN_EX = 8, 10, 15
@@ -88,8 +97,12 @@ _OWNERS_ONLY = (
 owner, times and attributes, and none for truncation below ABI 3 (kernel 6.2)."""
 
 
-def standing(machine: str | None = None) -> bytes:
-    """The filter of the zygote, which every execution inherits. `machine` is this one unless a test names another."""
+def standing(machine: str | None = None, *, has_loopback: bool = False) -> bytes:
+    """The filter of the zygote, which every execution inherits. `machine` is this one unless a test names another.
+
+    Args:
+        has_loopback: TCP sockets may be made and connected; where to is for Landlock and the network namespace to say.
+    """
     rules: dict[str, Block] = {name: refuse() for name in _NEVER}
     rules["socketpair"] = both((0, _AF_UNIX), (1, _SOCK_STREAM), _SOCK_TYPE_MASK)
     # Streams (1) and sequenced packets (5), equal under the mask: a datagram pair could send to any socket by name.
@@ -101,6 +114,8 @@ def standing(machine: str | None = None) -> bytes:
     rules["fcntl"] = not_with(
         1, _F_SETOWN, _F_SETSIG, _F_SETOWN_EX, _F_SETLEASE, _F_NOTIFY, _F_SETPIPE_SZ, _F_OFD_SETLK, _F_OFD_SETLKW
     )
+    if has_loopback:
+        rules |= _client_of_tcp(rules["ioctl"])
     rules |= {name: no_effect() for name in _NO_EFFECT}
     # Each holds one of the signals that a user may have on their way; programs that want one fall back to alarm.
     rules["timer_create"] = refuse(errno.ENOSYS)
@@ -111,6 +126,18 @@ def standing(machine: str | None = None) -> bytes:
     # Its flags lie in memory, where a filter can't look; libc falls back to clone.
     rules["clone3"] = refuse(errno.ENOSYS)
     return program(rules, unknown=refuse(errno.ENOSYS), machine=machine)
+
+
+def _client_of_tcp(ioctl: Block) -> dict[str, Block]:
+    """It listens nowhere. No MPTCP, to which Landlock's rules of TCP don't apply, and no interface is looked at."""
+    any_bit = 0xFFFFFFFF
+    return {
+        "socket": every((0, any_bit, (_AF_INET,)), (1, 0xF, (_SOCK_STREAM,)), (2, any_bit, (0, _IPPROTO_TCP))),
+        "connect": PERMIT,
+        "setsockopt": pairs(1, 2, _OPTIONS),
+        "getsockopt": pairs(1, 2, _OPTIONS),
+        "ioctl": refused_or(not_masked(1, _SIOC_MASK, _SIOC), ioctl),
+    }
 
 
 def closing(*, own_pid: int | None = None, machine: str | None = None) -> bytes:

@@ -89,6 +89,32 @@ def both(first: tuple[int, int], second: tuple[int, int], mask: int = 0xFFFFFFFF
     )
 
 
+def every(*tests: tuple[int, int, tuple[int, ...]]) -> Block:
+    """Allowed if each of these arguments (32 bits), masked, is one of its values: (index, mask, values)."""
+    return (*(step for test in tests for step in _one_of(*test)), *PERMIT)
+
+
+def pairs(first: int, second: int, allowed: Mapping[int, tuple[int, ...]]) -> Block:
+    """Allowed if the first argument is a key, and the second one of that key's values."""
+    found: list[Instruction] = []
+    for value, seconds in allowed.items():
+        rest = (*_one_of(second, 0xFFFFFFFF, seconds), *PERMIT)
+        found += [_argument(first), (_JUMP_EQUAL, 0, len(rest), value), *rest]
+    return (*found, *refuse())
+
+
+def refused_or(first: Block, otherwise: Block) -> Block:
+    """What the first one permits, the other decides."""
+    assert first[-1:] == PERMIT
+    return (*first[:-1], *otherwise)
+
+
+def _one_of(index: int, mask: int, values: Sequence[int]) -> Block:
+    """Goes on behind itself if the argument, masked, is one of the values; else refuses."""
+    tests = [(_JUMP_EQUAL, len(values) - at, 0, value) for at, value in enumerate(values)]
+    return (_argument(index), (_AND, 0, 0, mask), *tests, *refuse())
+
+
 def null_pointer(index: int) -> Block:
     """Allowed if this argument (64 bits) is 0."""
     return (

@@ -6,7 +6,8 @@ import asyncio
 import json
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -14,12 +15,16 @@ import anthropic
 import openai
 import pytest
 
+from rayapp.config.judges import JudgeSection
 from rayapp.core.types import Completion, SamplingParams
 from rayapp.rollout.agent.chat import load_template
 from rayapp.rollout.gateway import server
 from rayapp.rollout.gateway.formats import Formats
 from rayapp.rollout.gateway.server import Gateway
 from rayapp.rollout.gateway.session import Session, SessionLimits
+from rayapp.tasks.custom_rewards import RewardFailedError
+from rayapp.tasks.judges.judge import Judge
+from rayapp.tasks.judges.questions import Asked
 from rayapp.testing.engine import ScriptedEngine
 from rayapp.testing.hermes import HermesParser
 
@@ -346,3 +351,25 @@ async def test_a_stream_that_waits_long_begins_with_comments_and_tells_errors_as
         with pytest.raises(openai.APIError, match="this session is over"):
             async for _ in stream:
                 pass
+
+
+async def test_a_policy_behind_the_gateway_can_judge(
+    serve: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    said = json.dumps({"reason": "it is right", "scores": {"right": 4}})
+    async with serve(said, "I like it, 4 of 5.") as served:
+        monkeypatch.setenv("SESSION_KEY", served.session.key)
+        section = JudgeSection.model_validate(
+            {"name": "q", "base_url": f"{served.url}/v1", "model": "any", "api_key_env": "SESSION_KEY",
+             "response_format": "none", "max_score": 5, "rubric": [{"name": "right", "text": "It is right."}]}
+        )  # fmt: skip
+        judge = Judge(section, tmp_path)
+        asked = Asked(messages=tuple(HI), response="hello")
+        score, _, judgement = await judge.score(asked)
+        with pytest.raises(RewardFailedError, match="no JSON: 'I like it") as prose:
+            await judge.score(replace(asked, response="other"))
+        await judge.close()
+
+    assert (score, judgement.reason) == (0.8, "it is right")
+    assert judgement.bill.tokens_in > 100
+    assert (prose.value.kind, served.engine.requests[0][2].temperature) == ("judge_answer", 1.0)

@@ -141,6 +141,29 @@ def test_a_pair_of_sockets_is_a_stream_or_packets_but_never_datagrams(machine: s
     assert [named(rules.standing(machine), machine, "sendto", 3, 0, 0, 0, to) for to in (1, 1 << 40)] == ["EPERM"] * 2
 
 
+def test_with_a_loopback_clients_of_tcp_are_made_and_nothing_else(machine: str) -> None:
+    code = rules.standing(machine, has_loopback=True)
+    inet, inet6, stream, datagram, tcp, mptcp, close_on_exec = 2, 10, 1, 2, 6, 262, 0o2000000
+
+    def say(name: str, *args: int) -> str:
+        return named(code, machine, name, *args)
+
+    assert [say("socket", inet, kind, proto) for kind in (stream, stream | close_on_exec) for proto in (0, tcp)] == (
+        [ALLOWED] * 4
+    )
+    for refused in ((inet6, stream, 0), (inet, datagram, 0), (inet, stream, mptcp), (1, stream, 0), (inet, 3, tcp)):
+        assert say("socket", *refused) == "EPERM"
+    assert say("connect", 3) == ALLOWED
+    assert [say(name, 3) for name in ("bind", "listen", "accept", "accept4")] == ["EPERM"] * 4
+    for name in ("setsockopt", "getsockopt"):
+        assert [say(name, 3, *option) for option in ((1, 9), (6, 1), (1, 4))] == [ALLOWED] * 3
+        for level, option in ((6, 31), (6, 30), (6, 35), (1, 60), (1, 26), (0, 1), (41, 26), (1, 1)):
+            assert say(name, 3, level, option) == "EPERM"
+    assert [say("ioctl", 3, what) for what in (0x5421, 0x5401)] == [ALLOWED] * 2
+    assert [say("ioctl", 3, what) for what in (0x8912, 0x8946, 0x89FF, 0x5412)] == ["EPERM"] * 4
+    assert say("sendto", 3, 0, 0, 0, 1) == "EPERM"
+
+
 def test_signals_can_not_be_sent_by_way_of_files_or_terminals(machine: str) -> None:
     code = rules.standing(machine)
 

@@ -289,9 +289,9 @@ async def test_processes_share_the_time_of_their_execution(sandbox: LocalSandbox
 
 
 async def test_a_session_has_its_time_anew_for_each_job(sandbox: LocalSandbox) -> None:
-    work = "import time\nstart = time.process_time()\nwhile time.process_time() < start + 0.3: pass"
+    work = "import time\nstart = time.process_time()\nwhile time.process_time() < start + 0.2: pass"
 
-    done = [await sandbox.run_code(work, timeout_s=0.6, stateful=True) for _ in range(3)]
+    done = [await sandbox.run_code(work, timeout_s=0.5, stateful=True) for _ in range(3)]
 
     assert [ran.stopped_for for ran in done] == [None] * 3
 

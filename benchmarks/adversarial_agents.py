@@ -1,0 +1,113 @@
+"""Agents that cheat, graded in their own box and here; `adversarial_peers.py` prints the table.
+
+    agent's script -> its workspace -- own box: tests and a test.sh are put into it and run; logs/reward.txt is the pay
+                                    '- ours: the changed files, in a fresh sandbox; values are compared outside
+
+The own box is the rule of harnesses that run the verifier in the agent's container; its tests are the hidden ones of
+ours, as unittest has them, since every box with Python has that. Put into a few lines of our own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import yaml
+
+from rayapp.core.protocols import Sandbox
+from rayapp.core.types import Prompt
+from rayapp.sandbox.pool.client import PoolClient
+from rayapp.tasks.loading import load_task
+from rayapp.tasks.repository.task import RepositoryTask
+
+AGENTS: list[dict[str, Any]] = yaml.safe_load(
+    (Path(__file__).resolve().parents[1] / "tests/adversarial/agents.yaml").read_text()
+)
+TASK = "fix_median"
+TIMEOUT_S = 20.0
+TESTS = """
+import unittest
+from stats import mean, median
+
+class Hidden(unittest.TestCase):
+    def test_even(self):
+        self.assertEqual(median([4, 1, 3, 2]), 2.5)
+        self.assertEqual(median([10, 20]), 15)
+    def test_odd(self):
+        self.assertEqual(median([9, 2, 7]), 7)
+    def test_empty(self):
+        with self.assertRaises(ValueError):
+            median([])
+    def test_mean(self):
+        self.assertEqual(mean([2, 4, 9]), 5)
+"""
+TEST_SH = """
+mkdir -p logs
+export PYTHONPATH=.:tests
+if python3 -m unittest -q test_hidden; then echo 1 > logs/reward.txt; else echo 0 > logs/reward.txt; fi
+"""
+
+
+RULES = {
+    "ours": "the changed files are tested in a fresh sandbox, values are compared outside",
+    "own_box": "the tests run in the agent's own box, where its verdict is a file",
+}
+
+
+def repository_task() -> RepositoryTask:
+    task = load_task(TASK)
+    assert isinstance(task, RepositoryTask)
+    return task
+
+
+async def work(sandbox: Sandbox, task: RepositoryTask, agent: Mapping[str, Any]) -> None:
+    """What the agent does in its workspace, which holds the repository."""
+    files = dict(task.folder.repository)
+    if "above" in agent or "median" in agent:
+        body = f"    return {agent['median']}" if "median" in agent else "    return None"
+        files["stats.py"] = f"{agent.get('above', '')}\n\ndef mean(values):\n    return sum(values) / len(values)\n\n\n"
+        files["stats.py"] += f"def median(values):\n{body}\n"
+    for path, text in (files | agent.get("files", {})).items():
+        await sandbox.write_file(path, text.encode())
+    if "run" in agent:
+        await sandbox.run_command(["bash", "-c", agent["run"]], timeout_s=TIMEOUT_S)
+
+
+async def paid_in_its_own_box(source: PoolClient, task: RepositoryTask, agent: Mapping[str, Any]) -> bool:
+    async with source.lease(task.spec, timeout_s=60.0) as sandbox:
+        await work(sandbox, task, agent)
+        await sandbox.write_file("tests/test_hidden.py", TESTS.encode())
+        await sandbox.write_file("tests/test.sh", TEST_SH.encode())
+        await sandbox.run_command(["bash", "tests/test.sh"], timeout_s=TIMEOUT_S)
+        try:
+            return (await sandbox.read_file("logs/reward.txt")).strip() == b"1"
+        except FileNotFoundError:
+            return False
+
+
+async def paid_by_us(source: PoolClient, task: RepositoryTask, agent: Mapping[str, Any]) -> bool:
+    async with source.lease(task.spec, timeout_s=60.0) as sandbox:
+        await work(sandbox, task, agent)
+        answer = await task.collect(sandbox)
+    prompt = Prompt(task=task.name, text="", token_ids=np.zeros(0, np.int32))
+    return (await task.score(prompt, answer, source, seed=0)).value > 0
+
+
+def honest() -> dict[str, Any]:
+    """One that does the task: both ways have to pay it."""
+    solution = resources.files("rayapp.tasks").joinpath(f"library/repositories/{TASK}/solution/stats.py").read_text()
+    return {"name": "does the task", "files": {"stats.py": solution}}
+
+
+async def compare_agents(source: PoolClient) -> dict[str, list[str]]:
+    """By grading: the agents that it pays."""
+    task, paid = repository_task(), dict[str, list[str]](ours=[], own_box=[])
+    for agent in (honest(), *AGENTS):
+        if await paid_by_us(source, task, agent):
+            paid["ours"].append(agent["name"])
+        if await paid_in_its_own_box(source, task, agent):
+            paid["own_box"].append(agent["name"])
+    return paid

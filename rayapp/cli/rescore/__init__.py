@@ -1,0 +1,1 @@
+"""Another reward over what a run has sampled already."""

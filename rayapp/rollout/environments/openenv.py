@@ -1,0 +1,202 @@
+"""A server of OpenEnv, from version 0.2 on: a WebSocket session for each trajectory. Our own few lines of its protocol.
+
+    GET /schema -> {"action": JSON schema, …}
+    /ws   {"type": "reset", "data": {"seed": 7}}  ->  {"type": "observation", "data": {"observation", "reward", "done"}}
+          {"type": "step", "data": action}        ->  the same, or {"type": "error", "data": {"message", "code"}}
+
+An action is a call of the one tool `step`, whose arguments are its fields; where actions are calls of MCP tools, each
+of those is a tool of the policy.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from aiohttp import ClientError, ClientSession, ClientTimeout, ClientWebSocketResponse, WSMsgType
+
+from rayapp.core.errors import ConfigError, ToolUnavailableError
+from rayapp.rollout.agent.episode import Episode
+from rayapp.tasks.environments.files import OpenEnvEnvironment
+from rayapp.tasks.environments.task import Columns, EnvironmentTask
+from rayapp.tools.base import ToolFailedError, ToolOutput, ToolSchema, finite
+
+_MAX_MESSAGE_BYTES = 16 << 20
+_POLICYS_FAULT = frozenset({"VALIDATION_ERROR", "EXECUTION_ERROR"})
+"""What a server says of an action that it can't take; anything else is the server's trouble."""
+
+
+@dataclass(slots=True)
+class OpenEnvStage:
+    """See `scene.Stage`."""
+
+    environment: OpenEnvEnvironment
+    _takes_calls: bool = field(default=False, init=False)
+
+    async def open(self) -> Sequence[ToolSchema]:
+        action = await self._action_schema()
+        try:
+            async with self.scene() as scene:
+                await scene.reset(self._first_columns)
+                self._takes_calls = {"tool_name", "arguments"} <= action.get("properties", {}).keys()
+                return await scene.tools() if self._takes_calls else [_step(action)]
+        except ToolUnavailableError as error:
+            raise ConfigError(f"{self._where}: {error}") from error
+
+    @asynccontextmanager
+    async def scene(self) -> AsyncIterator[OpenEnvScene]:
+        """See `Stage`."""
+        url, timeout_s = self.environment.url, self.environment.timeout_s
+        async with ClientSession(timeout=ClientTimeout(total=None, sock_connect=timeout_s)) as session:
+            try:
+                socket = await session.ws_connect(f"{url}/ws", max_msg_size=_MAX_MESSAGE_BYTES, heartbeat=timeout_s)
+            except (OSError, ClientError) as error:
+                raise ToolUnavailableError(f"{url}/ws can't be opened: {error}") from error
+            async with socket:
+                yield OpenEnvScene(socket, self.environment, self._takes_calls)
+
+    @property
+    def _where(self) -> str:
+        return f"task {self.environment.name}: OpenEnv server {self.environment.url}"
+
+    @property
+    def _first_columns(self) -> Columns:
+        return {"seed": self.environment.seed, **self.environment.reset}
+
+    async def _action_schema(self) -> Mapping[str, Any]:
+        url = f"{self.environment.url}/schema"
+        try:
+            async with (
+                ClientSession(timeout=ClientTimeout(total=self.environment.timeout_s)) as session,
+                session.get(url) as answer,
+            ):
+                status, said = answer.status, await answer.text()
+        except (OSError, ClientError) as error:
+            why = str(error) or type(error).__name__
+            raise ConfigError(f"{self._where} can't be reached: {why}. Start it, or mend `url`") from error
+        try:
+            action = json.loads(said)["action"]
+            return dict(action)
+        except (ValueError, KeyError, TypeError):
+            raise ConfigError(
+                f"{self._where} speaks another version: GET /schema gave {status} and no schema of actions. OpenEnv "
+                "0.2 or newer is needed (pip install -U openenv-core, and build the environment's image anew)"
+            ) from None
+
+
+@dataclass(slots=True)
+class OpenEnvScene:
+    """See `scene.Scene`."""
+
+    socket: ClientWebSocketResponse
+    environment: OpenEnvEnvironment
+    takes_calls: bool
+    rewards: list[float] = field(default_factory=list)
+    is_done: bool = False
+    _one_at_a_time: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+    async def reset(self, columns: Columns) -> str:
+        try:
+            return _shown((await self._ask("reset", columns))["observation"])
+        except ToolFailedError as error:
+            raise ToolUnavailableError(f"{self.environment.url}: reset failed: {error}") from error
+
+    async def call(self, name: str, arguments: Mapping[str, Any]) -> ToolOutput:
+        async with self._one_at_a_time:
+            if self.is_done:
+                raise ToolFailedError("the episode is over")
+            action = {"type": "call_tool", "tool_name": name, "arguments": arguments} if self.takes_calls else arguments
+            stepped = await self._ask("step", action)
+        reward = _number(stepped.get("reward"), self.environment.url)
+        self.rewards += [] if reward is None else [reward]
+        self.is_done = bool(stepped.get("done"))
+        error, text = stepped["observation"].get("error"), _shown(stepped["observation"])
+        if error and self.takes_calls:
+            raise ToolFailedError(str(error.get("message", error) if isinstance(error, dict) else error))
+        return ToolOutput(text=text, reward=reward, answer=text if self.is_done else None)
+
+    async def reward(self, task: EnvironmentTask, episode: Episode) -> float:
+        return float(sum(self.rewards if self.environment.reward == "sum" else self.rewards[-1:]))
+
+    async def tools(self) -> Sequence[ToolSchema]:
+        """Of an environment whose actions are calls of MCP tools."""
+        observation = (await self._ask("step", {"type": "list_tools"}))["observation"]
+        try:
+            return [
+                ToolSchema(name=tool["name"], description=tool["description"], parameters=tool["input_schema"])
+                for tool in observation["tools"]
+            ]
+        except (KeyError, TypeError) as error:
+            raise ToolUnavailableError(f"{self.environment.url}: it does not say which tools there are") from error
+
+    async def _ask(self, kind: str, data: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The observation, with `reward` and `done` beside it.
+
+        Raises:
+            ToolFailedError: the server can't take the action.
+            ToolUnavailableError: it is gone, answers too late, or in another way than it should.
+        """
+        url = self.environment.url
+        try:
+            async with asyncio.timeout(self.environment.timeout_s):
+                await self.socket.send_json({"type": kind, "data": data})
+                message = await self.socket.receive()
+        except TimeoutError as error:
+            raise ToolUnavailableError(f"{url}: no answer to {kind} in {self.environment.timeout_s:g} s") from error
+        except (OSError, ClientError) as error:
+            raise ToolUnavailableError(f"{url}: the session is lost: {error}") from error
+        if message.type is not WSMsgType.TEXT:
+            raise ToolUnavailableError(f"{url}: the session is lost: {message.type.name.lower()}")
+        return self._read(message.data)
+
+    def _read(self, text: str) -> Mapping[str, Any]:
+        url = self.environment.url
+        try:
+            said = json.loads(text)
+            data, kind = said["data"], said["type"]
+            if kind == "error":
+                code, why = data.get("code"), str(data.get("message"))
+                if code in _POLICYS_FAULT:
+                    raise ToolFailedError(f"{why} {json.dumps(data['errors'])}" if "errors" in data else why)
+                raise ToolUnavailableError(f"{url}: {code}: {why}")
+            return {**data, "observation": dict(data["observation"])}
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ToolUnavailableError(
+                f"{url}: it speaks another version: {text[:200]!r} is no observation. OpenEnv 0.2 or newer is needed"
+            ) from error
+
+
+def _number(value: Any, url: str) -> float | None:
+    try:
+        return None if value is None else finite(value)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise ToolUnavailableError(f"{url}: its reward {value!r:.80} is no finite number") from error
+
+
+def _step(action: Mapping[str, Any]) -> ToolSchema:
+    """The tool whose arguments are an action's fields."""
+    properties = {name: schema for name, schema in action.get("properties", {}).items() if name != "metadata"}
+    required = [name for name in action.get("required", ()) if name in properties]
+    kept = {name: action[name] for name in ("$defs", "additionalProperties") if name in action}
+    return ToolSchema(
+        name="step",
+        description=str(action.get("description", "")) or "Acts in the environment.",
+        parameters={"type": "object", "properties": properties, "required": required, **kept},
+    )
+
+
+def _shown(observation: Mapping[str, Any]) -> str:
+    """An observation for the policy: its text where it is a single one, else JSON of all that it says."""
+    result = observation.get("result")
+    if result is not None:  # of an MCP tool
+        data = result.get("data", result) if isinstance(result, dict) else result
+        return data if isinstance(data, str) else json.dumps(data, ensure_ascii=False)
+    said = {name: value for name, value in observation.items() if value not in (None, "", [], {})}
+    [*only] = said.values()
+    if len(only) == 1 and isinstance(only[0], str):
+        return only[0]
+    return json.dumps(said, ensure_ascii=False) if said else ""

@@ -1,0 +1,185 @@
+"""A Python class in the form of TRL's `environment_factory`: `reset(**row)`, and its public methods are the tools.
+
+It is the user's own and runs in this process. As there, an object is made when more trajectories run at once than there
+are objects, and is reset for each. One that raised where it must not, or did not answer in time, is never used again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import re
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from rayapp.core.errors import ConfigError, ToolUnavailableError
+from rayapp.core.own_thread import in_thread
+from rayapp.rollout.agent.episode import Episode
+from rayapp.tasks.custom_rewards import load_function
+from rayapp.tasks.environments.files import TrlEnvironment
+from rayapp.tasks.environments.task import Columns, EnvironmentTask
+from rayapp.tools.base import ToolFailedError, ToolOutput, ToolSchema, finite
+
+_GONE = re.compile("Connect|Disconnect|Timeout")
+"""ConnectError of httpx, ConnectionClosedError of websockets, ServerDisconnectedError of aiohttp…"""
+_NO_TOOLS = frozenset({"reset", "get_reward"})
+
+
+@dataclass(slots=True)
+class TrlStage:
+    """See `scene.Stage`."""
+
+    environment: TrlEnvironment
+    _factory: Callable[[], Any] = field(init=False)
+    _reward: Callable[..., Any] | None = field(default=None, init=False)
+    _free: list[Any] = field(default_factory=list, init=False)
+
+    def __post_init__(self) -> None:
+        given, where = self.environment, f"task {self.environment.name}"
+        self._factory = load_function(_place(given, given.factory), what=f"{where}: factory", is_reward=False)
+        if given.reward:
+            self._reward = load_function(_place(given, given.reward), what=f"{where}: reward")
+
+    async def open(self) -> Sequence[ToolSchema]:
+        try:
+            made = await self._made()
+        except ToolUnavailableError as error:
+            raise ConfigError(f"task {self.environment.name}: {error}") from error
+        self._free.append(made)
+        if not callable(getattr(made, "reset", None)):
+            raise ConfigError(f"task {self.environment.name}: {self.environment.factory} gives what has no reset()")
+        if self._reward is None and not hasattr(made, "get_reward") and not hasattr(made, "reward"):
+            raise ConfigError(
+                f"task {self.environment.name}: nothing gives a reward. {self.environment.factory} has neither a "
+                "method get_reward() nor an attribute reward; name a function as `reward`"
+            )
+        return [_schema(self.environment, name, method) for name, method in _tools(made).items()]
+
+    @asynccontextmanager
+    async def scene(self) -> AsyncIterator[TrlScene]:
+        scene = TrlScene(self._free.pop() if self._free else await self._made(), self.environment, self._reward)
+        yield scene
+        if not scene.is_lost:
+            self._free.append(scene.made)
+
+    async def _made(self) -> Any:
+        return await _call(self._factory, timeout_s=self.environment.timeout_s, what=self.environment.factory)
+
+
+@dataclass(slots=True)
+class TrlScene:
+    """See `scene.Scene`."""
+
+    made: Any
+    environment: TrlEnvironment
+    score: Callable[..., Any] | None
+    is_lost: bool = False
+    _one_at_a_time: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+    async def reset(self, columns: Columns) -> str:
+        said = await self._call("reset", **columns)
+        if not isinstance(said, str | None):
+            raise self._lost(f"its reset() gave a {type(said).__name__}: a text, or None, was expected")
+        return said or ""
+
+    async def call(self, name: str, arguments: Mapping[str, Any]) -> ToolOutput:
+        try:
+            async with self._one_at_a_time:
+                return ToolOutput(text=str(await self._call(name, **arguments)))
+        except ToolUnavailableError as error:
+            # As in TRL, what a tool raises is for the policy to read: `raise ValueError("game over")`. But a
+            # connection that broke is no word of the game.
+            if not _is_lost(error.__cause__):
+                self.is_lost = False
+                raise ToolFailedError(f"{error.__cause__}") from error
+            raise
+
+    async def reward(self, task: EnvironmentTask, episode: Episode) -> float:
+        value = await self._value(task, episode)
+        try:
+            return finite(value)
+        except (TypeError, ValueError, OverflowError) as error:
+            raise self._lost(f"its reward {value!r:.80} is no finite number") from error
+
+    async def _value(self, task: EnvironmentTask, episode: Episode) -> Any:
+        if self.score is not None:
+            [value] = await _call(
+                self.score,
+                prompts=[list(task.messages)],
+                completions=[[{"role": "assistant", "content": turn.text} for turn in episode.turns]],
+                environments=[self.made],
+                **{name: [value] for name, value in task.columns.items() if name != "prompt"},
+                timeout_s=self.environment.timeout_s,
+                what=self.environment.reward,
+            )
+            return value
+        return await self._call("get_reward") if hasattr(self.made, "get_reward") else self.made.reward
+
+    async def _call(self, name: str, **arguments: Any) -> Any:
+        what = f"{self.environment.factory}.{name}()"
+        try:
+            return await _call(getattr(self.made, name), **arguments, timeout_s=self.environment.timeout_s, what=what)
+        except BaseException:
+            self.is_lost = True
+            raise
+
+    def _lost(self, why: str) -> ToolUnavailableError:
+        self.is_lost = True
+        return ToolUnavailableError(f"{self.environment.factory}: {why}")
+
+
+def _is_lost(error: BaseException | None) -> bool:
+    """Whether it says, or came of an error that says, that who should answer is gone. Clients have classes of their
+    own for that, of no common base."""
+    while error is not None:
+        if isinstance(error, ConnectionError | TimeoutError | EOFError) or _GONE.search(type(error).__name__):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+def _place(environment: TrlEnvironment, path: str) -> str:
+    file, colon, name = path.rpartition(":")
+    return f"{environment.beside(file)}{colon}{name}"
+
+
+def _tools(made: Any) -> dict[str, Callable[..., Any]]:
+    methods = inspect.getmembers(made, predicate=inspect.ismethod)
+    return {name: method for name, method in methods if name not in _NO_TOOLS and not name.startswith("_")}
+
+
+def _schema(environment: TrlEnvironment, name: str, method: Callable[..., Any]) -> ToolSchema:
+    from transformers.utils import get_json_schema  # what TRL reads them with; seconds to import
+
+    where = f"task {environment.name}: {environment.factory}.{name}()"
+    try:
+        return ToolSchema.from_openai(get_json_schema(method), where=where)
+    except Exception as error:  # boundary: it reads the user's docstring, with errors of its own
+        raise ConfigError(
+            f"{where} can't be a tool: {error}. A tool has typed arguments, each described in its docstring under "
+            "Args:; a method that is no tool begins with an underscore"
+        ) from error
+
+
+async def _call(function: Callable[..., Any], *, timeout_s: float, what: str, **arguments: Any) -> Any:
+    """What it returns, awaited if it has to be. A blocking one runs in a thread, which is left behind at its deadline.
+
+    Raises:
+        ToolUnavailableError: it took too long, or raised; then that is the cause.
+    """
+    try:
+        async with asyncio.timeout(timeout_s):
+            if inspect.iscoroutinefunction(function):
+                return await function(**arguments)
+            found = await asyncio.wrap_future(in_thread(lambda: function(**arguments), _plain))
+            return await found if inspect.isawaitable(found) else found
+    except TimeoutError as error:
+        raise ToolUnavailableError(f"{what} did not answer within {timeout_s:g} s") from error
+    except Exception as error:  # boundary: the user's code
+        raise ToolUnavailableError(f"{what} raised {type(error).__name__}: {error}"[:500]) from error
+
+
+def _plain(error: BaseException) -> Exception:
+    return error if isinstance(error, Exception) else RuntimeError(f"{type(error).__name__}: {error}")

@@ -1,0 +1,91 @@
+"""Runs a program and outlives it: whatever ends the program, or this process's parent, everything it started is killed.
+
+    rollout worker --pipe to standard input--> keeper -> program -> processes of whatever session and group
+
+The pipe closes when the worker ends, with SIGKILL too. A program of its own: `python -I -S keeper.py COMMAND…`, so that
+it starts in milliseconds; started by `program.py`.
+"""
+
+# pathlib would take longer to import than all of this.
+# ruff: noqa: PTH123, PTH208
+from __future__ import annotations
+
+import ctypes
+import os
+import resource
+import select
+import signal
+import sys
+from typing import NoReturn
+
+_PR_SET_CHILD_SUBREAPER = 36
+_NOT_FOUND, _NOT_EXECUTABLE = 127, 126
+_HANDLED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+
+
+def main(command: list[str]) -> NoReturn:
+    # What leaves its parent becomes our child instead of init's.
+    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    for number in _HANDLED:
+        signal.signal(number, lambda *_: None)  # a handler, as what is ignored would be so in the program too
+    pid = os.fork()
+    if pid == 0:
+        _become(command)
+    status = _wait(pid)
+    _kill_all()
+    if status < 0:
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        if -status in _HANDLED:
+            signal.signal(-status, signal.SIG_DFL)
+        os.kill(os.getpid(), -status)
+    os._exit(status & 0xFF)
+
+
+def _become(command: list[str]) -> NoReturn:
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    try:
+        os.execvp(command[0], command)
+    except OSError as error:
+        os.write(2, f"{command[0]}: {error.strerror}\n".encode())
+        os._exit(_NOT_EXECUTABLE if isinstance(error, PermissionError) else _NOT_FOUND)
+
+
+def _wait(pid: int) -> int:
+    """How the program ended, once it has or nobody waits for it."""
+    poll = select.poll()
+    poll.register(0, select.POLLIN | select.POLLHUP)
+    program = os.pidfd_open(pid)
+    poll.register(program, select.POLLIN)
+    ready = dict(poll.poll())
+    if 0 in ready and program not in ready:
+        os.kill(pid, signal.SIGKILL)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def _kill_all() -> None:
+    """Until there is no child: each that dies leaves us its own."""
+    while True:
+        for pid in _children():
+            os.kill(pid, signal.SIGKILL)
+        try:
+            os.waitpid(-1, 0)
+        except ChildProcessError:
+            return
+
+
+def _children() -> list[int]:
+    """Also those that have ended and were not waited for, which a signal does not harm."""
+    own = str(os.getpid())
+    found = []
+    for name in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            with open(f"/proc/{name}/stat", encoding="utf-8", errors="replace") as file:
+                if file.read().rpartition(")")[2].split()[1] == own:
+                    found.append(int(name))
+        except OSError:
+            continue
+    return found
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,1 @@
+"""Models behind HTTP that say what responses are worth (docs/judges.md)."""

@@ -1,0 +1,145 @@
+"""A judge's server over HTTP: its pace, its deadlines, what is tried again, and what a failure is called.
+
+The key is read from the environment, sent in one header, and taken out of whatever the server says.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import random
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import aiohttp
+
+from rayapp.config.judges import JudgeSection
+from rayapp.config.model_servers import server_named
+from rayapp.core.errors import ConfigError
+from rayapp.sandbox.pool.bucket import TokenBucket
+from rayapp.sandbox.providers.errors import retry_after_s
+from rayapp.tasks.custom_rewards import RewardFailedError
+
+MAX_ANSWER_BYTES = 4 << 20
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 30.0
+_LATER = (408, 409, 425, 429)
+"""Statuses besides 5xx that may be another one later."""
+
+
+class JudgeClient:
+    """One process's way to a judge.
+
+    Args:
+        num_sharing: processes that ask it at the same time: each keeps to its part of the limits.
+    Raises:
+        ConfigError: the key's variable is not set, or its server is one of a run that does not go on here.
+    """
+
+    def __init__(self, judge: JudgeSection, *, num_sharing: int = 1) -> None:
+        if server_named(judge.base_url):
+            raise ConfigError(
+                f"judge {judge.name} is at {judge.base_url}, a server that its run starts and ends. Serve the model "
+                "(vllm serve) and give the judge that base_url."
+            )
+        self._judge = judge
+        self._key = _key(judge)
+        self._seats = asyncio.Semaphore(judge.max_concurrent // num_sharing)
+        rate_per_s = (judge.requests_per_minute or 6e7) / 60 / num_sharing
+        self._pace = TokenBucket(rate_per_s=rate_per_s, burst=max(1, int(rate_per_s)), clock=time.monotonic)
+        self._turns = asyncio.Lock()
+        self._session: aiohttp.ClientSession | None = None
+
+    async def post(self, url: str, body: Mapping[str, Any]) -> dict[str, Any]:
+        """The JSON object that the server answers.
+
+        Raises:
+            RewardFailedError: judge_timeout, judge_unreachable, judge_busy (429), judge_refused (any other status that
+                asking again does not change) or judge_answer (no JSON object).
+        """
+        pause_s = _FIRST_PAUSE_S
+        for left in range(self._judge.max_retries, -1, -1):
+            failure, asked_s = None, None
+            async with self._seats:
+                await self._turn()
+                try:
+                    status, header, text = await asyncio.wait_for(self._sent(url, body), self._judge.timeout_s)
+                except TimeoutError:
+                    failure = self._failed("judge_timeout", f"no answer within timeout_s = {self._judge.timeout_s:g}")
+                except (aiohttp.ClientError, OSError) as error:
+                    failure = self._failed("judge_unreachable", f"{type(error).__name__}: {error}")
+                else:
+                    if status == 200:
+                        return self._object(text)
+                    asked_s = retry_after_s(header)
+                    failure = self._refused(status, text)
+            if not left or failure.kind == "judge_refused":
+                raise failure
+            if asked_s is not None:
+                self._pace.block_for(asked_s)  # for all of this process: they would hear the same
+            else:
+                await asyncio.sleep(pause_s * random.uniform(0.5, 1.0))
+                pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+        raise AssertionError("max_retries is at least 0")
+
+    async def close(self) -> None:
+        """Idempotent."""
+        session, self._session = self._session, None
+        if session is not None:
+            await session.close()
+
+    async def _turn(self) -> None:
+        async with self._turns:
+            while True:
+                if self._pace.take():
+                    return
+                await asyncio.sleep(self._pace.wait_s())
+
+    async def _sent(self, url: str, body: Mapping[str, Any]) -> tuple[int, str | None, str]:
+        if self._session is None:
+            headers = {"Authorization": f"Bearer {self._key}"} if self._key else {}
+            self._session = aiohttp.ClientSession(
+                headers=headers, timeout=aiohttp.ClientTimeout(total=None), connector=aiohttp.TCPConnector(limit=0)
+            )
+        # Another place might be told the key.
+        async with self._session.post(url, json=body, allow_redirects=False) as response:
+            read = bytearray()
+            async for part in response.content.iter_chunked(1 << 16):
+                read += part
+                if len(read) > MAX_ANSWER_BYTES:
+                    raise aiohttp.ClientPayloadError(f"the answer has over {MAX_ANSWER_BYTES:,} bytes")
+            return response.status, response.headers.get("Retry-After"), read.decode("utf-8", "replace")
+
+    def _object(self, text: str) -> dict[str, Any]:
+        try:
+            found = json.loads(text)
+        except (ValueError, RecursionError):
+            found = None
+        if not isinstance(found, dict):
+            raise self._failed("judge_answer", f"the server answered no JSON object: {_short(text)}")
+        return found
+
+    def _refused(self, status: int, text: str) -> RewardFailedError:
+        kind = "judge_busy" if status == 429 else "judge_unreachable" if status >= 500 or status in _LATER else None
+        return self._failed(kind or "judge_refused", f"HTTP {status}: {_short(text)}")
+
+    def _failed(self, kind: str, what: str) -> RewardFailedError:
+        text = f"judge {self._judge.name} at {self._judge.base_url}: {what}"
+        return RewardFailedError(text.replace(self._key, "[key]") if self._key else text, kind)
+
+
+def _key(judge: JudgeSection) -> str:
+    if not judge.api_key_env:
+        return ""
+    key = os.environ.get(judge.api_key_env, "").strip()
+    if not key:
+        raise ConfigError(
+            f"judge {judge.name} needs a key: set {judge.api_key_env} in the environment of the run (for a Ray job: in "
+            "the env_vars of its runtime_env), or name another variable in api_key_env"
+        )
+    return key
+
+
+def _short(text: str) -> str:
+    return " ".join(text.split())[:300]

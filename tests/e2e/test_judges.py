@@ -1,0 +1,148 @@
+"""A run whose rewards come from two judges beside its tasks' verdicts: one that scores, and one that compares. The
+servers of the policy are scripted; the judges are behind real HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import yaml
+
+import rayapp
+from rayapp.runs.trajectories import read_groups
+from rayapp.testing.stubs.judge_stub import JudgeStub
+
+pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(1500)]
+ROOT = Path(__file__).parents[2]
+NUM_STEPS = 3
+TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"
+JUDGE_KEY = "sk-of-the-judge-5678"
+
+
+@contextmanager
+def served(stub: JudgeStub) -> Iterator[str]:
+    """The stub in a thread of its own; the value is its URL."""
+    loop, ready, done = asyncio.new_event_loop(), threading.Event(), asyncio.Event()
+
+    async def serve() -> None:
+        async with stub.running():
+            ready.set()
+            await done.wait()
+
+    thread = threading.Thread(target=loop.run_until_complete, args=(serve(),), daemon=True)
+    thread.start()
+    assert ready.wait(30)
+    try:
+        yield stub.url
+    finally:
+        loop.call_soon_threadsafe(done.set)
+        thread.join(30)
+        loop.close()
+
+
+class FailsOnce:
+    """Grades by length, but for the first response, whose server fails. What the workers ask when they start is 42."""
+
+    def __init__(self) -> None:
+        self._has_failed = False
+
+    def __call__(self, text: str) -> float:
+        if not self._has_failed and text != "42":
+            self._has_failed = True
+            raise RuntimeError("the judge fails")
+        return len(text) % 11
+
+
+def test_two_judges_reward_a_run_a_failure_costs_one_trajectory_and_rescoring_costs_nothing(
+    tmp_path: Path, short_run: Callable[..., dict[str, Any]], standing_ray: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stub = JudgeStub(FailsOnce(), key=JUDGE_KEY)
+    rubric = [{"name": "long", "text": "It is long."}]
+    with served(stub) as url:
+        shared = {"base_url": f"{url}/v1", "model": "m", "rubric": rubric, "api_key_env": "JUDGE_KEY", "max_retries": 0}
+        config = short_run(tmp_path, train={"num_steps": NUM_STEPS}, rollout={"num_workers": 2}) | {
+            "judges": [
+                shared | {"name": "quality", "input_price": 1.0},
+                shared | {"name": "pairs", "kind": "pairwise"},
+            ],
+            "reward": {"verdict_weight": 0.5, "judges": {"quality": 1.0, "pairs": 2.0}},
+        }
+        file, log, folder = tmp_path / "config.yaml", tmp_path / "log", tmp_path / "run"
+        file.write_text(yaml.safe_dump(config))
+        assert standing_ray.train(str(file), log=log).wait(timeout=1200) == 0, log.read_text()
+        num_asked = len(stub.bodies)
+        monkeypatch.setenv("JUDGE_KEY", JUDGE_KEY)
+        again = rayapp.rescore(folder, "judge:quality")
+
+    records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    groups = [group for path in sorted((folder / "trajectories").glob("*")) for group in read_groups(path)]
+    rewards = [each.reward for group in groups for each in group.trajectories]
+    lost = [reward for reward in rewards if not reward.valid]
+    assert [(reward.failure_kind, reward.value) for reward in lost] == [("judge_unreachable", 0.0)]
+    assert sum(record.get("failure/judge_unreachable", 0.0) for record in records) == pytest.approx(1 / 8)
+    assert sum(record.get("status/error_reward", 0.0) for record in records) == pytest.approx(1 / 8)
+    for reward in rewards:
+        if reward.valid:
+            scored, compared = reward.terms["judge/quality"], reward.terms["judge/pairs"]
+            verdict = (reward.value - scored - 2.0 * compared) / 0.5
+            assert verdict == pytest.approx(round(verdict, 3))
+    assert sum(record["judged/dollars"] for record in records) > 0.0
+    assert any("learner/grad_norm" in record for record in records)
+    # Every answer was kept: what failed is asked again, unless another response was the same, and nothing else.
+    assert again.summary["judged/requests"] == len(stub.bodies) - num_asked <= 1.0
+    assert again.summary["failed"] == 0.0
+    for path in (log, *(path for path in folder.rglob("*") if path.is_file())):
+        assert JUDGE_KEY.encode() not in path.read_bytes(), path
+
+
+@pytest.fixture
+def reward_model(tiny_model: Path, tmp_path: Path) -> Path:
+    """One number for a text, from random weights."""
+    from transformers import AutoTokenizer, LlamaConfig, LlamaForSequenceClassification
+
+    folder = tmp_path / "reward_model"
+    shape = LlamaConfig.from_pretrained(tiny_model)
+    shape.num_labels = 1
+    LlamaForSequenceClassification(shape).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(tiny_model).save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.long  # two servers of vLLM; tests/unit/actors/test_model_server.py has what an actor does with them
+def test_a_run_serves_its_reward_model_and_its_teacher_itself(
+    tmp_path: Path, short_run: Callable[..., dict[str, Any]], reward_model: Path
+) -> None:
+    config = short_run(tmp_path, train={"num_steps": 2}, cluster={"address": "local"}) | {
+        "model_servers": [
+            {
+                "name": "scorer",
+                "path": str(reward_model),
+                "options": {"runner": "pooling", "max-model-len": 128, "chat-template": TEMPLATE},
+            },
+            {"name": "wise", "path": short_run(tmp_path)["model"]["path"], "options": {"max-model-len": 64}},
+        ],
+        "judges": [{"name": "liked", "kind": "reward_model", "base_url": "run://scorer", "model": "scorer"}],
+        "reward": {"judges": {"liked": 1.0}},
+        "distillation": {"teacher": "wise", "base_url": "run://wise"},
+    }
+    file, log = tmp_path / "config.yaml", tmp_path / "log"
+    file.write_text(yaml.safe_dump(config))
+    command = [sys.executable, str(ROOT / "tests" / "data" / "with_scripted_servers.py"), "train", str(file)]
+    with log.open("w") as sink:
+        done = subprocess.run(command, stdout=sink, stderr=sink, cwd=ROOT, timeout=1200, check=False)
+
+    assert done.returncode == 0, log.read_text()
+    records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert len({record["reward/judge/liked/mean"] for record in records}) == 2
+    assert records[0]["distillation/kl"] == pytest.approx(0.0, abs=1e-2)  # bfloat16 there, float32 here
+    assert "ready: model-server-scorer" in log.read_text()
+    assert not [each for each in psutil.process_iter() if "vllm.entrypoints" in " ".join(each.cmdline())]

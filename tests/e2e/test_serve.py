@@ -1,0 +1,129 @@
+"""`rayapp serve`, the whole command: a model on the real vLLM, and the policy of a run that goes on."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+import yaml
+
+pytestmark = [pytest.mark.e2e, pytest.mark.long, pytest.mark.slow, pytest.mark.timeout(1800)]
+ROOT = Path(__file__).parents[2]
+DEADLINE_S = 900.0
+CHAT = "agent.chat_template=chatml_hermes"
+Asked = Any
+
+
+@contextmanager
+def serving(log: Path, environment: dict[str, str], *arguments: str) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
+    command = [sys.executable, "-m", "rayapp", "serve", *arguments, CHAT, "--port", "0"]
+    with log.open("wb") as sink:
+        process = subprocess.Popen(
+            command, cwd=ROOT, stdout=sink, stderr=subprocess.STDOUT, env=environment, start_new_session=True
+        )
+    try:
+        until(lambda: "try " in log.read_text(), lambda: process.poll() is None, log.read_text)
+        url = re.search(r"OpenAI +(http\S+)", log.read_text())
+        assert url is not None
+        yield process, url[1]
+    finally:
+        process.kill()
+        process.wait()
+
+
+def until(reached: Callable[[], bool], may_go_on: Callable[[], bool], output: Callable[[], str]) -> None:
+    deadline = time.monotonic() + DEADLINE_S
+    while not reached():
+        assert may_go_on(), output()
+        assert time.monotonic() < deadline, output()
+        time.sleep(0.1)
+
+
+def ask(url: str, key: str, **asked: Any) -> Any:
+    client = openai.OpenAI(base_url=url, api_key=key, max_retries=0, timeout=DEADLINE_S)
+    return client.chat.completions.create(model="any", messages=[{"role": "user", "content": "hello"}], **asked)
+
+
+def metrics(url: str) -> dict[str, float]:
+    with urllib.request.urlopen(url.removesuffix("/v1") + "/metrics", timeout=60) as answer:
+        lines = answer.read().decode().splitlines()
+    return {line.rpartition(" ")[0]: float(line.rpartition(" ")[2]) for line in lines if not line.startswith("#")}
+
+
+def test_a_model_is_served_until_sigterm_and_nothing_is_left(
+    tmp_path: Path,
+    short_run: Callable[..., dict[str, Any]],
+    descendants: Callable[[], dict[int, str]],
+    settled: Callable[..., dict[int, str]],
+) -> None:
+    file, log = tmp_path / "config.yaml", tmp_path / "log"
+    file.write_text(yaml.safe_dump(short_run(tmp_path)))
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("RAY")}
+
+    with serving(log, kept, str(file), "--max-tokens", "240") as (process, url):
+        key = re.search(r"key +(\S+) +\(made for this server", log.read_text())
+        assert key is not None
+        greedy = [ask(url, key[1], temperature=0, max_tokens=20) for _ in range(2)]
+        streamed = "".join(
+            chunk.choices[0].delta.content or ""
+            for chunk in ask(url, key[1], temperature=0, max_tokens=20, stream=True)
+        )
+        with pytest.raises(openai.AuthenticationError):
+            ask(url, "another")
+        process.send_signal(signal.SIGTERM)
+        code = process.wait(120)
+
+    assert greedy[0].choices[0].message.content == greedy[1].choices[0].message.content == streamed
+    assert (code, log.read_text().splitlines()[-1]) == (0, "stopped"), log.read_text()
+    assert "Traceback" not in log.read_text()
+    assert settled(descendants) == {}
+
+
+def test_the_policy_of_a_run_that_goes_on_is_served_and_the_run_does_not_notice(
+    tmp_path: Path, short_run: Callable[..., dict[str, Any]], standing_ray: Any
+) -> None:
+    file, folder = tmp_path / "config.yaml", tmp_path / "run"
+    limits = {"max_prompt_tokens": 200, "max_completion_tokens": 50}
+    file.write_text(yaml.safe_dump(short_run(tmp_path, train={"num_steps": 1_000_000}, rollout=limits)))
+    attached = standing_ray.environment | {"RAY_ADDRESS": standing_ray.address, "RAYAPP_SERVE_API_KEY": "secret"}
+
+    def steps() -> int:
+        lines = folder / "metrics.jsonl"
+        return len(lines.read_text().splitlines()) if lines.exists() else 0
+
+    training = standing_ray.train(str(file), log=tmp_path / "train.log")
+    try:
+        until(lambda: steps() >= 2, lambda: training.poll() is None, (tmp_path / "train.log").read_text)
+        with serving(tmp_path / "log", attached, str(folder / "config.yaml"), "--running") as (process, url):
+            first = ask(url, "secret", max_tokens=5)
+            version = metrics(url)["rayapp_serve_policy_version"]
+            before = steps()
+            until(lambda: steps() >= before + 2, lambda: training.poll() is None, (tmp_path / "train.log").read_text)
+            ask(url, "secret", max_tokens=5)
+            later = metrics(url)["rayapp_serve_policy_version"]
+            training.send_signal(signal.SIGTERM)
+            ended = training.wait(120)
+            code = process.wait(120)
+    finally:
+        training.kill()
+        training.wait()
+
+    assert first.usage.completion_tokens == 5
+    assert 2 <= version < later
+    assert ended == 130, (tmp_path / "train.log").read_text()
+    assert code == 1  # it can't go on, and says why
+    assert "vllm-server-0" in (tmp_path / "log").read_text().splitlines()[-1]
+    assert "secret" not in (tmp_path / "log").read_text()
+    assert [json.loads(line)["step"] for line in (folder / "metrics.jsonl").read_text().splitlines()][:2] == [1, 2]

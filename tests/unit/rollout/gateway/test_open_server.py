@@ -1,0 +1,152 @@
+"""`rayapp serve`'s server without Ray: asked by the real SDKs, over a scripted policy."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import aiohttp
+import anthropic
+import openai
+import pytest
+
+from rayapp.core.errors import ConfigError
+from rayapp.driver.routing import AnyServer
+from rayapp.rollout.agent.chat import load_template
+from rayapp.rollout.gateway.formats import Formats
+from rayapp.rollout.gateway.open_server import open_to_all
+from rayapp.rollout.gateway.session import Session
+from rayapp.testing.engine import ScriptedEngine
+from rayapp.testing.hermes import HermesParser
+
+HI: Any = [{"role": "user", "content": "hi"}]
+TOOL: Any = {"type": "function", "function": {"name": "echo", "parameters": {"type": "object", "properties": {}}}}
+CALL = '<tool_call>\n{"name": "echo", "arguments": {}}\n</tool_call>'
+
+
+@pytest.fixture
+def serve(chat_tokenizer: Any) -> Any:
+    @asynccontextmanager
+    async def serving(said: str = "yes", **options: Any) -> AsyncIterator[tuple[str, ScriptedEngine]]:
+        engine = ScriptedEngine(
+            lambda text: chat_tokenizer.encode(text, add_special_tokens=False),
+            chat_tokenizer.decode,
+            lambda name, ids: said,
+            end_id=chat_tokenizer.eos_token_id,
+            policy_version=7,
+        )
+        engine.record = True
+        template = load_template("chatml_hermes")
+        formats = Formats(chat_tokenizer, model="tiny", template=template, make_parser=lambda *parts: HermesParser())
+        options = {"model": "outputs/mine/final", "max_tokens": 4000, "key": "secret", **options}
+        async with open_to_all(formats, AnyServer([engine]), **options) as url:
+            yield url, engine
+
+    return serving
+
+
+def client(url: str, key: str = "secret") -> openai.AsyncOpenAI:
+    return openai.AsyncOpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0)
+
+
+async def scraped(url: str) -> dict[str, float]:
+    async with aiohttp.ClientSession() as http, http.get(f"{url}/metrics") as answer:
+        lines = (await answer.text()).splitlines()
+    return {line.rpartition(" ")[0]: float(line.rpartition(" ")[2]) for line in lines if not line.startswith("#")}
+
+
+async def test_a_harness_chooses_its_own_distribution_and_every_api_answers(serve: Any) -> None:
+    async with serve("let me " + CALL, temperature=0.5) as (url, engine):
+        chat = client(url).chat.completions
+        asked: Any = {"model": "any", "messages": HI}
+        first = await chat.create(**asked, tools=[TOOL], temperature=0, top_p=0.9, seed=-1, max_tokens=90)
+        await chat.create(**asked, extra_body={"top_k": 5}, n=2)
+        response = await client(url).responses.create(model="any", input="hi", temperature=0.25)
+        message = await anthropic.AsyncAnthropic(base_url=url, api_key="secret").messages.create(
+            model="claude", max_tokens=100, messages=HI, extra_body={"top_k": 3}
+        )
+
+        assert [model.id async for model in client(url).models.list()] == ["outputs/mine/final"]
+    assert first.choices[0].finish_reason == "tool_calls"
+    assert response.output_text.startswith("let me")
+    assert message.content[0].text.startswith("let me")  # type: ignore[union-attr]
+    sampled = [(params.temperature, params.top_p, params.top_k, params.max_tokens) for *_, params in engine.requests]
+    most = 4000 - len(engine.requests[1][1])
+    assert sampled[0] == (0, 0.9, 0, 90)
+    assert sampled[1:3] == [(0.5, 1.0, 5, most)] * 2
+    assert sampled[3][0] == 0.25
+    assert sampled[4] == (0.5, 1.0, 3, 100)
+    assert len({request_id for request_id, *_ in engine.requests}) == 5
+
+
+async def test_without_the_key_nothing_is_answered_but_metrics_and_health(serve: Any) -> None:
+    async with serve() as (url, engine):
+        for key in ("", "Secret", "secret2", "ключ"):
+            async with aiohttp.ClientSession(headers={"x-api-key": key}) as http:
+                for ask in (http.post(f"{url}/v1/chat/completions", json={}), http.get(f"{url}/v1/models")):
+                    async with ask as answer:
+                        assert (answer.status, (await answer.json())["error"]["code"]) == (401, "invalid_api_key")
+        async with aiohttp.ClientSession() as http:
+            for path, status in (("/health", 200), ("/metrics", 200), ("/v1/files", 404), ("/", 404)):
+                async with http.get(url + path) as answer:
+                    assert answer.status == status
+
+    assert engine.requests == []
+
+
+async def test_metrics_count_calls_tokens_and_the_policys_version(serve: Any) -> None:
+    async with serve("yes") as (url, _):
+        chat = client(url).chat.completions
+        usage = [(await chat.create(model="any", messages=HI)).usage for _ in range(3)]
+        with pytest.raises(openai.BadRequestError, match="temperature must be from 0 to 2"):
+            await chat.create(model="any", messages=HI, temperature=9)
+        async with aiohttp.ClientSession() as http, http.get(f"{url}/no/such/path"):
+            pass
+        found = await scraped(url)
+
+    assert found['rayapp_serve_requests_total{path="/v1/chat/completions",status="200"}'] == 3
+    assert found['rayapp_serve_requests_total{path="/v1/chat/completions",status="400"}'] == 1
+    assert found["rayapp_serve_prompt_tokens_total"] == sum(each.prompt_tokens for each in usage if each)
+    assert found["rayapp_serve_generation_tokens_total"] == sum(each.completion_tokens for each in usage if each)
+    assert found["rayapp_serve_policy_version"] == 7
+    assert found["rayapp_serve_requests_running"] == 1  # the scrape's own
+    assert found['rayapp_serve_request_seconds_bucket{le="+Inf"}'] == found["rayapp_serve_request_seconds_count"] == 4
+    assert not [name for name in found if "no/such" in name]
+
+
+async def test_nothing_of_a_call_is_kept(serve: Any) -> None:
+    async with serve("x" * 300) as (url, _):
+        first = await client(url).responses.create(model="any", input="hi")
+        with pytest.raises(openai.BadRequestError, match="no reply with the id"):
+            await client(url).responses.create(model="any", input="more", previous_response_id=first.id)
+        gc.collect()
+
+        assert [each for each in gc.get_objects() if isinstance(each, Session)] == []
+
+
+async def test_a_call_that_is_hung_up_is_given_up_and_one_that_is_too_long_says_so(serve: Any) -> None:
+    async with serve() as (url, engine):
+        with pytest.raises(openai.BadRequestError, match="maximum context length"):
+            await client(url).chat.completions.create(model="any", messages=[{"role": "user", "content": "x" * 5000}])
+        gone = asyncio.Event()
+
+        async def generate(*asked: Any) -> Any:
+            try:
+                await asyncio.Event().wait()
+            finally:
+                gone.set()
+
+        engine.generate = generate  # type: ignore[method-assign]
+        with pytest.raises(openai.APITimeoutError):
+            await client(url).with_options(timeout=0.3).chat.completions.create(model="any", messages=HI)
+        await asyncio.wait_for(gone.wait(), 10)
+
+
+async def test_a_port_that_is_taken_is_said(serve: Any) -> None:
+    async with serve() as (url, _):
+        with pytest.raises(ConfigError, match="can't listen on 127"):
+            async with serve(port=int(url.rpartition(":")[2])):
+                pass
