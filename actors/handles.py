@@ -122,6 +122,24 @@ class VllmServerHandle(Handle):
 
 
 @dataclass(frozen=True, slots=True)
+class ModelServerHandle(Handle):
+    """See `actors.model_server.ModelServer`."""
+
+    async def ready(self, timeout_s: float, address: tuple[str, int] | None = None) -> tuple[str, int]:
+        method = self.actor.start.options(name=f"{self.name}.start")
+        found: tuple[str, int] = await self.call("start", method.remote(address), timeout_s)
+        return found
+
+    async def ping(self, timeout_s: float) -> str:
+        """`incarnation`, if its server answers too."""
+        incarnation: str = await self.call("ping", self.actor.ping.remote(), timeout_s)
+        return incarnation
+
+    async def close(self, timeout_s: float = 20.0) -> None:
+        await self.call("close", self.actor.close.remote(), timeout_s)
+
+
+@dataclass(frozen=True, slots=True)
 class LearnerHandle(Handle):
     """See `actors.learner.Learner`. One rank; `rayapp.cluster.LearnerGroup` calls all of them."""
 

@@ -4,6 +4,7 @@ role             class           name in the dashboard    restarts by Ray
 sandbox pool     SandboxPool     sandbox-pool             any: the driver counts them, and makes each ready again
 rollout worker   RolloutWorker   rollout-worker-N         any: the same; its groups are issued again
 vLLM server      VllmServer      vllm-server-N            any: the same; it must be synced before it serves
+model server     ModelServer     model-server-NAME        any: the same; it listens where it did
 learner          Learner         learner-N                0: its process group is gone with it
 sandbox reaper   SandboxReaper   sandbox-reaper-RUN       3: detached, and nobody else would start it again
 (scripted server, instant learner: `actors.stand_ins`, under the names of the real ones)
@@ -57,6 +58,9 @@ ROLES: dict[str, Role] = {
     ),
     "vllm-server": Role(
         class_path="actors.vllm_server:VllmServer", num_cpus=0.1, max_concurrency=10_000, max_restarts=-1
+    ),
+    "model-server": Role(
+        class_path="actors.model_server:ModelServer", num_cpus=0.1, max_concurrency=100, max_restarts=-1
     ),
     "learner": Role(class_path="actors.learner:Learner", num_cpus=0.1),
     "scripted-server": Role(

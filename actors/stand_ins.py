@@ -24,7 +24,7 @@ from rayapp.core.types import Completion, FloatArray, Group, GroupSummary, Sampl
 from rayapp.engine.weights.buckets import TensorEntry, WeightBucket
 from rayapp.learner.shares import Share
 
-Scripts = tuple[tuple[tuple[int, ...], ...], ...]
+Scripts = tuple[tuple[tuple[int, ...] | str, ...], ...]
 
 VERSION_TENSOR = "version"
 """The only tensor of a learner without a model: each of its bytes is the version."""
@@ -73,11 +73,13 @@ class SeededEngine:
 
     def _scripted(self, request_id: str, sampling: SamplingParams, version: int) -> Completion:
         script = self._scripts[(sampling.seed or 0) % len(self._scripts)]
-        token_ids = np.array(script[int(request_id.rpartition("/turn=")[2])], np.int32)
+        _, has_turns, turn = request_id.rpartition("/turn=")
+        said = script[int(turn) if has_turns else 0]
+        text, token_ids = (said, np.array([2], np.int32)) if isinstance(said, str) else ("", np.array(said, np.int32))
         return Completion(
             token_ids=token_ids,
             log_probs=np.full(token_ids.size, -1.0, np.float32),
-            text="",
+            text=text,
             finish_reason="stop",
             policy_version=version,
             time_generate_s=self._latency_s,

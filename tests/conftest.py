@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import settings
 
 from rayapp.core.imports import large_imports
 
@@ -21,6 +22,10 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
+# Three files run on two cores at a time: two threads of one would wait for each other in every operator. What sets its
+# own number of threads at least does not spin meanwhile.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 # A Ray of our own for every test, never the one that happens to run on this machine.
 os.environ["RAY_ADDRESS"] = "local"
 os.environ["RAY_AUTH_MODE"] = "disabled"
@@ -30,6 +35,9 @@ os.environ["no_proxy"] = os.environ["NO_PROXY"] = "localhost,127.0.0.1,::1"
 for name in ("FORCE_COLOR", "CLICOLOR_FORCE", "PY_COLORS", "GITHUB_ACTIONS", "TTY_COMPATIBLE", "TTY_INTERACTIVE"):
     os.environ.pop(name, None)
 
+# 200 ms, which Hypothesis gives an example, are too few on a busy machine.
+settings.register_profile("busy machine", settings.default, deadline=None)
+settings.load_profile("busy machine")
 
 LONGEST_FIRST = (
     "standing_ray",
@@ -42,9 +50,9 @@ LONGEST_FIRST = (
     "cluster",
     "browser",
     "adversarial/test_attacks.py",
-    "unit/test_mirror.py",
-    "unit/test_token_budget.py",
+    "unit/test_families.py",
     "unit/test_provider.py",
+    "unit/test_mirror.py",
     "contracts",
     "adversarial",
     "unit",
@@ -55,8 +63,10 @@ others."""
 SLOW_UNITS = frozenset(
     f"unit/test_{name}.py"
     for name in (
-        "token_budget", "mirror", "provider", "s3", "traces", "kuberay", "step", "trackers", "bad_input", "exactness",
-        "view_queries", "tracking", "view_server", "model_prefetch", "hostile_texts", "family", "text_process",
+        "families", "provider", "mirror", "s3", "token_budget", "step", "audit", "bad_input", "traces", "packing",
+        "supervised", "checkpoints", "trackers", "exactness", "kuberay", "memory_simulation", "gpu_check",
+        "view_server", "task_agents", "models_fetch_and_check", "doctor", "data_prepare", "models_prefetch", "algo",
+        "imports", "external_agent", "server", "sandbox",
     )
 )  # fmt: skip
 """Files of unit/ that take over ten seconds each, three quarters of all: `make test-fast` leaves them out."""
@@ -69,7 +79,8 @@ GROUPS = {
     "unit": {"vllm": "vllm_adapter monitoring", "mlflow": "traces trackers"},
     "e2e": {
         "standing_ray": (
-            "attached judges sources sft coding_agent sandbox_reaper bad_input tools_at_start namespace serve"
+            "attached judges sources sft coding_agent sandbox_reaper bad_input tools_at_start namespace serve "
+            "benchmarks"
         ),
     },
 }

@@ -11,7 +11,7 @@ import logging
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
-from actors.handles import Handle, RolloutWorkerHandle, SandboxPoolHandle, VllmServerHandle
+from actors.handles import Handle, ModelServerHandle, RolloutWorkerHandle, SandboxPoolHandle, VllmServerHandle
 from actors.spawn import restart
 from rayapp.core.errors import DeadlineError, ProcessDiedError
 
@@ -50,6 +50,26 @@ class ServerMember(_Member):
     async def revive(self) -> None:
         await self.handle.ready(self.start_timeout_s)
         await self.load_weights(self.handle)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelServerMember(_Member):
+    """A server of a model that is not trained. Who asks it waits: requests are repeated."""
+
+    handle: ModelServerHandle
+    start_timeout_s: float
+    address: tuple[str, int]
+
+    @property
+    def url(self) -> str:
+        """For who takes it as OpenAI's clients do."""
+        return "http://{}:{}/v1".format(*self.address)
+
+    async def ping(self, timeout_s: float) -> str:
+        return await self.handle.ping(timeout_s)
+
+    async def revive(self) -> None:
+        await self.handle.ready(self.start_timeout_s, self.address)
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,6 +3,7 @@
 split      a bundle per server (its tensor-parallel ranks on one node) and one per learner
 colocated  a bundle per server, and the learners that share its GPUs in the same one: the GPUs belong to the learners,
            the server sees the same ones and sleeps while they train
+either     a bundle per model server (judges, teachers)
 
 Without GPUs the bundles hold CPU shares only, and everything else is the same. An actor that is started again returns
 to its bundle.
@@ -33,8 +34,9 @@ PROBE_TIMEOUT_S = 60.0
 
 def resources_of(bundle: Bundle) -> dict[str, float]:
     """What Ray reserves for a bundle."""
-    num_servers = int(bundle.server is not None)
-    cpus = ROLES["vllm-server"].num_cpus * num_servers + ROLES["learner"].num_cpus * len(bundle.learners)
+    roles = ["learner"] * len(bundle.learners)
+    roles += ["vllm-server"] * (bundle.server is not None) + ["model-server"] * bool(bundle.model_server)
+    cpus = sum(ROLES[role].num_cpus for role in roles)
     return {"CPU": round(cpus, 4)} | ({"GPU": float(bundle.num_gpus)} if bundle.num_gpus else {})
 
 
@@ -107,6 +109,11 @@ class Placement:
         position = next(p for p, bundle in enumerate(self._bundles) if rank in bundle.learners)
         return Seat(strategy=self._strategy(position), num_gpus=min(1, self._bundles[position].num_gpus))
 
+    def model_server(self, name: str) -> Seat:
+        """Where the model server of this name runs."""
+        position = next(p for p, bundle in enumerate(self._bundles) if bundle.model_server == name)
+        return Seat(strategy=self._strategy(position), num_gpus=self._bundles[position].num_gpus)
+
     async def address_of_learner(self, rank: int) -> tuple[str, int]:
         """Its node's address, and a port that is free there now."""
         strategy = self.learner(rank).strategy
@@ -134,9 +141,9 @@ def by_node(bundles: Sequence[Bundle], nodes: Sequence[str]) -> list[int]:
     Example: learners 0 to 3 on nodes a, b, a, b take indices 0, 2, 1, 3.
     """
     places = list(range(len(bundles)))
-    alike: dict[tuple[int, bool], list[int]] = {}
+    alike: dict[tuple[int, bool, str], list[int]] = {}
     for index, bundle in enumerate(bundles):
-        alike.setdefault((bundle.num_gpus, bundle.server is not None), []).append(index)
+        alike.setdefault((bundle.num_gpus, bundle.server is not None, bundle.model_server), []).append(index)
     for indices in alike.values():
         firsts = [nodes[index] for index in indices]
         for position, index in zip(indices, sorted(indices, key=lambda i: firsts.index(nodes[i])), strict=True):

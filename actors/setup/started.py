@@ -27,8 +27,9 @@ class StandIns:
     completion_s: float = 0.0
     step_s: float | None = 0.0
     """None: the learners are the real ones."""
-    scripts: tuple[tuple[tuple[int, ...], ...], ...] = ()
-    """Token ids of what a trajectory says, turn by turn; its seed chooses which of these. None: any tokens."""
+    scripts: tuple[tuple[tuple[int, ...] | str, ...], ...] = ()
+    """What a trajectory says, turn by turn; its seed chooses which of these. Token ids, or where nothing reads those
+    the text. None: any tokens."""
 
 
 class Started:

@@ -9,17 +9,25 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 import ray
 
-from actors.handles import LearnerHandle, RolloutWorkerHandle, SandboxPoolHandle, SandboxReaperHandle, VllmServerHandle
+from actors.handles import (
+    LearnerHandle,
+    ModelServerHandle,
+    RolloutWorkerHandle,
+    SandboxPoolHandle,
+    SandboxReaperHandle,
+    VllmServerHandle,
+)
 from actors.setup.placement import Placement
 from actors.setup.session import RaySession, server_names
 from actors.setup.started import Started
 from actors.spawn import kill_named, name_is_free, spawn
 from rayapp.config.config import Config
+from rayapp.config.model_servers import ModelServerSection
 from rayapp.config.sandbox import DaytonaConfig, E2BConfig
 from rayapp.core.errors import DeadlineError, first_error
 from rayapp.core.names.given import all_given
@@ -91,6 +99,18 @@ def spawn_servers(
         started.add(_server(config, name, started.server(name, config, index, must_sync, seat=placement.server(index))))
         for index, name in enumerate(server_names(config))
     )
+
+
+def spawn_model_servers(
+    config: Config, started: Started, placement: Placement, asked: Sequence[ModelServerSection]
+) -> dict[str, ModelServerHandle]:
+    """By name, those of these sections."""
+    handles: dict[str, ModelServerHandle] = {}
+    for section in asked:
+        name = f"model-server-{section.name}"
+        actor = spawn("model-server", name, config, section, seat=placement.model_server(section.name))
+        handles[section.name] = started.add(ModelServerHandle(actor, name))
+    return handles
 
 
 def running_servers(config: Config) -> tuple[VllmServerHandle, ...]:

@@ -12,10 +12,19 @@ import typer
 
 from rayapp.cli.arguments import EXIT_FAILED, ConfigFile, ModelConfig, Overrides, with_model_config
 from rayapp.config.config import Config, bundles_of, gpu_arithmetic
+from rayapp.config.model_servers import ModelServerSection
 from rayapp.core.errors import InputError
 from rayapp.learner.memory.gpus import GIB, GPUS, Gpu, gpu_called, gpu_here
 from rayapp.learner.memory.nearest import largest_micro_batch, nearest_that_fits, overrides_between
-from rayapp.learner.memory.plan import GpuPlan, HostPlan, plan_gpu, plan_host, with_token_budget
+from rayapp.learner.memory.plan import (
+    GpuPlan,
+    HostPlan,
+    ServerPlan,
+    plan_gpu,
+    plan_host,
+    plan_model_servers,
+    with_token_budget,
+)
 from rayapp.learner.memory.shape import ModelShape, model_shape
 from rayapp.learner.memory.speed import ASSUMPTIONS
 from rayapp.learner.memory.timeline import HOLDERS, PhaseRow, step_timeline
@@ -45,8 +54,20 @@ def plan_command(config: Config, gpu: Gpu, *, simulate: bool = False) -> bool:
         print(simulated_line(config, plan))
     for line in () if plan.fits else refusal_lines(shape, config, gpu, plan):
         print(line)
+    others = list(plan_model_servers(config, gpu.room))
+    for section, server in others:
+        print(model_server_line(section, server))
     print(CALIBRATION)
-    return plan.fits
+    return plan.fits and all(server.kv_tokens for _, server in others)
+
+
+def model_server_line(section: ModelServerSection, server: ServerPlan) -> str:
+    """What a model beside the policy takes of each of its GPUs."""
+    refusal = "" if server.kv_tokens else "DOES NOT FIT "
+    return (
+        f"{refusal}model-server-{section.name}: {_gib(server.weights)} GiB weights + {_gib(server.runtime)} working, "
+        f"room for {server.kv_tokens} tokens of KV cache, on {section.tensor_parallel_size} GPU(s) of its own"
+    )
 
 
 def plan_lines(shape: ModelShape, config: Config, gpu: Gpu, plan: GpuPlan) -> Iterator[str]:
@@ -151,9 +172,7 @@ def plan_on_cpu(config: Config) -> bool:
     from rayapp.cli.doctor import available_memory
 
     shape, have = model_shape(config), available_memory()
-    if config.learner.max_tokens_per_microbatch == "auto":
-        config = with_token_budget(shape, config, have // 2)
-    plan = plan_host(shape, config)
+    plan = plan_host(shape, config, have)
     for line in host_lines(shape, config, plan, have):
         print(line)
     return plan.total <= have

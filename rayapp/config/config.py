@@ -23,6 +23,7 @@ from rayapp.config.base import FrozenModel
 from rayapp.config.distillation import DistillationSection
 from rayapp.config.judges import JudgeSection
 from rayapp.config.learner import LearnerSection
+from rayapp.config.model_servers import SCHEME, ModelServerSection, server_named
 from rayapp.config.sandbox import SandboxConfig
 from rayapp.config.sections import (
     CheckpointSection,
@@ -57,6 +58,8 @@ class Config(FrozenModel):
     reward: RewardSection = RewardSection()
     judges: tuple[JudgeSection, ...] = ()
     """Models behind HTTP that `reward.judges` can name (docs/judges.md)."""
+    model_servers: tuple[ModelServerSection, ...] = ()
+    """Models that the run serves itself, for judges and a teacher (docs/judges.md#servers-of-the-run)."""
     algorithm: AlgorithmSection = AlgorithmSection()
     distillation: DistillationSection = DistillationSection()
     rollout: RolloutSection = RolloutSection()
@@ -166,6 +169,32 @@ def frozen_models(config: Config) -> dict[str, Config]:
     return models
 
 
+def asked_servers(config: Config, *, by_workers: bool = True, by_learners: bool = True) -> list[ModelServerSection]:
+    """The model servers that judges (rollout workers) or the teacher (learners) are on."""
+    used = {name for source in sources_of(config) for name in source.config.reward.judges}
+    urls = [judge.base_url for judge in config.judges if judge.name in used and by_workers]
+    urls += [config.distillation.base_url] if by_learners else []
+    names = {server_named(url) for url in urls}
+    return [server for server in config.model_servers if server.name in names]
+
+
+def alone(config: Config, server: ModelServerSection) -> Config:
+    """The config in which a model server's model is the policy: to find, check and plan it as one."""
+    own = {name: getattr(server, name) for name in ("tensor_parallel_size", "gpu_memory_utilization")}
+    return with_values(config, model={"path": server.path}, server=own)
+
+
+def with_addresses(config: Config, urls: Mapping[str, str]) -> Config:
+    """The config of who asks model servers that are up: their addresses by name, in place of run://NAME."""
+
+    def address(base_url: str) -> str:
+        return urls.get(server_named(base_url), base_url)
+
+    judges = tuple(judge.model_copy(update={"base_url": address(judge.base_url)}) for judge in config.judges)
+    teacher = config.distillation.model_copy(update={"base_url": address(config.distillation.base_url)})
+    return config.model_copy(update={"judges": judges, "distillation": teacher})
+
+
 def all_tasks(config: Config) -> tuple[str, ...]:
     """The tasks of all sources, each once."""
     return tuple(dict.fromkeys(name for source in sources_of(config) for name in source.config.tasks))
@@ -187,12 +216,15 @@ class Bundle:
     """Index of the server in it."""
     learners: tuple[int, ...] = ()
     """Ranks in it."""
+    model_server: str = ""
+    """Name of the model server in it."""
 
 
 def bundles_of(
     config: Config, *, on_gpu: bool = True, with_servers: bool = True, with_learners: bool = True
 ) -> list[Bundle]:
-    """Who needs how many GPUs, servers first. An evaluation has no learners, a replay no servers.
+    """Who needs how many GPUs, servers first, those of other models last. An evaluation has no learners, a replay no
+    servers.
 
     A colocated server is in one bundle with the learners whose GPUs it uses; without GPUs nobody shares any.
     """
@@ -207,7 +239,9 @@ def bundles_of(
         for server in servers
     ]
     own = () if is_shared else learners
-    return bundles + [Bundle(num_gpus=int(on_gpu), learners=(rank,)) for rank in own]
+    bundles += [Bundle(num_gpus=int(on_gpu), learners=(rank,)) for rank in own]
+    others = asked_servers(config, by_workers=with_servers, by_learners=with_learners)
+    return bundles + [Bundle(num_gpus=each.tensor_parallel_size * on_gpu, model_server=each.name) for each in others]
 
 
 def num_gpus_of(bundles: Sequence[Bundle]) -> int:
@@ -222,10 +256,11 @@ def gpu_arithmetic(bundles: Sequence[Bundle]) -> str:
     parts = [f"{len(servers)} servers x TP {servers[0].num_gpus}"] if servers else []
     parts += [f"{num_learners} learners"] if num_learners else []
     joint = " on those of " if any(server.learners for server in servers) else " + "
-    return f"{joint.join(parts)} = {num_gpus_of(bundles)}"
+    others = [f"{each.model_server} x TP {each.num_gpus}" for each in bundles if each.model_server]
+    return f"{' + '.join([joint.join(parts), *others])} = {num_gpus_of(bundles)}"
 
 
-FEWER_GPUS = "Lower server.num_servers, server.tensor_parallel_size or learner.num_learners"
+FEWER_GPUS = "Lower server.num_servers, a tensor_parallel_size or learner.num_learners"
 
 
 def _check_agreement(config: Config) -> None:
@@ -234,6 +269,7 @@ def _check_agreement(config: Config) -> None:
     _sources_fit(config)
     _external_agents_fit(config)
     _judges_fit(config)
+    _model_servers_fit(config)
     _placement_fits(config)
     _gpus_suffice(config)
     _minibatches_divide(config)
@@ -242,6 +278,26 @@ def _check_agreement(config: Config) -> None:
     _dapo_fits(config)
     _best_metric_exists(config)
     _teacher_fits(config)
+
+
+def _model_servers_fit(config: Config) -> None:
+    names = [server.name for server in config.model_servers]
+    if len(set(names)) < len(names):
+        raise ValueError(f"model_servers: two have the same name ({', '.join(names)})")
+    asked = {f"judges ({judge.name})": (judge.base_url, "model", judge.model) for judge in config.judges}
+    asked["distillation"] = (config.distillation.base_url, "teacher", config.distillation.teacher)
+    for who, (base_url, key, model) in asked.items():
+        name = server_named(base_url)
+        if name and name not in names:
+            raise ValueError(f"{who}: base_url is {base_url}, but model_servers are {', '.join(names) or 'none'}")
+        if name and model != name:
+            raise ValueError(f"{who}: {key} is {model!r}, but at {base_url} it is called {name!r}: use that")
+    used = {server.name for server in asked_servers(config)}
+    if idle := [name for name in names if name not in used]:
+        raise ValueError(
+            f"model_servers ({idle[0]}): nobody would ask it. Give a judge that reward.judges names, or distillation, "
+            f"base_url: {SCHEME}{idle[0]}, or leave it out."
+        )
 
 
 def _teacher_fits(config: Config) -> None:
@@ -299,6 +355,12 @@ def _external_agents_fit(config: Config) -> None:
             raise ValueError(
                 f"{where}agent.external.inside: sandboxes of {', '.join(remote)} have no way to the policy yet; only "
                 "local ones have. Set sandbox.providers: [{type: local}], or leave inside out (docs/agents.md)."
+            )
+        if external.inside and config.sandbox.lease_ttl_s < (least_s := external.timeout_s + 60.0):
+            raise ValueError(
+                f"{where}agent.external.inside: an agent has agent.external.timeout_s = {external.timeout_s:g} s, and "
+                f"its sandbox is taken back after sandbox.lease_ttl_s = {config.sandbox.lease_ttl_s:g} s. Raise that "
+                f"to {least_s:g}, or lower timeout_s."
             )
         if not config.learner.share_prefixes:
             raise ValueError(

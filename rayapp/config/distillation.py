@@ -20,7 +20,7 @@ class DistillationSection(FrozenModel):
     base_url: str = ""
     """A vLLM server that holds the teacher in place of the learners, e.g. http://host:8000/v1 of `vllm serve MODEL
     --tensor-parallel-size 8`; `teacher` is its name there. You start it, and may start it again: the run waits for some
-    minutes. With kl_over: sampled."""
+    minutes. run://NAME: one of model_servers, which the run starts itself. With kl_over: sampled."""
     api_key_env: str = ""
     """Environment variable of the learners that holds the server's key. Empty: none."""
     timeout_s: float = Field(300.0, gt=0.0)

@@ -11,18 +11,19 @@ from urllib.parse import urlsplit
 from pydantic import Field, field_validator, model_validator
 
 from rayapp.config.base import FrozenModel
-
-_NAME = r"^[A-Za-z0-9][A-Za-z0-9_-]{0,62}$"
+from rayapp.config.model_servers import NAME, server_named
 
 
 def plain_url(value: str) -> str:
     """The URL without a slash at its end. Raises ValueError: it is none, or says more than where something is."""
+    if server_named(value):
+        return value
     url = urlsplit(value)
     if url.scheme not in ("http", "https") or not url.hostname or url.username or url.password or url.query:
         shown = url._replace(netloc=url.netloc.rpartition("@")[2], query="").geturl()
         raise ValueError(
-            f"{shown!r} must be http(s)://HOST[:PORT][/PATH], without a user, a password or a query: a key goes "
-            "into the variable that api_key_env names"
+            f"{shown!r} must be http(s)://HOST[:PORT][/PATH] or run://NAME, without a user, a password or a query: a "
+            "key goes into the variable that api_key_env names"
         )
     return value.rstrip("/")
 
@@ -30,7 +31,7 @@ def plain_url(value: str) -> str:
 class Criterion(FrozenModel):
     """One thing that a judge looks at."""
 
-    name: str = Field(pattern=_NAME)
+    name: str = Field(pattern=NAME)
     text: str = Field(min_length=1)
     """What a response must do for the highest score."""
     weight: float = Field(1.0, gt=0.0, allow_inf_nan=False)
@@ -40,13 +41,14 @@ class Criterion(FrozenModel):
 class JudgeSection(FrozenModel):
     """A model that judges, behind OpenAI's chat API or, for a reward model, vLLM's /classify."""
 
-    name: str = Field(pattern=_NAME)
+    name: str = Field(pattern=NAME)
     """In reward.judges, metrics and terms. No two are alike."""
     kind: Literal["rubric", "pairwise", "reward_model"] = "rubric"
     """rubric: a score for each criterion. pairwise: the responses of a group are compared two by two, and the share
     that one wins is its score. reward_model: what a model of sequence classification says."""
     base_url: str
-    """As clients of OpenAI's take it, e.g. https://api.openai.com/v1 or http://127.0.0.1:8000/v1."""
+    """As clients of OpenAI's take it, e.g. https://api.openai.com/v1 or http://127.0.0.1:8000/v1; run://NAME: one of
+    model_servers."""
     model: str = Field(min_length=1)
     api_key_env: str = ""
     """Environment variable of the rollout workers that holds the key: keys never stand in a config. Empty: none."""

@@ -3,26 +3,42 @@
 from __future__ import annotations
 
 import gc
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
+
+UNUSED = ("is_sklearn_available", "is_scipy_available")
+"""What transformers asks before it imports scikit-learn, with SciPy and pandas, for a score of assisted generation, and
+SciPy for a loss of object detection."""
+UNUSED_BY_VLLM = ("scipy.signal", "pandas")
+"""What vLLM imports where it is found, for sound and for tables of AMD's kernels."""
 
 
 @contextmanager
-def large_imports() -> Iterator[None]:
-    """Around the first import of transformers' models or of vLLM, whose 8 and 10 seconds become 5 and 7.
+def large_imports(*absent: str) -> Iterator[None]:
+    """Around the first import of transformers' models or of vLLM, whose 8 and 10 seconds become 5 and 6.
 
-    The garbage collector waits, which would go through the thousands of modules read so far again and again. And
-    transformers is told that there is no scikit-learn: it would import it, with SciPy and pandas, for a score of
-    assisted generation, which nothing here does.
+    The garbage collector waits, which would go through the thousands of modules read so far again and again. And what
+    is imported only for what nothing here does is said to be absent.
+
+    Args:
+        absent: modules that are not found either, unless they were imported before. Nor are they by other threads.
     """
     from transformers import utils
 
-    was_enabled, has_sklearn = gc.isenabled(), utils.is_sklearn_available
+    was_enabled = gc.isenabled()
+    asked = {name: getattr(utils, name) for name in UNUSED}
+    hidden = [name for name in absent if name not in sys.modules]
+    modules: dict[str, Any] = sys.modules
     gc.disable()
-    utils.is_sklearn_available = lambda: False
+    modules.update(dict.fromkeys(hidden))
+    vars(utils).update(dict.fromkeys(UNUSED, lambda: False))
     try:
         yield
     finally:
-        utils.is_sklearn_available = has_sklearn
+        vars(utils).update(asked)
+        for name in hidden:
+            del modules[name]
         if was_enabled:
             gc.enable()

@@ -19,7 +19,7 @@ from actors.handles import LearnerHandle, RolloutWorkerHandle, SandboxPoolHandle
 from actors.learner_group import LearnerGroup
 from actors.metrics import MetricsTracker
 from actors.setup.gpus import uses_gpus, wait_for_gpus
-from actors.setup.members import PoolMember, ServerMember, WorkerMember
+from actors.setup.members import ModelServerMember, PoolMember, ServerMember, WorkerMember
 from actors.setup.placement import Placement
 from actors.setup.session import RaySession, one_connection, ray_session, session_of_run
 from actors.setup.stacks import dump_stacks
@@ -30,11 +30,13 @@ from actors.setup.starting import (
     ready_pool,
     running_servers,
     spawn_learners,
+    spawn_model_servers,
     spawn_pool,
     spawn_rollout_workers,
     spawn_servers,
 )
-from rayapp.config.config import Config, bundles_of
+from rayapp.config.config import Config, asked_servers, bundles_of, with_addresses
+from rayapp.config.model_servers import ModelServerSection
 from rayapp.core.aio import finish_despite_cancels
 from rayapp.core.errors import (
     DeadlineError,
@@ -238,14 +240,17 @@ async def _start(
         config, on_gpu=on_gpu, timeout_s=config.cluster.start_timeout_s, with_learners=with_learners
     )
     plan = _plan(config, on_gpu=on_gpu) if with_learners else None
+    asked = asked_servers(config, by_learners=with_learners)
+    models = await _start_models(config, started, placement, asked, timeout_s, report)
+    asking = with_addresses(config, {name: member.url for name, member in models.items()})
     servers = spawn_servers(config, started, placement, must_sync=with_learners)
     if placement.shares_gpus:
         # Alone: an engine takes what it finds free, and stops when that grows. Asleep it leaves the GPU to its learner.
         report(f"starting: {', '.join(started.names)}")
         await all_ready({server.name: server.ready(timeout_s) for server in servers}, report)
         await asyncio.gather(*(server.sleep() for server in servers))
-    learners = LearnerGroup(await spawn_learners(config, started, placement) if with_learners else (), config, plan)
-    workers = spawn_rollout_workers(config, started, servers, pool)
+    learners = LearnerGroup(await spawn_learners(asking, started, placement) if with_learners else (), config, plan)
+    workers = spawn_rollout_workers(asking, started, servers, pool)
     report(f"starting: {', '.join(started.names)}")
     make_pool_ready = partial(ready_pool, config, pool, session, timeout_s)
     handles: tuple[VllmServerHandle | LearnerHandle | RolloutWorkerHandle, ...]
@@ -254,6 +259,7 @@ async def _start(
     weights = (DirectTransport if plan is not None else ObjectStoreTransport)(config.server.sync_timeout_s)
     members: list[Member] = [
         PoolMember(pool, make_pool_ready),
+        *models.values(),
         *(ServerMember(server, timeout_s, weights.catch_up) for server in servers),
         *(WorkerMember(worker, timeout_s, pool) for worker in workers),
     ]
@@ -275,9 +281,30 @@ async def _start(
         supervisor=supervisor,
         router=Router(len(servers), is_up=lambda index: supervisor.is_up(servers[index].name)),
         dashboard_url=session.dashboard_url,
-        start_learners=partial(_start_learners_again, config, started, placement, timeout_s, report),
+        start_learners=partial(_start_learners_again, asking, started, placement, timeout_s, report),
     )
     return cluster
+
+
+async def _start_models(
+    config: Config,
+    started: Started,
+    placement: Placement,
+    asked: Sequence[ModelServerSection],
+    timeout_s: float,
+    report: Report,
+) -> dict[str, ModelServerMember]:
+    """The model servers by name, up: whoever asks them asks as soon as it starts."""
+    handles = spawn_model_servers(config, started, placement, asked)
+    members: dict[str, ModelServerMember] = {}
+
+    async def up(name: str) -> None:
+        members[name] = ModelServerMember(handles[name], timeout_s, await handles[name].ready(timeout_s))
+
+    if handles:
+        report(f"starting: {', '.join(handle.name for handle in handles.values())}")
+        await all_ready({handles[name].name: up(name) for name in handles}, report)
+    return members
 
 
 async def _start_learners_again(
@@ -318,7 +345,10 @@ async def open_learners(config: Config, *, report: Report = lambda text: None) -
         try:
             on_gpu = uses_gpus(config, bundles_of(config, with_servers=False))
             started.placement = await Placement.reserve(config, on_gpu=on_gpu, timeout_s=timeout_s, with_servers=False)
-            handles = await spawn_learners(config, started, started.placement)
+            asked = asked_servers(config, by_workers=False)
+            models = await _start_models(config, started, started.placement, asked, timeout_s, report)
+            asking = with_addresses(config, {name: member.url for name, member in models.items()})
+            handles = await spawn_learners(asking, started, started.placement)
             await all_ready({handle.name: handle.ready(timeout_s) for handle in handles}, report)
             yield LearnerGroup(handles, config)
         finally:

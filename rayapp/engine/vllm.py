@@ -26,7 +26,7 @@ import numpy as np
 
 from rayapp.config.config import Config
 from rayapp.core.errors import EngineDeadError, EngineError, WeightSyncError
-from rayapp.core.imports import large_imports
+from rayapp.core.imports import UNUSED_BY_VLLM, large_imports
 from rayapp.core.timing.stall_detection import InHand
 from rayapp.core.types import Completion, SamplingParams
 from rayapp.engine.cohorts import Cohorts, Request
@@ -89,7 +89,7 @@ class VllmEngine:
         """
         config = await asyncio.to_thread(with_local_model, config)
         set_process_environment(config)
-        with large_imports():
+        with large_imports(*UNUSED_BY_VLLM):
             from vllm import AsyncEngineArgs
             from vllm.v1.engine.async_llm import AsyncLLM
 

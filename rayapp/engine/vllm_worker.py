@@ -17,6 +17,8 @@ from rayapp.engine.vllm_adapter import is_adapter, load_adapter
 from rayapp.engine.weights import vllm_gloo
 from rayapp.engine.weights.buckets import TensorEntry, unpack
 from rayapp.engine.weights.checksum import checksum_of
+from rayapp.engine.weights.experts import held_experts, pack_experts
+from rayapp.engine.weights.gpt_oss import copy_sinks, mend_reload
 
 # This module is imported in every worker before it makes its weight-transfer engine.
 vllm_gloo.register()
@@ -51,24 +53,29 @@ class WeightUpdateExtension:
             return load_adapter(self.model_runner, unpack(entries, data))
         # Layer-wise reload and not load_weights: on CPU vLLM repacks parameters after the first load, and a second
         # plain load finds no weight_loader on them.
+        mend_reload(self.model_runner.get_model())
         self.reload_weights(weights_iterator=unpack(entries, data))
-        _pack_experts_again(self.model_runner.get_model())
-        _tie_again(self.model_runner.get_model(), self.model_runner.model_config.hf_text_config)
-        return self.check_weights(checksums)
+        return self.seal_weights(checksums)
 
     def seal_weights(self, checksums: dict[str, int]) -> int:
-        """After an update that went straight into the model: pack and tie again, then `check_weights`."""
-        _pack_experts_again(self.model_runner.get_model())
-        _tie_again(self.model_runner.get_model(), self.model_runner.model_config.hf_text_config)
-        return self.check_weights(checksums)
+        """After new weights are in the model: pack and tie again what vLLM does not, and compare what the model holds
+        with checksums of the learner's. Returns how many tensors those are.
 
-    def check_weights(self, checksums: dict[str, int]) -> int:
-        """Compare what the model holds with checksums of the learner's; tensors that it keeps apart under their own
-        names, whole and in bfloat16: norms, and on one GPU biases. Returns how many those are.
+        Compared are tensors in bfloat16 that it keeps apart under their own names and whole (norms, and on one GPU
+        biases), and experts.
 
         Raises:
-            ValueError: one differs.
+            ValueError: one differs, or experts compute something else than they hold.
         """
+        model = self.model_runner.get_model()
+        copy_sinks(model)
+        held = self._whole_tensors(checksums) | held_experts(model, checksums)
+        _check("are held", held, checksums)
+        pack_experts(model)
+        _tie_again(model, self.model_runner.model_config.hf_text_config)
+        return len(held)
+
+    def _whole_tensors(self, checksums: dict[str, int]) -> dict[str, Any]:
         import torch
         from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 
@@ -80,11 +87,11 @@ class WeightUpdateExtension:
             # What is split over the ranks has a loader of its own, which takes this rank's part.
             loaders = {name: getattr(p, "weight_loader", default_weight_loader) for name, p in whole.items()}
             whole = {name: p for name, p in whole.items() if loaders[name] is default_weight_loader}
-        _check("are held", whole, checksums)
-        return len(whole)
+        return whole
 
     def leave_weight_group(self) -> None:
-        """Destroy the group that was joined before, if there is one: vLLM would forget it with its GPU memory."""
+        """Before another is joined. Destroys it, if there is one: vLLM would forget it with its GPU memory."""
+        mend_reload(self.model_runner.get_model())
         group = getattr(self.weight_transfer_engine, "model_update_group", None)
         if group is not None:
             group.destroy()
@@ -113,22 +120,6 @@ def _check(what: str, tensors: dict[str, Any], checksums: dict[str, int]) -> Non
             f"{len(wrong)} of {len(tensors)} sampled tensors have another checksum where they {what} than where the "
             f"learner sent them: {', '.join(wrong[:3])}"
         )
-
-
-def _pack_experts_again(model: Any) -> None:
-    """Bring experts into the order that the CPU kernel reads.
-
-    vLLM 0.30 does so where it makes the kernel, at the first load only: after a second one the kernel would read plain
-    matrices as packed ones, and no norm or bias would show it.
-    """
-    from vllm.platforms import current_platform
-
-    if not current_platform.is_cpu():
-        return
-    for layer in model.modules():
-        kernel = getattr(getattr(layer, "quant_method", None), "moe_kernel", None)
-        if kernel is not None:
-            kernel.fused_experts.process_weights_after_loading(layer)
 
 
 def _tie_again(model: Any, architecture: Any) -> None:

@@ -98,7 +98,8 @@ def input_checks(
 
 
 def _check_judges(config: Config) -> None:
-    judges = open_judges(config)
+    # Servers of the run are up when the run is; its rollout workers ask those then.
+    judges = open_judges(config, of_run=False)
 
     async def check() -> None:
         assert judges is not None

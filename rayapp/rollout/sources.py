@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from rayapp.config.agent import EXTERNAL_AGENT
 from rayapp.config.config import Config, Source, sources_of
+from rayapp.config.model_servers import server_named
 from rayapp.core.errors import UserError
 from rayapp.core.protocols import SandboxSource, Task
 from rayapp.core.types import Reward, Trajectory
@@ -154,14 +155,18 @@ async def open_groups(config: Config, sandboxes: SandboxSource) -> RunGroups:
     return groups
 
 
-def open_judges(config: Config) -> Judges | None:
-    """The judges of a rollout worker; None in a run without. Raises ConfigError: a key is not set."""
+def open_judges(config: Config, *, of_run: bool = True) -> Judges | None:
+    """The judges of a rollout worker; None in a run without. Raises ConfigError: a key is not set.
+
+    Args:
+        of_run: also those on the run's own servers.
+    """
     names = {name for source in sources_of(config) for name in source.config.reward.judges}
-    if not names:
+    used = [each for each in config.judges if each.name in names and (of_run or not server_named(each.base_url))]
+    if not used:
         return None
     from rayapp.tasks.judges.judging import Judges  # imports aiohttp, which runs without judges don't need
 
-    used = [each for each in config.judges if each.name in names]
     return Judges(used, config.run_folder, num_sharing=config.rollout.num_workers)
 
 

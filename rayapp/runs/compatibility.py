@@ -62,6 +62,8 @@ MACHINE_KEYS = (
     "server.cpu_threads",
     "server.weight_transport",
     "server.weight_bucket_mib",
+    "model_servers.tensor_parallel_size",
+    "model_servers.gpu_memory_utilization",
     "learner.num_learners",
     "learner.max_tokens_per_microbatch",
     "learner.share_prefixes",

@@ -1,18 +1,22 @@
-"""The real vLLM on CPU with a mixture of experts: it computes the learner's log-probs after every sync."""
+"""The real vLLM on CPU with a mixture of experts, over one rank and over two: it computes the learner's log-probs after
+every sync, and sees what it holds."""
 
 from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from actors.learner import Learner
 from actors.vllm_server import VllmServer
-from rayapp.config.config import Config
+from rayapp.config.config import Config, with_values
+from rayapp.core.errors import WeightSyncError
 from rayapp.core.types import Group, Prompt
 from rayapp.engine.weights.buckets import WeightBucket
 from rayapp.testing.learners import sampled
@@ -26,7 +30,6 @@ TOKENS = [72, 75, 84, 85, 86, 28, 2, 89]
 
 
 def save_model(folder: Path, tokenizer: Path, *, seed: int) -> Path:
-    import torch
     from transformers import AutoTokenizer, Glm4MoeConfig, Glm4MoeForCausalLM
 
     torch.manual_seed(seed)
@@ -68,19 +71,57 @@ def exported(model: Path) -> tuple[list[WeightBucket], np.ndarray]:
         learner.close()
 
 
+def is_expert(name: str) -> bool:
+    return ".mlp.experts." in name
+
+
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.long)])
 async def test_experts_are_the_learners_after_every_sync(
-    tiny_model: Path, tmp_path: Path, references: References
+    tiny_model: Path, tmp_path: Path, references: References, ranks: int
 ) -> None:
     models = [save_model(tmp_path / str(seed), tiny_model, seed=seed) for seed in (0, 1)]
     sent = [exported(model) for model in models]
     assert np.abs(sent[0][1] - sent[1][1]).max() > 4 * MAX_LOG_PROB_DIFFERENCE
-    server = VllmServer(config_of(models[0]), 0)
+    checksums = {name: value for bucket in sent[0][0] for name, value in bucket.checksums}
+    experts = {name: value for name, value in checksums.items() if is_expert(name)}
+    norms = [name for name in checksums if "norm" in name]
+    server = VllmServer(with_values(config_of(models[0]), server={"tensor_parallel_size": ranks}), 0)
     try:
         await server.start()
         for version in (0, 1, 0):
             buckets, expected = sent[version]
-            await server.load_weights(version, references(buckets))
+            facts = await server.load_weights(version, references(buckets))
+            assert facts["num_held"] == len(norms) + len(experts) > len(norms)
             found = (await server.prompt_log_probs([TOKENS]))[0][3:]
             assert np.abs(found - expected).max() < MAX_LOG_PROB_DIFFERENCE, f"weights {version}"
+        # Sealed without a load before it: what it holds is packed already.
+        engine = server._started_engine()
+        with pytest.raises(WeightSyncError, match=r"have another checksum where they are held.*mlp\.experts\."):
+            await engine._transfer("check", engine._engine.collective_rpc("seal_weights", args=(experts,)))
     finally:
         await server.close()
+
+
+def test_a_kernel_that_reads_experts_in_another_order_than_they_are_packed_in_is_found() -> None:
+    from vllm._custom_ops import cpu_fused_moe, cpu_prepack_moe_weight
+    from vllm.model_executor.layers.fused_moe.activation import MoEActivation
+
+    from rayapp.engine.weights.experts import check_computes
+
+    gate_up, down = (torch.randn(2, *shape).div(shape[1] ** 0.5).bfloat16() for shape in ((128, 128), (128, 64)))
+
+    def check(held: list[torch.Tensor]) -> None:
+        def forward(layer: Any, x: Any, weights: Any, experts: Any, *_: None) -> torch.Tensor:
+            out = torch.empty_like(x)
+            cpu_fused_moe(out, x, *held, None, None, weights, experts, "silu", "vec", False)
+            return out
+
+        layer = SimpleNamespace(
+            layer_name="layer", w13_weight=held[0], activation=MoEActivation.SILU,
+            quant_method=SimpleNamespace(forward_native=forward),
+        )  # fmt: skip
+        check_computes(layer, 1, gate_up[1].float(), down[1].float())
+
+    check([cpu_prepack_moe_weight(matrices, "vec") for matrices in (gate_up, down)])
+    with pytest.raises(ValueError, match="expert 1 computes something else than its matrices say: off by"):
+        check([gate_up, down])

@@ -24,6 +24,7 @@ from rayapp.testing.stubs.e2b_stub import API_KEY
 
 ROOT = Path(__file__).parents[2]
 STAND_INS = ROOT / "tests" / "data" / "stand_ins"
+SCRIPTED = ROOT / "tests" / "data" / "with_scripted_servers.py"
 PR_SET_CHILD_SUBREAPER = 36
 JUDGE_KEY = "sk-of-the-judge-5678"
 Descendants = Callable[[], dict[int, str]]
@@ -41,8 +42,13 @@ def short_run(tiny_model: Path, letter_tasks: list[str]) -> Callable[..., dict[s
             "cluster": {"device": "cpu"},
             "rollout": {"group_size": 4, "max_prompt_tokens": 32, "max_completion_tokens": 16},
             "train": {"groups_per_step": 2},
-            "learner": {"max_tokens_per_microbatch": 256, "compute_dtype": "float32", "optimizer": {"lr": 3e-3}},
-            "server": {"kv_cache_gib": 1},
+            "learner": {
+                "max_tokens_per_microbatch": 256,
+                "compute_dtype": "float32",
+                "optimizer": {"lr": 3e-3},
+                "cpu_threads": 1,
+            },
+            "server": {"kv_cache_gib": 1, "cpu_threads": 1},
             "checkpoint": {"every_steps": 2},
         }
         return config | {name: config.get(name, {}) | changes for name, changes in sections.items()}
@@ -153,12 +159,19 @@ def settled() -> Callable[[Descendants], dict[int, str]]:
 
 
 LOOK = """
-import json, sys, ray
-ray.init(address=sys.argv[1], logging_level="ERROR")
-named = ray.util.list_named_actors(all_namespaces=True)
-print(json.dumps([actor["name"] for actor in named]))
-if len(sys.argv) > 2:
-    print(json.dumps(ray.get(ray.remote(num_cpus=0)(lambda: 41 + 1).remote(), timeout=100)))
+import json, sys, time, ray
+address, what, name, timeout_s = sys.argv[1:]
+ray.init(address=address, logging_level="ERROR")
+deadline = time.monotonic() + float(timeout_s)
+while True:
+    named = [actor["name"] for actor in ray.util.list_named_actors(all_namespaces=True)]
+    if time.monotonic() > deadline or not any(name in each for each in named):
+        break
+    time.sleep(0.1)
+if what == "task":
+    print(ray.get(ray.remote(num_cpus=0)(lambda: 41 + 1).remote(), timeout=100))
+else:
+    print(json.dumps([each for each in named if name in each]))
 """
 
 
@@ -191,23 +204,21 @@ class RunningRay:
 
     def actors(self) -> list[str]:
         """Names of those that live."""
-        return self._look()[0]  # type: ignore[no-any-return]
+        return self._look("actors")  # type: ignore[no-any-return]
 
     def computes(self) -> bool:
         """Whether it runs a task and gives back what that returned."""
-        return self._look("compute")[1] == 42
+        return self._look("task") == 42
 
-    def _look(self, *words: str) -> list[Any]:
-        command = [sys.executable, "-c", LOOK, self.address, *words]
+    def _look(self, what: str, name: str = "", timeout_s: float = 0.0) -> Any:
+        command = [sys.executable, "-c", LOOK, self.address, what, name, str(timeout_s)]
         done = subprocess.run(command, env=self.environment, capture_output=True, text=True, timeout=600, check=False)
         assert done.returncode == 0, done.stderr
-        return [json.loads(line) for line in done.stdout.splitlines()[-1 - len(words) :]]
+        return json.loads(done.stdout.splitlines()[-1])
 
-    def wait_until_empty(self) -> None:
-        """After a driver was killed: the next run of its name would find its actors."""
-        deadline = time.monotonic() + 120.0
-        while actors := self.actors():
-            assert time.monotonic() < deadline, actors
+    def wait_until_gone(self, name: str = "") -> None:
+        """Until no actor has this in its name. After a driver was killed, all: the next run would find its actors."""
+        assert self._look("actors", name, 150.0) == []
 
 
 @contextmanager
@@ -271,8 +282,18 @@ def start_ray() -> Callable[..., AbstractContextManager[RunningRay]]:
 def standing_ray(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningRay]:
     """One Ray for all runs whose servers are scripted, one after the other: only learners find PyTorch there, and none
     finds vLLM. Its processes have the keys of the E2B stub and of judges."""
-    program = (str(ROOT / "tests" / "data" / "train_with_scripted_servers.py"),)
+    program = (str(SCRIPTED), "train")
     with started_ray(
         tmp_path_factory.mktemp("ray"), program, (STAND_INS, ROOT), E2B_API_KEY=API_KEY, JUDGE_KEY=JUDGE_KEY
     ) as ray:
+        yield ray
+
+
+@pytest.fixture(params=["scripted", pytest.param("vllm", marks=pytest.mark.long)])
+def running_ray(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[RunningRay]:
+    """One that nobody's run started: on every run the standing one, and with -m long one whose servers are vLLM's."""
+    if request.param == "scripted":
+        yield request.getfixturevalue("standing_ray")
+        return
+    with started_ray(tmp_path, ("-m", "rayapp", "train"), (ROOT,)) as ray:
         yield ray

@@ -10,7 +10,7 @@ import json
 import math
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,16 +24,6 @@ pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(3000)]
 ROOT = Path(__file__).parents[2]
 DEADLINE_S = 1200.0
 NUM_STEPS = 4
-
-
-@pytest.fixture(params=["scripted", pytest.param("vllm", marks=pytest.mark.long)])
-def running_ray(request: pytest.FixtureRequest, tmp_path: Path, start_ray: Callable[..., Any]) -> Iterator[Any]:
-    """One that nobody's run started."""
-    if request.param == "scripted":
-        yield request.getfixturevalue("standing_ray")
-        return
-    with start_ray(tmp_path, ("-m", "rayapp", "train"), (ROOT,)) as ray:
-        yield ray
 
 
 def wait_until(reached: Callable[[], bool], may_go_on: Callable[[], bool], output: Callable[[], str]) -> None:

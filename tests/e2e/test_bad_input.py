@@ -18,7 +18,7 @@ from rayapp.runs.folder import RunFolder
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 ROOT = Path(__file__).parents[2]
-SCRIPTED = ROOT / "tests" / "data" / "train_with_scripted_servers.py"
+SCRIPTED = ROOT / "tests" / "data" / "with_scripted_servers.py"
 
 Refused = Callable[..., str]
 
@@ -152,7 +152,7 @@ def test_a_full_disk_ends_the_run_with_the_last_checkpoint_whole_and_says_how_to
     # The model has 0.3 million parameters: with AdamW's moments a checkpoint takes 3.7 MB, and two don't fit.
     overrides = ("train.num_steps=5", "checkpoint.every_steps=1", "checkpoint.keep_last=1")
     file = write_config(tmp_path, tiny_model, letter_tasks)
-    command = (sys.executable, str(SCRIPTED), str(file), *overrides)
+    command = (sys.executable, str(SCRIPTED), "train", str(file), *overrides)
 
     code, output = run(*namespace, "sh", "-c", ON_A_SMALL_DISK, "sh", str(disk), str(kept), *command)
 

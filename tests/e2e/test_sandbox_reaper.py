@@ -17,7 +17,7 @@ from rayapp.testing.stubs.e2b_stub import E2BStub
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(900)]
 ROOT = Path(__file__).parents[2]
-RUN = "reaped"
+REAPER = "sandbox-reaper-reaped"
 START_TIMEOUT_S, WAIT_S = 200.0, 150.0
 
 DRIVER = """
@@ -54,13 +54,6 @@ asyncio.run(main())
 """
 
 
-def until(condition: Callable[[], bool], timeout_s: float, what: str) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, f"not within {timeout_s:g} s: {what}"
-        time.sleep(0.05)
-
-
 async def until_async(condition: Callable[[], bool], timeout_s: float, what: str) -> None:
     deadline = time.monotonic() + timeout_s
     while not condition():
@@ -80,10 +73,6 @@ async def start_driver(url: str, ray: Any, grace_s: float) -> asyncio.subprocess
     return driver
 
 
-def reaper_exists(ray: Any) -> bool:
-    return f"sandbox-reaper-{RUN}" in ray.actors()
-
-
 async def test_a_killed_driver_leaves_no_sandbox(standing_ray: Any) -> None:
     stub = E2BStub()
     async with stub.running() as url:
@@ -98,21 +87,20 @@ async def test_a_killed_driver_leaves_no_sandbox(standing_ray: Any) -> None:
         await until_async(lambda: mine.isdisjoint(stub.boxes.living), WAIT_S, "the sandboxes are gone")
         # None was made in between, and another run's lives on.
         assert set(stub.boxes.living) == {other.id}
-        gone = asyncio.to_thread(until, lambda: not reaper_exists(standing_ray), WAIT_S, "the reaper ends itself")
-        await gone
+        await asyncio.to_thread(standing_ray.wait_until_gone, REAPER)  # it ends itself
 
 
 async def test_a_run_that_ends_in_order_takes_its_reaper_along(standing_ray: Any) -> None:
     stub = E2BStub()
     async with stub.running() as url:
         driver = await start_driver(url, standing_ray, grace_s=300.0)
-        assert await asyncio.to_thread(reaper_exists, standing_ray)
+        assert REAPER in await asyncio.to_thread(standing_ray.actors)
 
         out, err = await asyncio.wait_for(driver.communicate(b"close\n"), WAIT_S)
 
         assert out == b"closed\n", err.decode()
         assert not stub.boxes.living
-        await asyncio.to_thread(until, lambda: not reaper_exists(standing_ray), WAIT_S, "the reaper ends itself")
+        await asyncio.to_thread(standing_ray.wait_until_gone, REAPER)  # it ends itself
 
 
 async def test_the_next_start_of_a_run_replaces_the_reaper_of_the_one_before(standing_ray: Any) -> None:

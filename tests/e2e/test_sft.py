@@ -113,7 +113,7 @@ def test_a_killed_run_goes_on_as_if_nothing_had_happened(
         time.sleep(0.02)
     process.send_signal(signal.SIGKILL)
     process.wait()
-    standing_ray.wait_until_empty()
+    standing_ray.wait_until_gone()
     assert "supervised steps on 7 demonstrations" in finish(sft(), log)
     assert records(folder) == records(warmed_up.whole)
     assert weights(folder) == weights(warmed_up.whole)

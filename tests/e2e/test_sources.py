@@ -31,7 +31,6 @@ from rayapp.testing.stubs.openenv_stub import MOVE, OpenEnvStub
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(1500)]
 
 ROOT = Path(__file__).parents[2]
-SCRIPTED = ROOT / "tests" / "data" / "train_with_scripted_servers.py"
 DEADLINE_S = 600.0
 NUM_STEPS, GROUPS_PER_STEP, KILL_AFTER = 6, 2, 3
 RATIOS = (2, 1, 1)
@@ -150,7 +149,7 @@ def killed_and_resumed(standing_ray: Any, file: Path, run: Path, before: Path, l
         process.kill()
         process.wait()
     shutil.copytree(run / "trajectories", before)
-    standing_ray.wait_until_empty()
+    standing_ray.wait_until_gone()
     assert standing_ray.train(str(file), log=log).wait(timeout=DEADLINE_S) == 0, log.read_text()
     assert "resumed from step" in log.read_text()
     return Resumed(run, before)

@@ -14,6 +14,9 @@ from collections.abc import Iterable, Iterator
 from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 ROOT = Path(__file__).parents[2]
 LINES = """
@@ -154,7 +157,10 @@ def test_only_processes_import_ray() -> None:
 
 
 def test_only_the_engine_imports_vllm() -> None:
-    assert outside(importers("vllm"), "rayapp.engine", "rayapp.learner.state.sender") == []
+    assert (
+        outside(importers("vllm"), "rayapp.engine", "rayapp.learner.state.sender", "rayapp.testing.forked_engines")
+        == []
+    )
 
 
 def test_the_product_imports_no_generator_and_no_test() -> None:
@@ -192,3 +198,12 @@ def test_help_and_config_show_load_neither_torch_nor_ray() -> None:
     )
 
     assert done.stdout.splitlines()[-1] == "LOADED []", done.stderr
+
+
+def test_every_file_of_tests_that_the_order_of_tests_names_is_there(request: pytest.FixtureRequest) -> None:
+    order: Any = request.config.pluginmanager.get_plugin(str(ROOT / "tests" / "conftest.py"))
+    files = [path.relative_to(ROOT / "tests") for path in (ROOT / "tests").rglob("test_*.py")]
+    there = {f"{file.parts[0]}/{file.name}" for file in files}
+    groups = {group for named in order.GROUPS.values() for group in named}
+    assert order.SLOW_UNITS | order.TOGETHER.keys() <= there
+    assert set(order.LONGEST_FIRST) <= there | groups | {file.parts[0] for file in files}

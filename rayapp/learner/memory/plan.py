@@ -7,11 +7,13 @@ the learner's own step on fake tensors (`simulation.py`), within 10% of its peak
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 
-from rayapp.config.config import Config, frozen_models, with_values
+from rayapp.config.config import Config, alone, asked_servers, frozen_models, with_values
+from rayapp.config.model_servers import ModelServerSection
 from rayapp.learner.memory.gpus import GIB, Gpu
-from rayapp.learner.memory.shape import ModelShape
+from rayapp.learner.memory.shape import ModelShape, model_shape
 
 RUNTIME_BYTES = 3 * GIB // 2
 """CUDA context, kernels and nccl's buffers: an assumption, not measured here."""
@@ -376,11 +378,21 @@ def plan_server(shape: ModelShape, config: Config, gpu_bytes: int) -> ServerPlan
     )
 
 
+def plan_model_servers(config: Config, gpu_bytes: int) -> Iterator[tuple[ModelServerSection, ServerPlan]]:
+    """Those that serve other models than the policy, each on GPUs of its own; graphs are in vLLM's share."""
+    for section in asked_servers(config):
+        own = alone(config, section)
+        yield section, plan_server(model_shape(own), own, gpu_bytes)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostPlan:
     """Bytes of this machine's memory in a run on its CPU."""
 
     learners: int
+    """At the peak of a step."""
+    activations: int
+    """Of these, what the largest micro-batch takes: few steps have one as large."""
     servers: int
     object_store: int
 
@@ -388,21 +400,29 @@ class HostPlan:
     def total(self) -> int:
         return self.learners + self.servers + self.object_store
 
+    @property
+    def least(self) -> int:
+        """What is taken however short a micro-batch is."""
+        return self.total - self.activations
 
-def plan_host(shape: ModelShape, config: Config) -> HostPlan:
-    """Memory of a run on one machine's CPU.
+
+def plan_host(shape: ModelShape, config: Config, have: int) -> HostPlan:
+    """Memory of a run on one machine's CPU, of which so many bytes are available.
 
     There all layers stay gathered, gradients are summed before they are reduced, and malloc keeps what was freed.
     """
+    if config.learner.max_tokens_per_microbatch == "auto":
+        config = with_token_budget(shape, config, have // 2)
     section, server = config.learner, config.server
     element = ELEMENT_BYTES[section.compute_dtype]
     frozen = sum(own.num_parameters for own in frozen_shapes(shape, config).values())
     shards = MASTER * (shape.num_parameters + frozen) + (ADAM + FLOAT32) * shape.num_trained
     each = LEARNER_BYTES + element * (shape.num_parameters + frozen + shape.num_trained)
-    each += kept_bytes(shape, config) + working_bytes(shape, config) + head_bytes(shape, config)
+    batch = kept_bytes(shape, config) + working_bytes(shape, config) + head_bytes(shape, config)
     serving = ELEMENT_BYTES[server.dtype] * shape.num_parameters + server.kv_cache_gib * GIB
     return HostPlan(
-        learners=shards + section.num_learners * each,
+        learners=shards + section.num_learners * (each + batch),
+        activations=section.num_learners * batch,
         servers=server.num_servers * (serving + server.tensor_parallel_size * SERVER_BYTES),
         object_store=config.cluster.object_store_mib << 20,
     )

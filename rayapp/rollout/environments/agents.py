@@ -69,7 +69,8 @@ class ScenePlayer:
 
     def prompt(self, task: EnvironmentTask) -> Prompt:
         """It has no token ids: what the environment says first is part of what the policy reads."""
-        return Prompt(task=task.name, text=self._loop.chat.render(task.messages), token_ids=np.empty(0, np.int32))
+        text = self._loop.chat.render(task.messages)
+        return Prompt(task=task.name, text=text, token_ids=np.empty(0, np.int32), messages=task.messages)
 
     def play(self, task: EnvironmentTask) -> Play:
         return partial(self._run, task)

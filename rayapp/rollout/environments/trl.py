@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import re
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -21,6 +22,8 @@ from rayapp.tasks.environments.files import TrlEnvironment
 from rayapp.tasks.environments.task import Columns, EnvironmentTask
 from rayapp.tools.base import ToolFailedError, ToolOutput, ToolSchema, finite
 
+_GONE = re.compile("Connect|Disconnect|Timeout")
+"""ConnectError of httpx, ConnectionClosedError of websockets, ServerDisconnectedError of aiohttp…"""
 _NO_TOOLS = frozenset({"reset", "get_reward"})
 
 
@@ -88,7 +91,7 @@ class TrlScene:
         except ToolUnavailableError as error:
             # As in TRL, what a tool raises is for the policy to read: `raise ValueError("game over")`. But a
             # connection that broke is no word of the game.
-            if isinstance(error.__cause__, Exception) and not isinstance(error.__cause__, OSError):
+            if not _is_lost(error.__cause__):
                 self.is_lost = False
                 raise ToolFailedError(f"{error.__cause__}") from error
             raise
@@ -125,6 +128,16 @@ class TrlScene:
     def _lost(self, why: str) -> ToolUnavailableError:
         self.is_lost = True
         return ToolUnavailableError(f"{self.environment.factory}: {why}")
+
+
+def _is_lost(error: BaseException | None) -> bool:
+    """Whether it says, or came of an error that says, that who should answer is gone. Clients have classes of their
+    own for that, of no common base."""
+    while error is not None:
+        if isinstance(error, ConnectionError | TimeoutError | EOFError) or _GONE.search(type(error).__name__):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
 
 
 def _place(environment: TrlEnvironment, path: str) -> str:

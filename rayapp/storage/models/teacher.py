@@ -6,7 +6,8 @@ import os
 from pathlib import Path
 from typing import Any
 
-from rayapp.config.config import Config, frozen_models, with_values
+from rayapp.config.config import Config, alone, frozen_models, with_values
+from rayapp.config.model_servers import server_named
 from rayapp.core.errors import ConfigError, InputError
 from rayapp.storage.models.check import check_model
 from rayapp.storage.models.prefetch import with_local_model
@@ -26,10 +27,11 @@ def check_teacher(config: Config) -> None:
         InputError: there is no such model, or it has another tokenizer.
     """
     section = config.distillation
-    if section.base_url:
+    ours = [alone(config, each) for each in config.model_servers if each.name == server_named(section.base_url)]
+    if section.base_url and not ours:
         _check_server(config)
         return
-    own = config if section.is_policy else frozen_models(config).get("teacher")
+    own = next(iter(ours), config if section.is_policy else frozen_models(config).get("teacher"))
     if own is None:
         return
     more = {"max_prompt_tokens": config.rollout.max_prompt_tokens + section.num_privileged_tokens}

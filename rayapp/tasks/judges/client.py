@@ -16,6 +16,7 @@ from typing import Any
 import aiohttp
 
 from rayapp.config.judges import JudgeSection
+from rayapp.config.model_servers import server_named
 from rayapp.core.errors import ConfigError
 from rayapp.sandbox.pool.bucket import TokenBucket
 from rayapp.sandbox.providers.errors import retry_after_s
@@ -33,10 +34,15 @@ class JudgeClient:
     Args:
         num_sharing: processes that ask it at the same time: each keeps to its part of the limits.
     Raises:
-        ConfigError: the key's variable is not set.
+        ConfigError: the key's variable is not set, or its server is one of a run that does not go on here.
     """
 
     def __init__(self, judge: JudgeSection, *, num_sharing: int = 1) -> None:
+        if server_named(judge.base_url):
+            raise ConfigError(
+                f"judge {judge.name} is at {judge.base_url}, a server that its run starts and ends. Serve the model "
+                "(vllm serve) and give the judge that base_url."
+            )
         self._judge = judge
         self._key = _key(judge)
         self._seats = asyncio.Semaphore(judge.max_concurrent // num_sharing)

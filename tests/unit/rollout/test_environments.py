@@ -13,6 +13,7 @@ from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from rayapp.config.config import Config
@@ -40,6 +41,9 @@ from rayapp.tools.base import Tool
 GUESSING = """
 import os, time
 
+class ConnectionClosedError(Exception):
+    pass
+
 class Guessing:
     made = 0
 
@@ -60,6 +64,10 @@ class Guessing:
         \"\"\"
         if number == 911:
             raise ConnectionResetError("the game's server is gone")
+        if number == 912:
+            raise ConnectionClosedError("no close frame")
+        if number == 404:
+            raise FileNotFoundError("there is no page 404")
         if number == 99:
             time.sleep(60)
         if number < 0:
@@ -176,7 +184,7 @@ async def test_a_trl_class_plays_with_its_methods_as_tools_and_its_reward_is_the
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
     game = bench(
         "{environment: trl, factory: 'guessing.py:Guessing', rows: rows.jsonl}",
-        call("guess", number=-1) + call("guess", number=7),
+        call("guess", number=-1) + call("guess", number=404) + call("guess", number=7),
         "done",
     )
 
@@ -188,7 +196,11 @@ async def test_a_trl_class_plays_with_its_methods_as_tools_and_its_reward_is_the
     assert (right.reward.value, right.reward.terms["solved"], wrong.reward.value) == (1.0, 1.0, 0.0)
     assert "Which? It is at most 9." in game.prompts[0]
     assert "Now? It is at most 4." in game.prompts[1]
-    assert [each.output for each in right.turns[0].calls] == ["Error: only from 0 on", "right"]
+    assert [each.output for each in right.turns[0].calls] == [
+        "Error: only from 0 on",
+        "Error: there is no page 404",
+        "right",
+    ]
     assert '"name": "guess"' in game.prompts[0]
     assert "_hidden" not in game.prompts[0]
     # As the agent loop has it: no token is read twice, and only what the policy said is trained on.
@@ -217,6 +229,7 @@ async def test_a_reward_function_of_trls_form_gives_the_verdict(bench: Callable[
     ("number", "problem"),
     [
         (911, "Guessing.guess() raised ConnectionResetError: the game's server is gone"),
+        (912, "Guessing.guess() raised ConnectionClosedError: no close frame"),
         (99, "did not answer within 0.2 s"),
     ],
 )
@@ -342,12 +355,19 @@ STAND_IN = {
             max_retries: int = 0
     """,
     "clients.py": """
-        import openai, os
+        import asyncio, json, os, urllib.request
         class Client:
             def __init__(self, config):
-                self.openai = openai.AsyncOpenAI(base_url=config.api_base_url, api_key=os.environ[config.api_key_var])
+                self.url, self.key = config.api_base_url + "/chat/completions", os.environ[config.api_key_var]
+            async def ask(self, **body):
+                return await asyncio.to_thread(self._ask, json.dumps(body).encode())
+            def _ask(self, body):
+                headers = {"Authorization": "Bearer " + self.key, "Content-Type": "application/json"}
+                opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+                with opener.open(urllib.request.Request(self.url, body, headers)) as answer:
+                    return json.load(answer)["choices"][0]["message"]["content"]
             async def close(self):
-                await self.openai.close()
+                pass
         resolve_client = Client
     """,
 }
@@ -366,8 +386,7 @@ SUMS = """
             return Rows({"prompt": [{"role": "user", "content": f"{n} + 1?"}], "answer": str(n + 1)}
                         for n in range(self.first, self.first + 5))
         async def run_rollout(self, row, client, model, sampling):
-            reply = await client.openai.chat.completions.create(model=model, messages=row["prompt"])
-            said = reply.choices[0].message.content
+            said = await client.ask(model=model, messages=row["prompt"])
             if said == "die":
                 os._exit(3)
             if said == "fail":
@@ -432,6 +451,33 @@ async def test_a_verifiers_process_that_dies_costs_signal_and_the_next_trajector
     assert played.reward.value == 1.0
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)
+
+
+STARTS = """
+import asyncio, sys
+from rayapp.tasks.environments.verifiers import VerifiersProcess
+from rayapp.tasks.loading import load_tasks
+
+async def main():
+    process = VerifiersProcess(load_tasks([sys.argv[1]])[0].environment)
+    await process._started()
+    print(process.pid, flush=True)
+    await asyncio.Event().wait()
+
+asyncio.run(main())
+"""
+
+
+def test_a_verifiers_process_ends_with_a_worker_that_is_killed(sums: Callable[..., Bench]) -> None:
+    worker = subprocess.Popen([sys.executable, "-c", STARTS, str(sums().file)], stdout=subprocess.PIPE)
+    assert worker.stdout is not None
+    pid = int(worker.stdout.readline())
+
+    worker.kill()
+    worker.communicate()
+
+    process = psutil.Process(pid) if psutil.pid_exists(pid) else None
+    assert process is None or process.status() == psutil.STATUS_ZOMBIE or process.wait(timeout=20) is None
 
 
 def test_a_verifiers_environment_that_does_not_exist_is_told_with_the_way_out(

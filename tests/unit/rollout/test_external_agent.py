@@ -414,6 +414,10 @@ def test_arguments_are_filled_in_once() -> None:
             "sandboxes of e2b have no way to the policy yet; only local ones have",
         ),
         (
+            {"agent": {"task_agent": "external_agent", "external": {"command": ["a"], "inside": True}}},
+            "its sandbox is taken back after sandbox.lease_ttl_s = 600 s. Raise that to 660",
+        ),
+        (
             {
                 "agent": {"task_agent": "external_agent", "external": {"command": ["a"]}},
                 "learner": {"share_prefixes": False},
@@ -481,13 +485,12 @@ INSIDE = textwrap.dedent(
 @asynccontextmanager
 async def inside(bench: Bench, text: str, **external: Any) -> AsyncIterator[tuple[ExternalAgent, Any]]:
     """An agent whose program runs in the local provider's sandboxes, and these."""
-    given = {"command": ["python3", "agent.py", "{prompt}"], "files": {}, **external}
+    given = {"command": ["python3", "agent.py", "{prompt}"], "timeout_s": 60.0, **external}
     files = {"agent.py": INSIDE + textwrap.dedent(text)}
     async with (
         open_pool(SandboxConfig(), "t") as (sandboxes, _),
-        bench.agent(sandboxes=sandboxes, **{**given, "inside": True, "files": {}}) as agent,
+        bench.agent(sandboxes=sandboxes, files=files, inside=True, **given) as agent,
     ):
-        agent._files = files
         yield agent, sandboxes
 
 
@@ -588,3 +591,28 @@ async def test_a_program_that_floods_its_way_out_harms_its_own_trajectory_alone(
         second = (await b.play(assignment_of(ROW, agent, AnswerRewards(), sandboxes))).first
 
     assert first.reward.value == second.reward.value == 1.0, (first.reward.detail, first.agent_output)
+
+
+async def test_the_agents_own_files_are_read_once_and_lie_in_its_folder_wherever_it_runs(
+    bench: Any, chat_tokenizer: Any, tmp_path: Path
+) -> None:
+    chat_tokenizer.save_pretrained(tmp_path / "model")
+    (tmp_path / "mine.py").write_text(INSIDE + "print(os.getcwd() == os.environ['HOME']); ask('hi')")
+    external = {"command": ["python3", "own/agent.py"], "files": {"own/agent.py": str(tmp_path / "mine.py")}}
+    b: Bench = bench("#### 42")
+    async with open_pool(SandboxConfig(), "t") as (sandboxes, _):
+        for is_inside in (False, True):
+            section = {"timeout_s": 60.0, "inside": is_inside, **external}
+            values = {
+                "model": {"path": str(tmp_path / "model")},
+                "agent": {"task_agent": "external_agent", "chat_template": "chatml_hermes", "external": section},
+                "rollout": {"max_completion_tokens": 4000},
+            }
+            agent = await ExternalAgent.open(Config.model_validate(values), sandboxes)
+            played = await b.play(assignment_of(ROW, agent, AnswerRewards(), sandboxes))
+            await agent.close()
+            assert (played.first.reward.value, played.first.agent_output) == (1.0, "True\n"), played.first.reward.detail
+
+    (tmp_path / "mine.py").unlink()
+    with pytest.raises(ConfigError, match=r"agent.external.files: .*mine\.py can't be read as text"):
+        await ExternalAgent.open(Config.model_validate(values), None)

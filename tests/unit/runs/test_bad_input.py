@@ -72,6 +72,7 @@ def start(config: Config) -> None:
 
 def test_a_server_that_does_not_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{free_port()}")
+    monkeypatch.setattr("rayapp.storage.s3.retry.backoff_s", lambda *_, **__: 0.01)
 
     with pytest.raises(StorageUnreachableError, match=r"did not answer properly in 6 tries.*Check the endpoint"):
         start(config(tmp_path))

@@ -1,0 +1,157 @@
+"""`model-server-NAME`: `vllm serve` of a model that the run does not train. Whoever asks it does so over HTTP.
+
+    Ray actor --standard input--> keeper -> vllm serve -> its engine's processes
+
+All of them end with the actor, with SIGKILL too. Another start of the actor listens where the first one did.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import ray
+
+from actors.calls import INCARNATION
+from rayapp.config.config import Config, alone
+from rayapp.config.model_servers import ModelServerSection
+from rayapp.core.errors import EngineDeadError, EngineError
+from rayapp.core.logs import label_logs
+from rayapp.engine.vllm_arguments import set_process_environment
+from rayapp.engine.vllm_output import EngineOutput
+from rayapp.rollout.external.program import KEEPER
+
+log = logging.getLogger(__name__)
+POLL_S = 0.5
+HEALTH_TIMEOUT_S = 20.0
+CLOSE_TIMEOUT_S = 10.0
+Command = Callable[[ModelServerSection, str, str, int], Sequence[str]]
+"""(section, model folder, host, port) -> what is run."""
+
+
+def vllm_serve(section: ModelServerSection, model: str, host: str, port: int) -> list[str]:
+    """The command of a model server."""
+    options: dict[str, Any] = {
+        "host": host,
+        "port": port,
+        "served-model-name": section.name,
+        "tensor-parallel-size": section.tensor_parallel_size,
+        "gpu-memory-utilization": section.gpu_memory_utilization,
+    } | {name.strip("-").replace("_", "-"): value for name, value in section.options.items()}
+    # What `vllm serve` runs. That one asks for the version of a package `vllm`, which the build for CPUs is not called.
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", model]
+    for name, value in options.items():
+        # Flags of vLLM are a pair: --enforce-eager and --no-enforce-eager.
+        command += [f"--{'' if value else 'no-'}{name}"] if isinstance(value, bool) else [f"--{name}", str(value)]
+    return command
+
+
+class ModelServer:
+    """See the module.
+
+    Args:
+        config: of the run.
+        section: one of its model_servers.
+        command: what serves it; `vllm_serve` but for tests.
+    """
+
+    def __init__(self, config: Config, section: ModelServerSection, command: Command = vllm_serve) -> None:
+        label_logs(config.run.name)
+        self._config, self._section, self._command = config, section, command
+        self._process: subprocess.Popen[bytes] | None = None
+        self._output, self._errors = EngineOutput(), EngineOutput(descriptor=2)
+        self._url = ""
+
+    def __repr__(self) -> str:
+        return f"model-server-{self._section.name}"
+
+    async def start(self, address: tuple[str, int] | None = None) -> tuple[str, int]:
+        """Serve, and return where once it answers.
+
+        Args:
+            address: where an earlier start did, and those who ask still do.
+        Raises:
+            EngineError: the server ended, or that address is another node's.
+        """
+        from rayapp.storage.models.prefetch import with_local_model
+
+        host, port = address or (ray.util.get_node_ip_address(), 0)
+        if host != ray.util.get_node_ip_address():
+            raise EngineError(f"{self!r} was at {host}, a node that is gone. Start the run again: it goes on.")
+        port = port or _free_port(host)
+        local = await asyncio.to_thread(with_local_model, alone(self._config, self._section))
+        set_process_environment(local)
+        await self.close()
+        self._output, self._errors = EngineOutput(), EngineOutput(descriptor=2)
+        command = self._command(self._section, local.model.path, host, port)
+        self._process = await asyncio.to_thread(_kept, command)
+        self._url = f"http://{host}:{port}"
+        started = time.monotonic()
+        while not await asyncio.to_thread(_answers, self._url, HEALTH_TIMEOUT_S):
+            self._check_runs()
+            await asyncio.sleep(POLL_S)
+        log.info("%r serves %s at %s after %.0f s", self, local.model.path, self._url, time.monotonic() - started)
+        return host, port
+
+    async def incarnation(self) -> str:
+        """See `actors.calls`."""
+        return INCARNATION
+
+    async def ping(self) -> str:
+        """`incarnation`, if the server answers.
+
+        Raises:
+            EngineDeadError: it does not.
+        """
+        self._check_runs()
+        if not await asyncio.to_thread(_answers, self._url, HEALTH_TIMEOUT_S):
+            raise EngineDeadError(f"{self!r} does not answer at {self._url}{self._output.cause()}")
+        return INCARNATION
+
+    async def close(self) -> None:
+        """End the server. Idempotent."""
+        process, self._process = self._process, None
+        if process is None:
+            return
+        assert process.stdin is not None
+        process.stdin.close()
+        try:
+            await asyncio.to_thread(process.wait, CLOSE_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+
+    def _check_runs(self) -> None:
+        if self._process is None or (status := self._process.poll()) is not None:
+            ended = "has no server" if self._process is None else f"ended with status {status}"
+            cause = self._output.cause() or self._errors.last_line()
+            raise EngineDeadError(
+                f"{self!r} ({self._section.path}) {ended}{cause}. What it wrote is in Ray's log of this actor, process "
+                f"{os.getpid()}."
+            )
+
+
+def _kept(command: Sequence[str]) -> subprocess.Popen[bytes]:
+    """The keeper of a command. It ends that when its standard input does: with this process, however that ends."""
+    return subprocess.Popen([sys.executable, "-I", "-S", KEEPER, *command], stdin=subprocess.PIPE)
+
+
+def _answers(url: str, timeout_s: float) -> bool:
+    import httpx
+
+    try:
+        return httpx.get(f"{url}/health", timeout=timeout_s, trust_env=False).is_success
+    except httpx.HTTPError:
+        return False
+
+
+def _free_port(host: str) -> int:
+    with socket.socket() as probe:
+        probe.bind((host, 0))
+        return int(probe.getsockname()[1])

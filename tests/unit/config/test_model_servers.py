@@ -1,0 +1,70 @@
+"""Models that a run serves beside its policy: who asks them, what they take, and configurations that can't work."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from actors.setup.placement import resources_of
+from rayapp.config.config import Config, asked_servers, bundles_of, gpu_arithmetic, with_addresses
+
+RUBRIC = [{"name": "clear", "text": "It is clear."}]
+
+
+def config(**changes: Any) -> Config:
+    given = {
+        "model_servers": [
+            {"name": "critic", "path": "models/critic", "tensor_parallel_size": 2},
+            {"name": "large", "path": "models/large", "tensor_parallel_size": 4},
+        ],
+        "judges": [{"name": "quality", "base_url": "run://critic", "model": "critic", "rubric": RUBRIC}],
+        "reward": {"judges": {"quality": 1.0}},
+        "distillation": {"teacher": "large", "base_url": "run://large"},
+    }
+    return Config.model_validate(given | changes)
+
+
+def test_each_model_has_gpus_of_its_own_where_somebody_asks_it() -> None:
+    run = config()
+
+    assert gpu_arithmetic(bundles_of(run)) == "1 servers x TP 1 + 1 learners + critic x TP 2 + large x TP 4 = 8"
+    # An evaluation has judges and no teacher, a replay a teacher and no judges.
+    evaluated, replayed = bundles_of(run, with_learners=False), bundles_of(run, with_servers=False)
+    assert [each.model_server for each in evaluated if each.model_server] == ["critic"]
+    assert [each.model_server for each in replayed if each.model_server] == ["large"]
+    assert [resources_of(each)["GPU"] for each in bundles_of(run) if each.model_server] == [2.0, 4.0]
+
+
+def test_who_asks_gets_the_addresses_of_servers_that_are_up() -> None:
+    asking = with_addresses(config(), {"critic": "http://10.0.0.1:7000/v1", "large": "http://10.0.0.2:7001/v1"})
+
+    assert asking.judges[0].base_url == "http://10.0.0.1:7000/v1"
+    assert asking.distillation.base_url == "http://10.0.0.2:7001/v1"
+
+
+def test_a_judge_that_no_source_names_needs_no_server() -> None:
+    with pytest.raises(ValidationError, match=r"model_servers \(critic\): nobody would ask it"):
+        config(reward={})
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model_servers": []}, r"judges \(quality\): base_url is run://critic, but model_servers are none"),
+        (
+            {"distillation": {"teacher": "models/large", "base_url": "run://large"}},
+            "distillation: teacher is 'models/large', but at run://large it is called 'large'",
+        ),
+        ({"model_servers": [{"name": "critic", "path": "a"}, {"name": "critic", "path": "b"}]}, "the same name"),
+        ({"model_servers": [{"name": "critic", "path": "a", "options": {"--port": 1}}]}, "'--port' follows from the"),
+    ],
+)
+def test_what_can_not_work_is_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValidationError, match=message):
+        config(**changes)
+
+
+def test_only_servers_that_are_asked_are_counted() -> None:
+    assert [each.name for each in asked_servers(config(), by_learners=False)] == ["critic"]
