@@ -196,7 +196,6 @@ def generation_config(path: str) -> Any:
         return None
 
 
-
 def _shape(tensor: Any) -> Any:
     return tensor.get_shape() if hasattr(tensor, "get_shape") else tensor.shape
 
