@@ -121,7 +121,7 @@ def _step(
     for name, other in frozen.items():
         with part(name), torch.no_grad():
             if name == "teacher" and config.distillation.needs_logits:
-                head = other.read(batch, options, config.distillation)  # type: ignore[operator]
+                head = other.read(batch, options, config.distillation)
             else:
                 other(batch, options)
                 other.reshard()  # type: ignore[operator]

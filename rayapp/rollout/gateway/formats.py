@@ -26,6 +26,9 @@ from rayapp.tools.base import ToolSchema
 from rayapp.tools.calls import ToolCallParser
 
 _MOST_KEPT = 64
+_GARBAGE_THRESHOLDS = (20_000, 20, 20)
+"""New objects before the youngest are looked at, and how many such looks before older ones are; Python's are 700, 10,
+10."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,10 +97,16 @@ class Formats:
             parser = self._make_parser(self._parser, self._tokenizer, tools, sample_of(chat, self._parser))
         except ConfigError as error:
             raise RefusedError("invalid", f"these tools can't be told to the policy: {error}") from error
-        # What importing vLLM and transformers left, most of a million objects, stays: to look through it in each full
-        # collection of garbage costs a fifth of all that calls cost.
-        gc.freeze()
+        _collect_less_garbage()
         return Format(key, chat, parser)
+
+
+def _collect_less_garbage() -> None:
+    """Sessions live for minutes and are made of small objects, and what importing vLLM and transformers left, most of a
+    million of them, lives for ever: to look through all of it as often as Python does costs a third of all that calls
+    cost. References are counted as before, so only cycles wait longer."""
+    gc.freeze()
+    gc.set_threshold(*_GARBAGE_THRESHOLDS)
 
 
 def rendered(chat: ChatFormat, messages: Sequence[Said]) -> list[int]:
