@@ -45,7 +45,8 @@ def vllm_serve(section: ModelServerSection, model: str, host: str, port: int) ->
         "tensor-parallel-size": section.tensor_parallel_size,
         "gpu-memory-utilization": section.gpu_memory_utilization,
     } | {name.strip("-").replace("_", "-"): value for name, value in section.options.items()}
-    command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", model]
+    # What `vllm serve` runs. That one asks for the version of a package `vllm`, which the build for CPUs is not called.
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", model]
     for name, value in options.items():
         # Flags of vLLM are a pair: --enforce-eager and --no-enforce-eager.
         command += [f"--{'' if value else 'no-'}{name}"] if isinstance(value, bool) else [f"--{name}", str(value)]
@@ -65,7 +66,7 @@ class ModelServer:
         label_logs(config.run.name)
         self._config, self._section, self._command = config, section, command
         self._process: subprocess.Popen[bytes] | None = None
-        self._output = EngineOutput()
+        self._output, self._errors = EngineOutput(), EngineOutput(descriptor=2)
         self._url = ""
 
     def __repr__(self) -> str:
@@ -88,7 +89,7 @@ class ModelServer:
         local = await asyncio.to_thread(with_local_model, alone(self._config, self._section))
         set_process_environment(local)
         await self.close()
-        self._output = EngineOutput()
+        self._output, self._errors = EngineOutput(), EngineOutput(descriptor=2)
         command = self._command(self._section, local.model.path, host, port)
         self._process = await asyncio.to_thread(_kept, command)
         self._url = f"http://{host}:{port}"
@@ -129,9 +130,10 @@ class ModelServer:
     def _check_runs(self) -> None:
         if self._process is None or (status := self._process.poll()) is not None:
             ended = "has no server" if self._process is None else f"ended with status {status}"
+            cause = self._output.cause() or self._errors.last_line()
             raise EngineDeadError(
-                f"{self!r} ({self._section.path}) {ended}{self._output.cause()}. What it wrote is in Ray's log of this "
-                f"actor, process {os.getpid()}."
+                f"{self!r} ({self._section.path}) {ended}{cause}. What it wrote is in Ray's log of this actor, process "
+                f"{os.getpid()}."
             )
 
 

@@ -335,23 +335,29 @@ def _weights_bytes(config: Config) -> int:
 
 
 def _memory_fits(config: Config) -> Iterator[Finding]:
-    from rayapp.learner.memory.plan import LEARNER_BYTES, SERVER_BYTES
+    from rayapp.learner.memory.plan import plan_host
+    from rayapp.learner.memory.shape import model_shape
 
-    weights = _weights_bytes(config)
-    if config.cluster.device == "gpu" or not weights:
+    if config.cluster.device == "gpu" or not Path(config.model.path).is_dir():
         return
-    # Parameters of the learner are float32 with two moments of AdamW and a gradient; the file is bfloat16.
-    learners = weights * 2 * 4 + config.learner.num_learners * LEARNER_BYTES
-    servers = config.server.num_servers * (weights + config.server.kv_cache_gib * _GIB + SERVER_BYTES)
-    need, have = learners + servers + config.cluster.object_store_mib * (1 << 20), available_memory()
-    if need > have:
+    yield from _shared_memory_fits(config)
+    try:
+        shape, have = model_shape(config), available_memory()
+    except UserError:
+        return  # the model's own check has told
+    plan = plan_host(shape, config, have)
+    if plan.total > have:
         yield Finding(
-            level="problem", what="memory",
-            detail=f"about {need / _GIB:.1f} GiB are needed (learners {learners / _GIB:.1f}, servers "
-            f"{servers / _GIB:.1f}, "
-            f"object store {config.cluster.object_store_mib / 1024:.1f}), {have / _GIB:.1f} are available",
-            cure="lower server.kv_cache_gib, server.num_servers or cluster.object_store_mib",
+            level="problem" if plan.least > have else "note", what="memory",
+            detail=f"{plan.total / _GIB:.1f} GiB are needed at the peak (learners {plan.learners / _GIB:.1f}, servers "
+            f"{plan.servers / _GIB:.1f}, object store {plan.object_store / _GIB:.1f}), at least "
+            f"{plan.least / _GIB:.1f}; {have / _GIB:.1f} are available",
+            cure="lower server.kv_cache_gib, cluster.object_store_mib or learner.max_tokens_per_microbatch, or see "
+            "`rayapp plan`",
         )  # fmt: skip
+
+
+def _shared_memory_fits(config: Config) -> Iterator[Finding]:
     shm = shutil.disk_usage("/dev/shm").free if Path("/dev/shm").is_dir() else 0
     if shm < config.cluster.object_store_mib << 20:
         yield Finding(

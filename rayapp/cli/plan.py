@@ -172,9 +172,7 @@ def plan_on_cpu(config: Config) -> bool:
     from rayapp.cli.doctor import available_memory
 
     shape, have = model_shape(config), available_memory()
-    if config.learner.max_tokens_per_microbatch == "auto":
-        config = with_token_budget(shape, config, have // 2)
-    plan = plan_host(shape, config)
+    plan = plan_host(shape, config, have)
     for line in host_lines(shape, config, plan, have):
         print(line)
     return plan.total <= have

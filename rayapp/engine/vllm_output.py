@@ -30,12 +30,24 @@ class EngineOutput:
 
     def cause(self) -> str:
         """`, because ` and the first exception that a process of the engine has logged; empty where there is none."""
+        found = _CAUSE.search(self._text())
+        return _because(found[1]) if found else ""
+
+    def last_line(self) -> str:
+        """The same of the last line, whatever that is: of standard error, where a program ends with what is wrong."""
+        lines = self._text().split(b"\n")
+        return next((_because(line) for line in reversed(lines) if line.strip()), "")
+
+    def _text(self) -> bytes:
         if self._start is None:
-            return ""
+            return b""
         with self._path.open("rb") as output:
             output.seek(self._start)
-            found = _CAUSE.search(output.read(_MOST_READ))
-        return f", because {found[1].decode(errors='replace')[:_MOST_CHARS]}" if found else ""
+            return output.read(_MOST_READ)
+
+
+def _because(line: bytes) -> str:
+    return f", because {line.decode(errors='replace')[:_MOST_CHARS]}"
 
 
 def _size(path: Path) -> int | None:

@@ -11,8 +11,9 @@ on GPU as the window of the varlen kernel, and by flex attention where there are
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -61,8 +62,8 @@ class AttentionPlan:
     """(N,) of each token within its own sequence, on the host."""
     varlen: VarlenPlan | None
     """On GPU; None on CPU."""
-    tree: TreeMask | None
-    """On GPU, for layers that the varlen kernel can't compute; None on CPU."""
+    tree: Callable[[], TreeMask] | None
+    """On GPU, for layers that the varlen kernel can't compute, made when the first of them asks; None on CPU."""
 
 
 def plan_attention(packing: Packing, device: torch.device) -> AttentionPlan:
@@ -73,7 +74,7 @@ def plan_attention(packing: Packing, device: torch.device) -> AttentionPlan:
         max_length=int(packing.position_ids.max()) + 1,
         positions=torch.from_numpy(packing.position_ids),
         varlen=varlen_plan(packing, device) if on_gpu else None,
-        tree=tree_mask(packing, device) if on_gpu else None,
+        tree=cache(partial(tree_mask, packing, device)) if on_gpu else None,
     )
 
 
@@ -128,7 +129,7 @@ def packed_attention(
 def _attend(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, plan: AttentionPlan, rule: Rule) -> Tensor:
     """(1, N, Hq, D)"""
     if plan.tree is not None and (sinks is not None or rule.softcap is not None):
-        return flex_tree_attention(query, key, value, sinks, plan.tree, rule)
+        return flex_tree_attention(query, key, value, sinks, plan.tree(), rule)
     if plan.varlen is not None:
         return _varlen_attention(query, key, value, plan.varlen, rule)
     blocks = tuple(blocks_of(plan.segments, plan.positions, rule))

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, Store, TCPStore
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
 
 from rayapp.config.config import Config
 from rayapp.core.errors import LearnerError
@@ -20,6 +21,18 @@ from rayapp.core.machine import keep_freed_memory, share_of_cores, use_interface
 from rayapp.learner.compute.sequence import SequenceGroup
 
 T = TypeVar("T")
+
+
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """What this rank has of a tensor that may be sharded."""
+    part = tensor.detach()
+    return part.to_local() if isinstance(part, DTensor) else part
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """All of a tensor that may be sharded, or a DTensor of partial sums. Collective."""
+    part = tensor.detach()
+    return part.full_tensor() if isinstance(part, DTensor) else part
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,9 +8,10 @@ from __future__ import annotations
 import math
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from rayapp.config.learner import OptimizerSection
+from rayapp.learner.distributed import whole
 from rayapp.learner.policy import PolicyModel
 
 
@@ -54,13 +55,7 @@ def clip_gradients(model: nn.Module, max_norm: float) -> float:
     Not finite when a gradient is not; then nothing was scaled.
     """
     parameters = [parameter for parameter in model.parameters() if parameter.grad is not None]
-    norm = _whole(torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None]))
+    norm = whole(torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None]))
     if torch.isfinite(norm) and norm > max_norm:
         torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
     return float(norm)
-
-
-def _whole(norm: Tensor) -> Tensor:
-    """The value of a norm that may be a DTensor of partial sums."""
-    full = getattr(norm, "full_tensor", None)
-    return norm if full is None else full()

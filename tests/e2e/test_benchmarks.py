@@ -1,11 +1,9 @@
-"""`rayapp eval CONFIG --benchmark humaneval`, whole, of a policy whose odds are known: vLLM, sandboxes, estimate."""
+"""`rayapp eval CONFIG --benchmark humaneval`, whole, of a policy whose odds are known: sandboxes, estimate, and with
+-m long vLLM; on every run the servers say what a script says."""
 
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable, Mapping
 from itertools import product
 from pathlib import Path
@@ -17,7 +15,6 @@ import yaml
 from rayapp.runs.tracking.pass_at_k import pass_at_k
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(900)]
-ROOT = Path(__file__).parents[2]
 DEADLINE_S = 600.0
 NUM_SAMPLES = 4
 SUM, DIFFERENCE = "    return a + b", "    return a - b"
@@ -34,29 +31,27 @@ PROBLEMS = [
 
 
 def test_humaneval_of_a_policy_that_is_right_half_of_the_time(
-    tmp_path: Path, policy_of: Callable[[Mapping[str, float]], Path], short_run: Callable[..., dict[str, Any]]
+    tmp_path: Path,
+    policy_of: Callable[[Mapping[str, float]], Path],
+    short_run: Callable[..., dict[str, Any]],
+    running_ray: Any,
 ) -> None:
-    problems, config = tmp_path / "HumanEval.jsonl", tmp_path / "config.yaml"
+    problems, config, log = tmp_path / "HumanEval.jsonl", tmp_path / "config.yaml", tmp_path / "log"
     problems.write_text("".join(json.dumps(problem) + "\n" for problem in PROBLEMS))
     rollout = {"max_prompt_tokens": 100, "max_completion_tokens": 8}
     config.write_text(yaml.safe_dump(short_run(tmp_path, rollout=rollout)))
     model = policy_of({SUM: 12.0, DIFFERENCE: 12.0})
 
-    done = subprocess.run(
-        [
-            *(sys.executable, "-m", "rayapp", "eval", str(config), "--model", str(model)),
-            *("--benchmark", f"humaneval={problems}", "--samples", str(NUM_SAMPLES)),
-        ],
-        env=os.environ | {"RAY_worker_niceness": "0"},
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=DEADLINE_S,
-        check=False,
+    evaluating = running_ray.run(
+        *(*running_ray.program[:-1], "eval", str(config), "--model", str(model)),
+        *("--benchmark", f"humaneval={problems}", "--samples", str(NUM_SAMPLES)),
+        log=log,
+        SCRIPTS=json.dumps([[SUM], [DIFFERENCE]]),
     )
 
-    assert done.returncode == 0, done.stdout + done.stderr
-    found = json.loads(done.stdout[done.stdout.index("{\n") :])
+    assert evaluating.wait(timeout=DEADLINE_S) == 0, log.read_text()
+    output = log.read_text()
+    found, _ = json.JSONDecoder().raw_decode(output[output.index("{\n") :])
     assert found["pass_prompts/humaneval"] == len(PROBLEMS)
     estimates = [found[f"pass_at_{k}/humaneval"] for k in (1, 2, 4)]
     assert 0.0 < estimates[0] < 1.0, estimates

@@ -162,6 +162,8 @@ def _final(folder: Path, final: Path, groups: Any) -> tuple[bool, str]:
 def _engine(subject: Subject, models: list[Path], groups: Any, final: Path) -> tuple[bool, str]:
     from rayapp.learner.families.engine_trial import MAX_ENGINE_ERROR, engine_errors
 
+    if subject.family.no_cpu_engine:
+        return False, f"not on a CPU: {subject.family.no_cpu_engine}"
     # vLLM's CPU kernels have sinks, and convolutions along the sequence, in bfloat16 only.
     dtype = "bfloat16" if {"sinks", "borders"} & set(subject.family.needs) else "float32"
     first, second = (trial.trial_config(model, server={"dtype": dtype}) for model in models)

@@ -16,9 +16,9 @@ from rayapp.learner.families.trial import learner_of
 from rayapp.learner.scoring import log_probs_of
 from rayapp.learner.state.export import export_hf, sent_weights
 
-MAX_ENGINE_ERROR = {"float32": 1e-4, "bfloat16": 0.1}
-"""Of log-probs, by the engine's dtype: families served rightly differ by 2e-5 at most in float32, wrong ones by 1 and
-more."""
+MAX_ENGINE_ERROR = {"float32": 1e-4, "bfloat16": 0.2}
+"""Of log-probs, by the engine's dtype: families served rightly differ by 2e-5 at most in float32, and by 0.12 in
+bfloat16 where a router's choice is close; wrong ones by 0.7 and more."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -21,7 +21,7 @@ from rayapp.config.config import Config
 from rayapp.core.summaries import summarize_group
 from rayapp.core.types import FloatArray, Group, Prompt, Reward, Trajectory
 from rayapp.learner.build import build_learner
-from rayapp.learner.distributed import only_rank
+from rayapp.learner.distributed import only_rank, whole
 from rayapp.learner.family import persistent_buffers
 from rayapp.learner.scoring import log_probs_of
 from rayapp.learner.shares import deal
@@ -176,12 +176,7 @@ class _KeepGradients(torch.optim.SGD):
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         parameters = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
-        self.gradients = {p: _whole(p.grad) for p in parameters}
-
-
-def _whole(tensor: Any) -> Tensor:
-    whole: Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-    return whole.detach().clone()
+        self.gradients = {p: whole(p.grad).clone() for p in parameters}
 
 
 def log_prob_error(found: Scores, expected: Scores) -> float:
@@ -204,7 +199,7 @@ def adapter_gradients(learner: PolicyLearner, expected: Scores | None) -> Scores
     """What `expected`, of all weights, makes of the adapters that a learner has: W + alpha / rank * B A. Collective;
     None on ranks that have no such scores."""
     section = learner.config.learner.lora
-    parameters = {name: _whole(p) for name, p in learner.model.causal_lm.named_parameters() if ".lora_" in name}
+    parameters = {name: whole(p).clone() for name, p in learner.model.causal_lm.named_parameters() if ".lora_" in name}
     if expected is None:
         return None
     gradients = {}

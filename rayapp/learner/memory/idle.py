@@ -13,7 +13,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
+
+from rayapp.learner.distributed import local_part
 
 
 class _Parked(NamedTuple):
@@ -72,8 +73,7 @@ def _storages(tensors: Iterable[Tensor]) -> Iterator[tuple[int, torch.UntypedSto
     """Each storage once, with an identity that lasts as long as it does."""
     seen = set[int]()
     for tensor in tensors:
-        local = tensor.detach()
-        storage = (local.to_local() if isinstance(local, DTensor) else local).untyped_storage()
+        storage = local_part(tensor).untyped_storage()
         key = storage._cdata  # noqa: SLF001 - torch has no public name for a storage's identity
         if key not in seen:
             seen.add(key)

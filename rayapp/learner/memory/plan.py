@@ -390,6 +390,9 @@ class HostPlan:
     """Bytes of this machine's memory in a run on its CPU."""
 
     learners: int
+    """At the peak of a step."""
+    activations: int
+    """Of these, what the largest micro-batch takes: few steps have one as large."""
     servers: int
     object_store: int
 
@@ -397,21 +400,29 @@ class HostPlan:
     def total(self) -> int:
         return self.learners + self.servers + self.object_store
 
+    @property
+    def least(self) -> int:
+        """What is taken however short a micro-batch is."""
+        return self.total - self.activations
 
-def plan_host(shape: ModelShape, config: Config) -> HostPlan:
-    """Memory of a run on one machine's CPU.
+
+def plan_host(shape: ModelShape, config: Config, have: int) -> HostPlan:
+    """Memory of a run on one machine's CPU, of which so many bytes are available.
 
     There all layers stay gathered, gradients are summed before they are reduced, and malloc keeps what was freed.
     """
+    if config.learner.max_tokens_per_microbatch == "auto":
+        config = with_token_budget(shape, config, have // 2)
     section, server = config.learner, config.server
     element = ELEMENT_BYTES[section.compute_dtype]
     frozen = sum(own.num_parameters for own in frozen_shapes(shape, config).values())
     shards = MASTER * (shape.num_parameters + frozen) + (ADAM + FLOAT32) * shape.num_trained
     each = LEARNER_BYTES + element * (shape.num_parameters + frozen + shape.num_trained)
-    each += kept_bytes(shape, config) + working_bytes(shape, config) + head_bytes(shape, config)
+    batch = kept_bytes(shape, config) + working_bytes(shape, config) + head_bytes(shape, config)
     serving = ELEMENT_BYTES[server.dtype] * shape.num_parameters + server.kv_cache_gib * GIB
     return HostPlan(
-        learners=shards + section.num_learners * each,
+        learners=shards + section.num_learners * (each + batch),
+        activations=section.num_learners * batch,
         servers=server.num_servers * (serving + server.tensor_parallel_size * SERVER_BYTES),
         object_store=config.cluster.object_store_mib << 20,
     )

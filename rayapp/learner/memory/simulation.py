@@ -20,7 +20,6 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
-from torch import Tensor
 from torch._guards import active_fake_mode
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.distributed.device_mesh import DeviceMesh
@@ -31,7 +30,7 @@ from rayapp.core.summaries import summarize_group
 from rayapp.core.types import Group, GroupSummary, Prompt, Reward, Trajectory
 from rayapp.learner.attention import AttentionPlan, varlen_plan
 from rayapp.learner.batch import MicroBatch, TrainItem, make_micro_batch
-from rayapp.learner.distributed import learner_mesh
+from rayapp.learner.distributed import learner_mesh, local_part
 from rayapp.learner.log_probs import HeadOptions
 from rayapp.learner.memory.meter import CpuMeter
 from rayapp.learner.optimizer import make_optimizer
@@ -122,7 +121,7 @@ def _step(
     for name, other in frozen.items():
         with part(name), torch.no_grad():
             if name == "teacher" and config.distillation.needs_logits:
-                head = other.read(batch, options, config.distillation)  # type: ignore[operator]
+                head = other.read(batch, options, config.distillation)
             else:
                 other(batch, options)
                 other.reshard()  # type: ignore[operator]
@@ -144,7 +143,7 @@ class FakeMeter(CpuMeter):
 
     def follow(self, tensors: list[Any]) -> None:
         """Count these from now on."""
-        self.mark([_local(tensor) for tensor in tensors])
+        self.mark([local_part(tensor) for tensor in tensors])
 
     def __enter__(self) -> FakeMeter:
         def resize(storage: torch.UntypedStorage, size: int) -> None:
@@ -270,9 +269,4 @@ def _as_on_gpu(batch: MicroBatch) -> DeviceBatch:
 
 
 def _bytes(tensors: Any) -> int:
-    return sum(_local(tensor).nbytes for tensor in tensors)
-
-
-def _local(tensor: Any) -> Tensor:
-    local: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-    return local
+    return sum(local_part(tensor).nbytes for tensor in tensors)

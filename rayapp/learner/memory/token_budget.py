@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from rayapp.config.config import Config
 from rayapp.core.errors import LearnerError
 from rayapp.learner.batch import MicroBatch
-from rayapp.learner.distributed import Ranks
+from rayapp.learner.distributed import Ranks, local_part
 from rayapp.learner.log_probs import HeadOptions
 from rayapp.learner.memory.meter import MemoryMeter, memory_meter
 from rayapp.learner.memory.plan import ADAM, frozen_shapes, gathered_bytes, head_bytes, head_bytes_per_token
@@ -92,7 +92,7 @@ def measure_need(config: Config, ranks: Ranks, model: PolicyModel) -> MemoryNeed
     few = min(PROBE_TOKENS[ranks.device.type], config.max_model_tokens // 2)
     # Uncompiled: the meter counts operators, and compiled ones take less.
     uncompiled = torch.compiler.set_stance("force_eager")
-    with uncompiled, memory_meter(ranks.device, [_local(parameter) for parameter in model.parameters()]) as meter:
+    with uncompiled, memory_meter(ranks.device, [local_part(parameter) for parameter in model.parameters()]) as meter:
         _marks_of_layers(config, ranks, model, meter, few)  # libraries make their workspaces
         first, second = (_marks_of_layers(config, ranks, model, meter, size) for size in (few, 2 * few))
     if first.size != second.size:
@@ -150,7 +150,7 @@ def _sequence(num_tokens: int) -> MicroBatch:
 
 def free_bytes(ranks: Ranks, model: PolicyModel) -> int:
     """This rank's part of the free memory, less AdamW's moments, which the first step makes. Gradients are measured."""
-    trained = sum(_local(p).numel() for p in model.parameters() if p.requires_grad)
+    trained = sum(local_part(p).numel() for p in model.parameters() if p.requires_grad)
     if ranks.device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(ranks.device)
         free += torch.cuda.memory_reserved(ranks.device) - torch.cuda.memory_allocated(ranks.device)
@@ -173,8 +173,3 @@ def _cgroup_bytes() -> list[int]:
         if (root / limit).exists() and (text := (root / limit).read_text().strip()) != "max":
             return [max(0, int(text) - int((root / usage).read_text()))]
     return []
-
-
-def _local(parameter: torch.nn.Parameter) -> torch.Tensor:
-    to_local = getattr(parameter, "to_local", None)
-    return parameter if to_local is None else to_local()

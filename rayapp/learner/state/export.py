@@ -18,7 +18,7 @@ from rayapp.config.config import Config
 from rayapp.config.learner import LoraSection
 from rayapp.core.errors import CheckpointError
 from rayapp.engine.weights.buckets import WeightBucket, pack
-from rayapp.learner.distributed import Ranks
+from rayapp.learner.distributed import Ranks, local_part, whole
 from rayapp.learner.families.hub_names import groups_of, hub_tensors
 from rayapp.learner.family import persistent_buffers
 from rayapp.learner.policy import PolicyModel, named_weights
@@ -73,7 +73,7 @@ def not_finite(state: Mapping[str, Any]) -> str:
     bounds = {
         name: torch.stack(torch.aminmax(local)).isfinite().all()
         for name, tensor in state.items()
-        if isinstance(tensor, Tensor) and (local := _local(tensor)).is_floating_point() and local.numel()
+        if isinstance(tensor, Tensor) and (local := local_part(tensor)).is_floating_point() and local.numel()
     }
     wrong = [name for name, is_finite in bounds.items() if not is_finite.item()]
     more = f" and {len(wrong) - 1} more tensors" if len(wrong) > 1 else ""
@@ -126,8 +126,8 @@ def _gathered_file(config: Config, model: PolicyModel, file: HfFile, *, is_own: 
     tensors: dict[str, Tensor] = {}
     for group in file.groups:
         # The other ranks gather too, and copy nothing to the host.
-        whole = ((name, _whole(parameters, names[name], config.learner.lora)) for name in group if name in names)
-        kept = {name: weight.cpu() for name, weight in whole if is_own}
+        gathered = ((name, _whole(parameters, names[name], config.learner.lora)) for name in group if name in names)
+        kept = {name: weight.cpu() for name, weight in gathered if is_own}
         if is_own:
             kept |= {name: buffers[name].to("cpu", copy=True) for name in group if name in buffers}
             tensors |= hub_tensors(model.causal_lm, kept)
@@ -178,10 +178,4 @@ def _whole(
     # they are gathered, so that half the bytes travel.
     own: Any = merged_weight(parameters, name, lora) if BASE in name else parameters[name].detach()
     narrow = own.to(EXPORT_DTYPE).to(device or own.device)
-    full: Tensor = narrow.full_tensor() if hasattr(narrow, "full_tensor") else narrow
-    return full
-
-
-def _local(parameter: Tensor) -> Tensor:
-    to_local = getattr(parameter, "to_local", None)
-    return parameter if to_local is None else to_local()
+    return whole(narrow)

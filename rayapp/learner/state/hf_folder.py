@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import json
+import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +25,7 @@ from rayapp.learner.state.pretrained import tensors_of
 EXPORT_DTYPE = torch.bfloat16
 FILE_BYTES = 5 * 10**9
 """Of a file, unless one group of tensors alone has more."""
+PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,6 +69,8 @@ class HfLayout:
             self.causal_lm.generation_config.save_pretrained(folder)
         tokenizer = AutoTokenizer.from_pretrained(self.tokenizer_path, trust_remote_code=self.trust_remote_code)
         tokenizer.save_pretrained(folder)
+        if hasattr(config, "vision_config"):
+            _copy_processor(self.tokenizer_path, folder)
 
     def _index(self) -> dict[str, Any]:
         total = sum(_bytes(file.hub) for file in self.files)
@@ -104,6 +108,16 @@ def hf_layout(config: Config, causal_lm: Any, file_bytes: int = FILE_BYTES) -> H
         tokenizer_path=config.model.path,
         trust_remote_code=config.model.trust_remote_code,
     )
+
+
+def _copy_processor(path: str, folder: Path) -> None:
+    """What prepares pictures for a model that keeps its image tower: without it vLLM does not start."""
+    from transformers.utils import cached_file
+
+    for name in PROCESSOR_FILES:
+        missing = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}
+        if (file := cached_file(path, name, **missing)) is not None:
+            shutil.copyfile(file, folder / name)
 
 
 def _exported(causal_lm: Any) -> Iterator[tuple[str, Tensor]]:

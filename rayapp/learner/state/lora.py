@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from rayapp.config.learner import LoraSection
 from rayapp.core.errors import InputError
+from rayapp.learner.distributed import whole
 
 ADAPTER, BASE = ".lora_", ".base_layer"
 ROUTERS = {"gate", "router"}
@@ -63,10 +64,10 @@ def chosen_linears(causal_lm: Any, target_modules: Sequence[str]) -> list[str]:
 def merged_weight(parameters: Mapping[str, Tensor], name: str, section: LoraSection) -> Tensor:
     """The whole float32 parameter `name`: W + alpha / rank * B A where it has an adapter. Collective if sharded."""
     module, is_adapted, kind = name.partition(BASE)
-    weight = _full(parameters[name])
+    weight = whole(parameters[name])
     if not is_adapted or kind != ".weight":
         return weight
-    down, up = (_full(parameters[f"{module}.lora_{letter}.default.weight"]) for letter in "AB")
+    down, up = (whole(parameters[f"{module}.lora_{letter}.default.weight"]) for letter in "AB")
     return weight + (section.alpha / section.rank) * (up @ down)  # (out, rank) @ (rank, in)
 
 
@@ -79,10 +80,4 @@ def adapter_weights(causal_lm: nn.Module, section: LoraSection) -> Iterator[tupl
         if ADAPTER not in name:
             continue
         scale = section.alpha / section.rank if ".lora_B." in name else 1.0
-        yield f"{PEFT_PREFIX}{name.replace('.default.', '.')}", scale * _full(parameter)
-
-
-def _full(parameter: Tensor) -> Tensor:
-    detached: Any = parameter.detach()
-    full: Tensor = detached.full_tensor() if hasattr(detached, "full_tensor") else detached
-    return full
+        yield f"{PEFT_PREFIX}{name.replace('.default.', '.')}", scale * whole(parameter)

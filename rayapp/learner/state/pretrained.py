@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from rayapp.core.errors import InputError
+from rayapp.learner.distributed import local_part
 from rayapp.learner.families.hub_names import Source, sources_of
 from rayapp.learner.family import persistent_buffers
 from rayapp.learner.state.lora import ADAPTER, BASE
@@ -91,7 +92,7 @@ def load_pretrained(causal_lm: Any, path: str) -> None:
         for name, rows in _read(causal_lm, first, source, files, targets):
             num_read += rows.numel()
             filled.add(id(targets[name]))
-            _own(targets[name]).copy_(rows)
+            local_part(targets[name]).copy_(rows)
     missing = [name for name, p in targets.items() if isinstance(p, nn.Parameter) and id(p) not in filled]
     if missing:
         raise InputError(
@@ -133,7 +134,7 @@ def _read(
         return
     stacked = _is_stack(converter)
     if stacked and rows is not ... and rows.start == rows.stop:
-        yield first, _own(targets[first])
+        yield first, local_part(targets[first])
         return
     for pattern, names in source.names.items():
         if stacked and len(names) != len(targets[first]):
@@ -180,9 +181,9 @@ def start_adapters(causal_lm: nn.Module, seed: int) -> None:
         if ".lora_A." in name:
             whole = torch.empty(parameter.shape)
             nn.init.kaiming_uniform_(whole, a=math.sqrt(5), generator=generator)
-            _own(parameter).copy_(whole[own_rows(parameter)])
+            local_part(parameter).copy_(whole[own_rows(parameter)])
         elif ADAPTER in name:
-            _own(parameter).zero_()
+            local_part(parameter).zero_()
 
 
 def generation_config(path: str) -> Any:
@@ -193,11 +194,6 @@ def generation_config(path: str) -> Any:
         return GenerationConfig.from_pretrained(path)
     except OSError:
         return None
-
-
-def _own(tensor: Tensor) -> Tensor:
-    detached = tensor.detach()
-    return detached.to_local() if isinstance(detached, DTensor) else detached
 
 
 def _shape(tensor: Any) -> Any:

@@ -52,10 +52,10 @@ def _check_family(architecture: dict[str, Any], config: Config) -> None:
     kind = text_type(architecture)
     if (family := FAMILIES.get(kind)) is not None and family.refused:
         raise InputError(f"model.path {config.model.path!r} is a {kind}, which can't be trained: {family.refused}.")
-    if family is not None and family.unsynced and not config.learner.lora.sends_adapter:
+    if family is not None and family.no_cpu_engine and config.cluster.device == "cpu":
         raise InputError(
-            f"model.path {config.model.path!r} is a {kind}, whose whole weights servers don't take: {family.unsynced}. "
-            "Train adapters: learner.lora.rank=16 (with learner.lora.send: adapter, the default)."
+            f"model.path {config.model.path!r} is a {kind}, which servers on a CPU don't serve: "
+            f"{family.no_cpu_engine}. Run it on GPUs: cluster.device=gpu."
         )
     missing = [name for name in family.packages if importlib.util.find_spec(name) is None] if family else []
     if missing:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 from rayapp.config.config import Config, alone, frozen_models, with_values
 from rayapp.config.model_servers import server_named
@@ -81,7 +82,8 @@ def _tokens(config: Config) -> dict[str, int]:
     """Number of every token, added ones too."""
     file = Path(config.model.path) / "tokenizer.json"
     if not file.is_file():
-        return dict(load_tokenizer(config).get_vocab())
+        tokenizer: Any = load_tokenizer(config)
+        return dict(tokenizer.get_vocab())
     from tokenizers import Tokenizer
 
     return dict(Tokenizer.from_file(str(file)).get_vocab(with_added_tokens=True))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import signal
 import sys
 from collections.abc import AsyncIterator, Sequence
@@ -27,6 +28,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
     def log_message(self, *args): pass
 http.server.HTTPServer((sys.argv[1], int(sys.argv[2])), Handler).serve_forever()
 """
+USAGE = "import sys; print('api_server: error: unrecognized arguments: --max-modle-len', file=sys.stderr); exit(2)"
 FAILING = "print('(EngineCore pid=7) ERROR 11-22 14:06:22 [core.py:1] ValueError: no such model', flush=True); exit(3)"
 SECTION = ModelServerSection(name="judge", path="models/judge", options={"max_model_len": 512, "enforce-eager": True})
 
@@ -80,20 +82,27 @@ async def test_all_that_a_server_started_ends_with_it(server: ModelServer) -> No
     assert psutil.wait_procs(running, timeout=10)[1] == []
 
 
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        (FAILING, "ended with status 3, because ValueError: no such model."),
+        (USAGE, "ended with status 2, because api_server: error: unrecognized arguments: --max-modle-len."),
+    ],
+)
 async def test_a_server_that_does_not_start_says_why(
-    tmp_path: Any, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    text: str, reason: str, tmp_path: Any, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("actors.model_server.POLL_S", 0.05)
-    server = ModelServer(Config(), SECTION.model_copy(update={"path": str(tmp_path)}), program(FAILING))
+    server = ModelServer(Config(), SECTION.model_copy(update={"path": str(tmp_path)}), program(text))
 
-    with pytest.raises(EngineDeadError, match=r"ended with status 3, because ValueError: no such model\."):
+    with pytest.raises(EngineDeadError, match=re.escape(reason)):
         await server.start()
 
 
 def test_options_are_those_of_vllm_serve() -> None:
     command = vllm_serve(SECTION, "/models/judge", "10.0.0.1", 8001)
 
-    assert command[2:5] == ["vllm.entrypoints.cli.main", "serve", "/models/judge"]
+    assert command[2:5] == ["vllm.entrypoints.openai.api_server", "--model", "/models/judge"]
     assert " ".join(command[5:]) == (
         "--host 10.0.0.1 --port 8001 --served-model-name judge --tensor-parallel-size 1 --gpu-memory-utilization 0.9 "
         "--max-model-len 512 --enforce-eager"

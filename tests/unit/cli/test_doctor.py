@@ -25,7 +25,8 @@ def model(tmp_path: Path) -> Path:
     folder.mkdir()
     (folder / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + PARAMETER)
     architecture = {
-        "architectures": ["LlamaForCausalLM"], "num_attention_heads": 4, "num_key_value_heads": 4,
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "num_hidden_layers": 1, "intermediate_size": 8,
+        "num_attention_heads": 4, "num_key_value_heads": 4,
         "max_position_embeddings": 8192, "vocab_size": 100, "hidden_size": 8,
     }  # fmt: skip
     (folder / "config.json").write_text(json.dumps(architecture))

@@ -250,7 +250,7 @@ def test_windows_and_positions_that_are_computed_rightly_are_no_trouble(
     ("architecture", "message"),
     [
         ({"model_type": "bloom"}, "is a bloom, which can't be trained: its attention adds a bias by distance"),
-        ({"model_type": "gpt_oss"}, r"whole weights servers don't take: .* learner\.lora\.rank=16"),
+        ({"model_type": "lfm2"}, r"servers on a CPU don't serve: .* over 4 tokens only.* cluster\.device=gpu"),
         ({"model_type": "qwen3_5_text"}, "vLLM imports torchvision: not installed here"),
         ({"quantization_config": {"quant_method": "mxfp4"}}, r"quantized weights \(mxfp4\).*dequantize=True"),
     ],
@@ -260,7 +260,7 @@ def test_a_model_that_can_not_be_trained_is_refused_before_anything_starts(
 ) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(InputError, match=message):
-        check_model(config_of(with_architecture(model, architecture, nested=False)))
+        check_model(config_of(with_architecture(model, architecture, nested=False), cluster={"device": "cpu"}))
 
 
 def test_checking_a_local_folder_loads_neither_torch_nor_vllm(model: Path) -> None:
