@@ -165,7 +165,8 @@ class _TokenLogProbs(torch.autograd.Function):
             if ctx.needs_input_grad[1]:
                 grad_weight = _accumulate(grad_weight, grad_logits.t() @ inner, is_only=len(chunks) == 1)
             del probs, grad_logits  # or they would be there while the next chunk is computed
-        return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), *(None,) * 5
+        narrow = None if grad_weight is None else grad_weight.to(weight.dtype)
+        return grad_hidden, narrow, None, None, None, None, None
 
 
 def _accumulate(total: Tensor | None, part: Tensor, *, is_only: bool) -> Tensor:

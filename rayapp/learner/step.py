@@ -311,9 +311,9 @@ class _Step:
         if "teacher" not in self.frozen:
             return item
         teacher, old = self.frozen["teacher"][item.row], self.old[item.row].log_probs
-        more = teacher_advantages(torch.from_numpy(teacher), torch.from_numpy(old), self.config.distillation).numpy()
-        added: FloatArray = (item.advantages + self.config.distillation.weight * more).astype(np.float32)
-        return replace(item, advantages=added)
+        worth = teacher_advantages(torch.from_numpy(teacher), torch.from_numpy(old), self.config.distillation)
+        more: FloatArray = (self.config.distillation.weight * worth).numpy()
+        return replace(item, advantages=item.advantages + more)
 
     def _teacher_head(self, on_device: DeviceBatch) -> TeacherHead | None:
         """What the teacher makes of a micro-batch, where its whole distribution counts. Collective."""

@@ -25,7 +25,7 @@ SHAPE = {
 }
 
 
-def save_llama(folder: Path, *, dtype: str = "float32", **shape: int | bool | None) -> Path:
+def save_llama(folder: Path, *, dtype: str = "float32", **shape: float | bool | None) -> Path:
     """A Llama with random weights, without a tokenizer, as a Hugging Face folder.
 
     Args:

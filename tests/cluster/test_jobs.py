@@ -1,4 +1,5 @@
-"""Jobs of a real Ray head, with and without tokens: what starts them, what is refused, and the time they have to stop.
+"""Jobs of a real Ray head that asks for a token, and with -m long of one that does not: what starts them, what is
+refused, and the time they have to stop.
 
 A run that trains as a job is in `test_live_run.py`.
 """
@@ -26,15 +27,15 @@ ROOT = Path(__file__).parents[2]
 RAY = Path(sys.executable).with_name("ray")
 
 
-@pytest.fixture(scope="module", params=["disabled", "token"])
+@pytest.fixture(scope="module", params=["token", pytest.param("disabled", marks=pytest.mark.long)])
 def head(request: pytest.FixtureRequest, start_head: Any) -> Iterator[Any]:
     with start_head(request.param) as started:
         yield started
 
 
 with_token = pytest.mark.parametrize("head", ["token"], indirect=True)
-"""Of what a job does once it is there, which asks for the token at each of its calls. Without one: that jobs start, one
-that is followed to its end, and a wrong port."""
+"""Of what a job does once it is there, which asks for the token at each of its calls. Without one: that jobs start,
+and a wrong port."""
 
 
 def test_plain_ray_job_submit_runs_the_main_program(head: Any) -> None:
@@ -130,12 +131,8 @@ def test_stopped_job_has_the_time_to_save(head: Any, tmp_path: Path) -> None:
     assert (tmp_path / "slow" / "checkpoints" / "step=000003" / "manifest.json").exists()
 
 
-@pytest.mark.parametrize(
-    ("head", "then", "status", "code"),
-    [("disabled", "exit 0", "SUCCEEDED", 0), ("token", "sleep 600", "STOPPED", 130)],
-    indirect=["head"],
-    scope="module",  # of the Ray: else each case would start one anew
-)
+@with_token
+@pytest.mark.parametrize(("then", "status", "code"), [("exit 0", "SUCCEEDED", 0), ("sleep 600", "STOPPED", 130)])
 def test_following_a_job_ends_as_the_job_does(head: Any, tmp_path: Path, then: str, status: str, code: int) -> None:
     # given: as the cluster's python a program that says that it is there
     began, program = tmp_path / "began", tmp_path / "python"

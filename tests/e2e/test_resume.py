@@ -130,6 +130,12 @@ def records(folder: Path) -> list[dict[str, float]]:
     return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
 
 
+def num_steps(folder: Path) -> int:
+    """What `records` has, for those who ask fifty times a second."""
+    file = folder / "metrics.jsonl"
+    return file.read_bytes().count(b"\n") if file.exists() else 0
+
+
 def finish(process: subprocess.Popen[str]) -> str:
     try:
         output, _ = process.communicate(timeout=DEADLINE_S)
@@ -142,7 +148,7 @@ def finish(process: subprocess.Popen[str]) -> str:
 
 def wait_for_step(process: subprocess.Popen[str], folder: Path, step: int) -> None:
     deadline = time.monotonic() + DEADLINE_S
-    while len(records(folder)) < step:
+    while num_steps(folder) < step:
         assert process.poll() is None, process.communicate()[0]
         assert time.monotonic() < deadline, f"step {step} was not reached"
         time.sleep(0.02)
@@ -214,7 +220,7 @@ def interrupted(
     try:
         deadline = time.monotonic() + DEADLINE_S
         # "resumed" is said when the steps to be taken again are gone from the folder.
-        while "resumed from step" not in terminal.output or len(records(folder)) < NUM_STEPS:
+        while "resumed from step" not in terminal.output or num_steps(folder) < NUM_STEPS:
             assert terminal.process.poll() is None, terminal.output
             assert time.monotonic() < deadline, f"step {NUM_STEPS} was not reached: {terminal.output}"
             time.sleep(0.02)

@@ -112,8 +112,9 @@ def config_file(calling_model: Path, data_file: Path, tmp_path_factory: pytest.T
                 "max_tokens_per_microbatch": 8192,
                 "compute_dtype": "float32",
                 "optimizer": {"lr": 1e-6},
+                "cpu_threads": 1,
             },
-            "server": {"kv_cache_gib": 1},
+            "server": {"kv_cache_gib": 1, "cpu_threads": 1},
             "checkpoint": {"every_steps": 0},
         }
         merged = config | {name: config.get(name, {}) | changes for name, changes in sections.items()}

@@ -228,7 +228,7 @@ def test_chunked_log_probs_are_those_of_whole_logits_in_less_memory() -> None:
         if chunk_rows:
             targets = Targets(rows=torch.arange(8192, device="cuda"), token_ids=tokens, first_pairs=np.arange(8193))
             options = HeadOptions(temperature=1.0, chunk_rows=chunk_rows)
-            log_probs, _, _ = token_log_probs(*inputs, targets, options)
+            log_probs, *_ = token_log_probs(*inputs, targets, options)
         else:
             log_probs = (inputs[0] @ inputs[1].t()).log_softmax(-1).gather(1, tokens[:, None])[:, 0]
         log_probs.sum().backward()

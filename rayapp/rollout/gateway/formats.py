@@ -6,6 +6,7 @@ Used by sessions. One for a process: an agent brings the same tools to all its t
 from __future__ import annotations
 
 import asyncio
+import atexit
 import gc
 import json
 from collections import OrderedDict
@@ -106,6 +107,8 @@ def _collect_less_garbage() -> None:
     million of them, lives for ever: to look through all of it as often as Python does costs a third of all that calls
     cost. References are counted as before, so only cycles wait longer."""
     gc.freeze()
+    atexit.unregister(gc.unfreeze)
+    atexit.register(gc.unfreeze)  # or libraries that count what is left at the end would report all of it
     gc.set_threshold(*_GARBAGE_THRESHOLDS)
 
 

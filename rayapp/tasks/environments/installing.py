@@ -34,8 +34,8 @@ def python_with(packages: Sequence[str]) -> Path:
     if stamp.exists():
         return python
     folder.mkdir(parents=True, exist_ok=True)
-    # Several rollout workers of a machine come here at once.
-    with (folder / ".lock").open("a") as lock:
+    # Several rollout workers of a machine come here at once. Beside the folder: uv has a lock of its own in it.
+    with folder.with_suffix(".lock").open("a") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not stamp.exists():
             _install(folder, python, packages)

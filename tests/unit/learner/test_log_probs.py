@@ -7,7 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rayapp.learner.log_probs import HeadOptions, Targets, first_pairs_of, token_log_probs
+from rayapp.config.distillation import DistillationSection
+from rayapp.learner.log_probs import HeadOptions, Targets, TeacherHead, first_pairs_of, token_log_probs
 
 
 def targets_of(rows: torch.Tensor, token_ids: torch.Tensor, num_positions: int) -> Targets:
@@ -45,7 +46,8 @@ def test_values_and_gradients_are_those_of_whole_logits(
         entropy_needs_grad=with_entropy,
         needs_sum_pi_squared=True,
     )
-    found = token_log_probs(hidden, weight, targets, options)
+    *found, no_kl = token_log_probs(hidden, weight, targets, options)
+    assert not no_kl.any()
     logits = hidden @ weight.t()
     whole = ((logits if softcap is None else softcap * torch.tanh(logits / softcap)) / temperature).log_softmax(-1)
     expected = (whole[rows, targets.token_ids], -(whole.exp() * whole).sum(-1), whole.exp().square().sum(-1))
@@ -57,10 +59,52 @@ def test_values_and_gradients_are_those_of_whole_logits(
         torch.testing.assert_close(ours, theirs, atol=5e-5, rtol=1e-4)
 
 
+@settings(max_examples=30, deadline=None)
+@given(
+    seed=st.integers(0, 999),
+    chunk_rows=st.sampled_from([1, 4, 64]),
+    temperature=st.sampled_from([0.6, 1.0]),
+    softcap=st.none() | st.just(20.0),
+    direction=st.sampled_from(["reverse", "forward"]),
+    top_k=st.sampled_from([3, 22, 23]),
+)
+def test_the_kl_to_a_teacher_and_its_gradient_are_those_of_whole_logits(
+    seed: int, chunk_rows: int, temperature: float, softcap: float | None, direction: str, top_k: int
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    hidden = torch.randn(9, 8, generator=generator).requires_grad_()
+    weight = torch.randn(23, 8, generator=generator).requires_grad_()
+    theirs, their_weight = torch.randn(9, 5, generator=generator), torch.randn(23, 5, generator=generator)
+    section = DistillationSection.model_validate({"teacher": "t", "kl": direction, "kl_over": "top_k", "top_k": top_k})
+    options = HeadOptions(temperature=temperature, chunk_rows=chunk_rows, softcap=softcap, softmax_rows=2)
+    teacher = TeacherHead(
+        hidden=theirs,
+        weight=their_weight,
+        options=HeadOptions(temperature=temperature, chunk_rows=chunk_rows),
+        section=section,
+    )
+    targets = targets_of(torch.arange(9), torch.zeros(9, dtype=torch.long), 9)
+    found = token_log_probs(hidden, weight, targets, options, teacher)[3]
+
+    logits = (hidden @ weight.t()).double()  # 1 - the sum of the top k
+    p = ((logits if softcap is None else softcap * torch.tanh(logits / softcap)) / temperature).softmax(-1)
+    q = (theirs @ their_weight.t() / temperature).double().softmax(-1)
+    top = (p if direction == "reverse" else q).topk(top_k).indices
+    if top_k < 23:
+        p, q = (torch.cat([x.gather(-1, top), 1 - x.gather(-1, top).sum(-1, keepdim=True)], -1) for x in (p, q))
+    above, below = (p, q) if direction == "reverse" else (q, p)
+    expected = (above * (above / below).log()).sum(-1).float()
+    torch.testing.assert_close(found, expected, atol=2e-5, rtol=1e-4)
+    slopes = torch.randn(9, generator=generator)
+    gradients = (torch.autograd.grad((kl * slopes).sum(), (hidden, weight)) for kl in (found, expected))
+    for ours, plain in zip(*gradients, strict=True):
+        torch.testing.assert_close(ours, plain, atol=1e-4, rtol=1e-3)
+
+
 def test_an_improbable_token_has_a_finite_log_prob() -> None:
     hidden, weight = torch.tensor([[1.0]]), torch.tensor([[0.0], [500.0]])
     targets = targets_of(torch.tensor([0]), torch.tensor([0]), 1)
-    log_probs, entropy, _ = token_log_probs(hidden, weight, targets, HeadOptions(temperature=1.0, chunk_rows=16))
+    log_probs, entropy, *_ = token_log_probs(hidden, weight, targets, HeadOptions(temperature=1.0, chunk_rows=16))
     # exp(-500) underflows in float32; the log-prob must not
     assert float(log_probs[0]) == pytest.approx(-500.0)
     assert float(entropy[0]) == pytest.approx(0.0, abs=1e-6)

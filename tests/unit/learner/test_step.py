@@ -193,6 +193,17 @@ def test_steps_towards_a_teacher_lower_the_kl_to_it_whatever_the_rewards(
     assert found[0]["learner/share_computed"] == 1.0
 
 
+def test_a_loss_of_the_whole_mini_batch_is_given_the_teachers_advantages_too(tiny_model: Path, tmp_path: Path) -> None:
+    teacher = Path(shutil.copytree(tiny_model, tmp_path / "teacher"))
+    save_llama(teacher, vocab_size=97, hidden_size=64, initializer_range=0.2)
+    changes = {
+        "distillation": {"teacher": str(teacher), "reward_weight": 0.0},
+        "algorithm": {"policy_loss": "clip_cov"},
+    }
+    with learner_of(tiny_model, changes) as learner:
+        assert step(learner, 1, [make_group(0)])["learner/grad_norm"] > 0.0
+
+
 def test_a_policy_that_reads_the_verdict_teaches_the_one_that_did_not(tiny_model: Path) -> None:
     section = {"teacher": "policy", "privileged": "verdict", "max_privileged_tokens": 64, "reward_weight": 0.0}
     judged = Reward(value=0.25, status="scored", detail="IndexError: list index out of range")

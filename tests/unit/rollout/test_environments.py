@@ -32,6 +32,7 @@ from rayapp.rollout.group import run_group
 from rayapp.rollout.order import GroupRequest
 from rayapp.rollout.task_groups import TaskGroups
 from rayapp.sandbox.providers.fake import FakeProvider
+from rayapp.tasks.environments.installing import python_with
 from rayapp.tasks.loading import load_tasks
 from rayapp.testing.engine import ScriptedEngine
 from rayapp.testing.hermes import HermesParser
@@ -567,12 +568,24 @@ uvicorn.run(app, port=int(sys.argv[1]), log_level="warning")
 """
 
 
+@pytest.mark.long
+def test_a_list_of_packages_is_installed_once_and_one_that_cant_be_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RAYAPP_ENVIRONMENTS_DIR", str(tmp_path))
+
+    python = python_with(["iniconfig==2.1.0"])
+
+    assert python_with(["iniconfig==2.1.0"]) == python
+    assert subprocess.run([python, "-s", "-c", "import iniconfig"], check=False).returncode == 0
+    with pytest.raises(InputError, match=r"packages iniconfig==0.0.0 can't be installed into .*Mend `packages`"):
+        python_with(["iniconfig==0.0.0"])
+
+
 @contextmanager
 def real_openenv(folder: Path) -> Iterator[str]:
     import socket
     import time
-
-    from rayapp.tasks.environments.installing import python_with
 
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
