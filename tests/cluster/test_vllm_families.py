@@ -13,7 +13,7 @@ pytestmark = [pytest.mark.cluster, pytest.mark.long, pytest.mark.slow, pytest.ma
 
 FAMILIES = (
     "qwen3", "qwen3_moe", "llama", "mistral", "mixtral", "gemma", "gemma2", "gemma3_text", "gemma4_text", "glm4",
-    "glm4_moe", "gpt_oss", "olmo2", "olmoe", "phi3", "qwen3_next", "smollm3",
+    "glm4_moe", "gpt_oss", "granite", "olmo2", "olmoe", "phi3", "qwen3_next", "smollm3",
 )  # fmt: skip
 """Those that were found right on CPU so far: the column of docs/models.md."""
 

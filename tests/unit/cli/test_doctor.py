@@ -13,6 +13,8 @@ import pytest
 from rayapp.cli.doctor import Finding, fitness, gpu_names, machine, metrics_port
 from rayapp.cli.main import run
 from rayapp.config.config import Config
+from rayapp.learner.memory.plan import plan_host
+from rayapp.learner.memory.shape import model_shape
 
 PARAMETER = b"\0\0\0\0"
 
@@ -98,6 +100,16 @@ def test_config_that_needs_more_memory_than_there_is_shows_its_parts(model: Path
 
     assert "servers 100002.1" in found["memory"].detail
     assert "server.kv_cache_gib" in found["memory"].cure
+
+
+def test_a_peak_that_does_not_fit_is_no_obstacle_where_shorter_micro_batches_do(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = Config.model_validate({"cluster": {"device": "cpu"}, "model": {"path": str(model)}})
+    plan = plan_host(model_shape(config), config, 1 << 40)
+    for have, level in ((plan.least - 1, "problem"), (plan.least, "note")):
+        monkeypatch.setattr("rayapp.cli.doctor.available_memory", lambda have=have: have)
+        assert {finding.what: finding.level for finding in fitness(config)}["memory"] == level
 
 
 def test_object_store_larger_than_shared_memory_is_found(model: Path) -> None:
