@@ -185,8 +185,8 @@ def tiny_run(tiny_model: Path, letter_tasks: list[str]) -> Callable[[str, Path],
         "cluster": {"device": "cpu"},
         "rollout": {"group_size": 4, "max_prompt_tokens": 32, "max_completion_tokens": 16},
         "train": {"num_steps": 5000, "groups_per_step": 2},
-        "learner": {"max_tokens_per_microbatch": 256, "compute_dtype": "float32"},
-        "server": {"kv_cache_gib": 1},
+        "learner": {"max_tokens_per_microbatch": 256, "compute_dtype": "float32", "cpu_threads": 1},
+        "server": {"kv_cache_gib": 1, "cpu_threads": 1},
         "checkpoint": {"every_steps": 0},
     }
 
@@ -282,6 +282,16 @@ def start_prometheus(tmp_path: Path) -> Iterator[Start]:
             return Prometheus(port, process, log)
 
         yield start
+
+
+@pytest.fixture(scope="module")
+def forked_engines() -> Iterator[None]:
+    """For tests that start engines in this process: none imports vLLM again. Those of test_vllm_server.py are spawned,
+    as a run's are."""
+    from rayapp.testing.forked_engines import forked_engines
+
+    with forked_engines():
+        yield
 
 
 @pytest.fixture(scope="module")

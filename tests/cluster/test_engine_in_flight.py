@@ -15,7 +15,13 @@ from rayapp.core.types import Completion, SamplingParams
 from rayapp.engine.vllm import VllmEngine
 from rayapp.engine.weights.buckets import TensorEntry, pack
 
-pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(400)]
+pytestmark = [
+    pytest.mark.cluster,
+    pytest.mark.slow,
+    pytest.mark.usefixtures("forked_engines"),
+    pytest.mark.asyncio(loop_scope="module"),
+    pytest.mark.timeout(400),
+]
 
 BLOCK_TOKENS, NUM_BLOCKS = 32, 20
 MAX_LOG_PROB_DIFFERENCE = 0.05
@@ -30,8 +36,8 @@ async def engine(tiny_model: Path) -> AsyncIterator[VllmEngine]:
             "model": {"path": str(tiny_model)},
             "cluster": {"device": "cpu"},
             "rollout": {"max_prompt_tokens": 56, "max_completion_tokens": 200},
-            "learner": {"max_tokens_per_microbatch": 512},
-            "server": {"kv_cache_gib": 1, "kv_block_tokens": BLOCK_TOKENS},
+            "learner": {"max_tokens_per_microbatch": 512, "cpu_threads": 1},
+            "server": {"cpu_threads": 1, "kv_cache_gib": 1, "kv_block_tokens": BLOCK_TOKENS},
         }
     )
     started = await VllmEngine.start(config, num_gpu_blocks_override=NUM_BLOCKS)

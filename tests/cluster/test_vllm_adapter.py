@@ -20,7 +20,12 @@ from rayapp.learner.shares import Share
 from rayapp.testing.learners import sampled
 
 References = Callable[[Iterable[WeightBucket]], list[Any]]
-pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [
+    pytest.mark.cluster,
+    pytest.mark.slow,
+    pytest.mark.usefixtures("forked_engines"),
+    pytest.mark.timeout(900),
+]
 
 MAX_LOG_PROB_DIFFERENCE = 0.05
 """As in test_vllm_server.py: two orders of summation in bfloat16."""
@@ -40,7 +45,7 @@ def make_config(tiny_model: Path) -> Config:
                 "lora": {"rank": 4, "alpha": 16},
                 "optimizer": {"lr": 3e-2},
             },
-            "server": {"kv_cache_gib": 1},
+            "server": {"cpu_threads": 1, "kv_cache_gib": 1},
         }
     )
 

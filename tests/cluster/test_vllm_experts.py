@@ -22,7 +22,12 @@ from rayapp.engine.weights.buckets import WeightBucket
 from rayapp.testing.learners import sampled
 
 References = Callable[[Iterable[WeightBucket]], list[Any]]
-pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [
+    pytest.mark.cluster,
+    pytest.mark.slow,
+    pytest.mark.usefixtures("forked_engines"),
+    pytest.mark.timeout(900),
+]
 
 MAX_LOG_PROB_DIFFERENCE = 0.05
 """As in test_vllm_server.py: two orders of summation in bfloat16."""
@@ -55,7 +60,7 @@ def config_of(model: Path) -> Config:
     return Config.model_validate(
         {
             "model": {"path": str(model)}, "cluster": {"device": "cpu"}, "rollout": rollout, "learner": learner,
-            "server": {"kv_cache_gib": 1},
+            "server": {"cpu_threads": 1, "kv_cache_gib": 1},
         }
     )  # fmt: skip
 

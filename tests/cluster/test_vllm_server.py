@@ -21,7 +21,12 @@ from rayapp.core.types import Completion, SamplingParams
 from rayapp.engine.weights.buckets import WeightBucket
 
 References = Callable[[Iterable[WeightBucket]], list[Any]]
-pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(400)]
+pytestmark = [
+    pytest.mark.cluster,
+    pytest.mark.slow,
+    pytest.mark.asyncio(loop_scope="module"),
+    pytest.mark.timeout(400),
+]
 
 MAX_LOG_PROB_DIFFERENCE = 0.05
 """bfloat16 has 8 bits of mantissa: logits of size 4 differ by up to 1/64 between two orders of summation."""
@@ -33,8 +38,8 @@ def make_config(tiny_model: Path) -> Config:
             "model": {"path": str(tiny_model)},
             "cluster": {"device": "cpu"},
             "rollout": {"max_prompt_tokens": 64, "max_completion_tokens": 32},
-            "learner": {"max_tokens_per_microbatch": 256},
-            "server": {"kv_cache_gib": 1},
+            "learner": {"max_tokens_per_microbatch": 256, "cpu_threads": 1},
+            "server": {"cpu_threads": 1, "kv_cache_gib": 1},
             "recovery": {"stall_replace_s": 30.0},
         }
     )

@@ -26,7 +26,13 @@ from rayapp.core.types import SamplingParams
 from rayapp.engine.weights.transfer_plan import transfer_plan
 from rayapp.learner.state.sender import LearnerSource, WeightSender
 
-pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(400)]
+pytestmark = [
+    pytest.mark.cluster,
+    pytest.mark.slow,
+    pytest.mark.usefixtures("forked_engines"),
+    pytest.mark.asyncio(loop_scope="module"),
+    pytest.mark.timeout(400),
+]
 
 MAX_LOG_PROB_DIFFERENCE = 0.05
 """bfloat16 has 8 bits of mantissa: logits of size 4 differ by up to 1/64 between two orders of summation."""
@@ -55,9 +61,9 @@ def config(model: Path) -> Config:
             "model": {"path": str(model)},
             "cluster": {"device": "cpu"},
             "rollout": {"max_prompt_tokens": 64, "max_completion_tokens": 32},
-            "learner": {"max_tokens_per_microbatch": 256},
+            "learner": {"max_tokens_per_microbatch": 256, "cpu_threads": 1},
             # Several buckets for the tiny model, too.
-            "server": {"kv_cache_gib": 1, "weight_transport": "gloo", "weight_bucket_mib": 1},
+            "server": {"cpu_threads": 1, "kv_cache_gib": 1, "weight_transport": "gloo", "weight_bucket_mib": 1},
         }
     )
 
