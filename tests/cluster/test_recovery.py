@@ -176,8 +176,8 @@ async def test_servers_workers_and_the_pool_die_and_a_server_hangs_and_the_run_f
             2: [("rollout-worker-1", signal.SIGKILL)],
             3: [("sandbox-pool", signal.SIGKILL)],
             4: [("vllm-server-1", signal.SIGKILL), ("rollout-worker-0", signal.SIGKILL)],
-            5: [("vllm-server-0", signal.SIGSTOP)] if hangs else [],
-        },
+        }
+        | ({5: [("vllm-server-0", signal.SIGSTOP)]} if hangs else {}),
     )
 
     assert_whole(config)

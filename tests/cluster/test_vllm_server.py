@@ -142,7 +142,10 @@ async def test_a_server_whose_update_failed_does_not_generate(server: VllmServer
         await server.generate("group=3/trajectory=0", [72], SamplingParams(max_tokens=2))
 
 
-async def test_an_engine_without_room_for_its_cache_does_not_start_and_leaves_no_process(tiny_model: Path) -> None:
+async def test_an_engine_without_room_for_its_cache_does_not_start_and_leaves_no_process(
+    tiny_model: Path,
+    capfd: pytest.CaptureFixture[str],  # a file for the engine's words, as Ray gives its workers
+) -> None:
     config = make_config(tiny_model)
     larger = config.model_copy(update={"server": config.server.model_copy(update={"kv_cache_gib": 100_000})})
     before = engines()
