@@ -76,7 +76,10 @@ def model_shape(config: Config) -> ModelShape:
         raise InputError(f"model.path {path!r} can't be read: {error}") from error
     with torch.device("meta"):
         model: Any = AutoModelForCausalLM.from_config(read, trust_remote_code=trusted)
-    layers = [sum(p.numel() for p in layer.parameters()) for layer in model.get_decoder().layers]
+    modules = getattr(model.get_decoder(), "layers", None)
+    if modules is None:
+        raise InputError(f"model.path {path!r} is a {read.model_type}, a family that the learner does not compute")
+    layers = [sum(p.numel() for p in layer.parameters()) for layer in modules]
     heads = read.num_attention_heads
     num_parameters = sum(p.numel() for p in model.parameters())
     adapters = _adapters(model, config)
