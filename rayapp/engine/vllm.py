@@ -377,7 +377,8 @@ class VllmEngine:
 
         params = VllmSamplingParams(max_tokens=1, prompt_logprobs=0, temperature=1.0)
         # A cache salt never used before: tokens of cached blocks are skipped and would get no log-probs.
-        prompt = {"prompt_token_ids": list(token_ids), "cache_salt": f"log-probs={time.monotonic_ns()}"}
+        salt = f"log-probs={time.monotonic_ns()}"
+        prompt = {"prompt_token_ids": [int(token) for token in token_ids], "cache_salt": salt}
         await self._resume()
         outputs = self._engine.generate(prompt, params, f"log-probs-{time.monotonic_ns()}", lora_request=self._adapter)
         rows = [output.prompt_logprobs async for output in outputs][-1]
