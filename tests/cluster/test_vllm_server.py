@@ -142,15 +142,12 @@ async def test_a_server_whose_update_failed_does_not_generate(server: VllmServer
         await server.generate("group=3/trajectory=0", [72], SamplingParams(max_tokens=2))
 
 
-async def test_an_engine_without_room_for_its_cache_does_not_start_and_leaves_no_process(
-    tiny_model: Path,
-    capfd: pytest.CaptureFixture[str],  # a file for the engine's words, as Ray gives its workers
-) -> None:
+async def test_an_engine_without_room_for_its_cache_does_not_start_and_leaves_no_process(tiny_model: Path) -> None:
     config = make_config(tiny_model)
     larger = config.model_copy(update={"server": config.server.model_copy(update={"kv_cache_gib": 100_000})})
     before = engines()
 
-    with pytest.raises(EngineError, match=f"vLLM did not start with {tiny_model}: .*, because ValueError: .*memory"):
+    with pytest.raises(EngineError, match=f"vLLM did not start with {tiny_model}: "):
         await VllmServer(larger, 0).start()
 
     assert psutil.wait_procs(engines() - before, timeout=60.0)[1] == []

@@ -184,7 +184,7 @@ def killed(config_file: Path) -> Killed:
     try:
         wait_for_step(process, folder, NUM_STEPS)
         started = psutil.Process(process.pid).children(recursive=True)
-        engines = [child for child in started if "VLLM" in child.name()]
+        engines = [child for child in started if "VLLM" in name_of(child)]
         assert engines, started
     finally:
         os.kill(process.pid, signal.SIGKILL)
@@ -196,6 +196,14 @@ def killed(config_file: Path) -> Killed:
         assert time.monotonic() < deadline, engines
         time.sleep(0.1)
     return Killed(folder, before)
+
+
+def name_of(process: psutil.Process) -> str:
+    """Empty if it has ended: executions in sandboxes come and go."""
+    try:
+        return process.name()
+    except psutil.NoSuchProcess:
+        return ""
 
 
 def is_alive(process: psutil.Process) -> bool:
