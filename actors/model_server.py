@@ -10,16 +10,15 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import socket
+import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import ray
-
 from actors.calls import INCARNATION
+from actors.spawn import free_address
 from rayapp.config.config import Config, alone
 from rayapp.config.model_servers import ModelServerSection
 from rayapp.core.errors import EngineDeadError, EngineError
@@ -82,10 +81,10 @@ class ModelServer:
         """
         from rayapp.storage.models.prefetch import with_local_model
 
-        host, port = address or (ray.util.get_node_ip_address(), 0)
-        if host != ray.util.get_node_ip_address():
+        here = free_address()
+        host, port = address or here
+        if host != here[0]:
             raise EngineError(f"{self!r} was at {host}, a node that is gone. Start the run again: it goes on.")
-        port = port or _free_port(host)
         local = await asyncio.to_thread(with_local_model, alone(self._config, self._section))
         set_process_environment(local)
         await self.close()
@@ -125,7 +124,7 @@ class ModelServer:
         try:
             await asyncio.to_thread(process.wait, CLOSE_TIMEOUT_S)
         except subprocess.TimeoutExpired:
-            process.kill()
+            os.killpg(process.pid, signal.SIGKILL)  # what the keeper would have killed, too
 
     def _check_runs(self) -> None:
         if self._process is None or (status := self._process.poll()) is not None:
@@ -139,7 +138,9 @@ class ModelServer:
 
 def _kept(command: Sequence[str]) -> subprocess.Popen[bytes]:
     """The keeper of a command. It ends that when its standard input does: with this process, however that ends."""
-    return subprocess.Popen([sys.executable, "-I", "-S", KEEPER, *command], stdin=subprocess.PIPE)
+    return subprocess.Popen(
+        [sys.executable, "-I", "-S", KEEPER, *command], stdin=subprocess.PIPE, start_new_session=True
+    )
 
 
 def _answers(url: str, timeout_s: float) -> bool:
@@ -149,9 +150,3 @@ def _answers(url: str, timeout_s: float) -> bool:
         return httpx.get(f"{url}/health", timeout=timeout_s, trust_env=False).is_success
     except httpx.HTTPError:
         return False
-
-
-def _free_port(host: str) -> int:
-    with socket.socket() as probe:
-        probe.bind((host, 0))
-        return int(probe.getsockname()[1])

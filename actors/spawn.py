@@ -188,7 +188,7 @@ def kill_named(name: str) -> bool:
 
 
 def free_address() -> tuple[str, int]:
-    """Where learner rank 0 lets the others find it: this node's address and a port that is free now."""
+    """This node's address and a port that is free now: for learner rank 0, and for model servers."""
     with socket.socket() as probe:
         probe.bind(("", 0))
         return ray.util.get_node_ip_address(), int(probe.getsockname()[1])
