@@ -241,8 +241,7 @@ async def _start(
     )
     plan = _plan(config, on_gpu=on_gpu) if with_learners else None
     asked = asked_servers(config, by_learners=with_learners)
-    models = await _start_models(config, started, placement, asked, timeout_s, report)
-    asking = with_addresses(config, {name: member.url for name, member in models.items()})
+    models, asking = await _start_models(config, started, placement, asked, timeout_s, report)
     servers = spawn_servers(config, started, placement, must_sync=with_learners)
     if placement.shares_gpus:
         # Alone: an engine takes what it finds free, and stops when that grows. Asleep it leaves the GPU to its learner.
@@ -259,7 +258,7 @@ async def _start(
     weights = (DirectTransport if plan is not None else ObjectStoreTransport)(config.server.sync_timeout_s)
     members: list[Member] = [
         PoolMember(pool, make_pool_ready),
-        *models.values(),
+        *models,
         *(ServerMember(server, timeout_s, weights.catch_up) for server in servers),
         *(WorkerMember(worker, timeout_s, pool) for worker in workers),
     ]
@@ -293,8 +292,8 @@ async def _start_models(
     asked: Sequence[ModelServerSection],
     timeout_s: float,
     report: Report,
-) -> dict[str, ModelServerMember]:
-    """The model servers by name, up: whoever asks them asks as soon as it starts."""
+) -> tuple[list[ModelServerMember], Config]:
+    """The model servers, up, and the config of who asks them, which may do so as soon as it starts."""
     handles = spawn_model_servers(config, started, placement, asked)
     members: dict[str, ModelServerMember] = {}
 
@@ -304,7 +303,7 @@ async def _start_models(
     if handles:
         report(f"starting: {', '.join(handle.name for handle in handles.values())}")
         await all_ready({handles[name].name: up(name) for name in handles}, report)
-    return members
+    return list(members.values()), with_addresses(config, {name: member.url for name, member in members.items()})
 
 
 async def _start_learners_again(
@@ -346,8 +345,7 @@ async def open_learners(config: Config, *, report: Report = lambda text: None) -
             on_gpu = uses_gpus(config, bundles_of(config, with_servers=False))
             started.placement = await Placement.reserve(config, on_gpu=on_gpu, timeout_s=timeout_s, with_servers=False)
             asked = asked_servers(config, by_workers=False)
-            models = await _start_models(config, started, started.placement, asked, timeout_s, report)
-            asking = with_addresses(config, {name: member.url for name, member in models.items()})
+            _, asking = await _start_models(config, started, started.placement, asked, timeout_s, report)
             handles = await spawn_learners(asking, started, started.placement)
             await all_ready({handle.name: handle.ready(timeout_s) for handle in handles}, report)
             yield LearnerGroup(handles, config)
@@ -367,6 +365,7 @@ async def open_servers(
         ConfigError: as `open_cluster`.
     """
     timeout_s = config.cluster.start_timeout_s + config.server.start_timeout_s
+    config = config.model_copy(update={"model_servers": ()})  # of judges and teachers, which nobody asks here
     with ray_session(config, report):
         started = Started(stand_ins)
         try:
