@@ -145,4 +145,5 @@ def test_a_run_serves_its_reward_model_and_its_teacher_itself(
     assert len({record["reward/judge/liked/mean"] for record in records}) == 2
     assert records[0]["distillation/kl"] == pytest.approx(0.0, abs=1e-2)  # bfloat16 there, float32 here
     assert "ready: model-server-scorer" in log.read_text()
-    assert not [each for each in psutil.process_iter() if "vllm.entrypoints" in " ".join(each.cmdline())]
+    living = psutil.process_iter(["cmdline"])  # None of one that has ended meanwhile
+    assert not [each for each in living if "vllm.entrypoints" in " ".join(each.info["cmdline"] or ())]
