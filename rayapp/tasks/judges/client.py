@@ -1,4 +1,4 @@
-"""A model's server over HTTP, a judge's or a teacher's: its pace, its deadlines, what is tried again, and what a failure is called.
+"""The server of a judge or a teacher over HTTP: its pace, its deadlines, what is tried again, what a failure is called.
 
 The key is read from the environment, sent in one header, and taken out of whatever the server says.
 """
@@ -66,7 +66,8 @@ class EndpointClient:
                 try:
                     status, header, text = await asyncio.wait_for(self._sent(url, body), self._endpoint.timeout_s)
                 except TimeoutError:
-                    failure = self._failed("judge_timeout", f"no answer within timeout_s = {self._endpoint.timeout_s:g}")
+                    late = f"no answer within timeout_s = {self._endpoint.timeout_s:g}"
+                    failure = self._failed("judge_timeout", late)
                 except (aiohttp.ClientError, OSError) as error:
                     failure = self._failed("judge_unreachable", f"{type(error).__name__}: {error}")
                 else:
