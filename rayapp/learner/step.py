@@ -100,7 +100,11 @@ class PolicyLearner:
         """This rank's micro-batches, with empty ones up to the number of the busiest rank."""
         learner = self.config.learner
         max_tokens = learner.token_budget * learner.sequence_parallel
+        if not learner.router_replay:
+            items = [replace(item, trajectory=replace(item.trajectory, routed_experts=None)) for item in items]
         batches = split(items, max_tokens=max_tokens, share_prefixes=learner.share_prefixes)
+        if self.model.replay is not None:
+            self.model.replay.check([batch.routed_experts for batch in batches])
         missing = self.ranks.largest(len(batches)) - len(batches)
         return batches + [empty_micro_batch()] * missing
 
