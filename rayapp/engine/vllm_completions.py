@@ -40,7 +40,7 @@ def whole_completion(
     policy_version: int,
     queued_s: float,
     generate_s: float,
-    num_routed: int | None,
+    num_routed: int | None = None,
 ) -> Completion:
     """The `Completion` of an output that the policy itself ended, or the limit of tokens did.
 
@@ -59,10 +59,8 @@ def whole_completion(
         raise EngineError(f"vLLM gave {log_probs.size} log-probs for {token_ids.size} sampled tokens")
     experts = None if num_routed is None else output.routed_experts
     if num_routed is not None and (experts is None or len(experts) != num_routed):
-        found = "none" if experts is None else f"those of {len(experts)}"
-        raise EngineError(
-            f"vLLM was to return the experts of {num_routed} tokens of {request_id}, and returned {found}"
-        )
+        found = 0 if experts is None else len(experts)
+        raise EngineError(f"vLLM was to return the experts of {num_routed} tokens of {request_id}, not of {found}")
     return Completion(
         token_ids=token_ids,
         log_probs=log_probs,

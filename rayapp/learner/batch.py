@@ -200,13 +200,11 @@ def _costs(ordered: Sequence[TrainItem], max_tokens: int, *, share_prefixes: boo
 def _num_shared(first: TrainItem, second: TrainItem) -> int:
     """Leading tokens that are computed once for both."""
     common = common_prefix(inputs_of(first)[0], inputs_of(second)[0])
-    if first.trajectory.routed_experts is None and second.trajectory.routed_experts is None:
-        return common
-    experts = (_experts_of([item]) for item in (first, second))
-    own, theirs = (np.zeros((0, 0, 0)) if found is None else found[:common] for found in experts)
-    size = min(len(own), len(theirs))
-    differ = np.flatnonzero((own[:size] != theirs[:size]).any((1, 2)))
-    return int(differ[0]) if differ.size else size
+    own, theirs = (_experts_of([item]) for item in (first, second))
+    if own is None or theirs is None:
+        return common if own is theirs else 0
+    differ = np.flatnonzero((own[:common] != theirs[:common]).any((1, 2)))
+    return int(differ[0]) if differ.size else common
 
 
 def _check_length(item: TrainItem, num_tokens: int, max_tokens: int) -> None:

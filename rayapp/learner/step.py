@@ -420,6 +420,14 @@ class _Step:
         self.grad_norms.append(norm)
         self.num_skipped += not is_finite
 
+    def _agreement(self) -> dict[str, float]:
+        """How far the learner's routers agree with the server's; nothing without `learner.router_replay`."""
+        replay = self.learner.model.replay
+        if replay is None:
+            return {}
+        alike, taken = np.sum(self.learner.ranks.gather_data(replay.take_agreement()), axis=0)
+        return {"learner/router_agreement": float(alike / taken)} if taken else {}
+
     def _metrics(self, table: StepTable) -> dict[str, float]:
         learner = self.learner
         learner.skipped_steps += self.num_skipped
@@ -428,7 +436,7 @@ class _Step:
         for part in learner.ranks.gather_data(self.row_facts):
             rows.update(part)
         learner.log_probs_before = {row: facts.old_log_probs for row, facts in rows.items()}
-        metrics = step_metrics(micro, rows, table, self.algorithm)
+        metrics = step_metrics(micro, rows, table, self.algorithm) | self._agreement()
         return metrics | {
             "learner/grad_norm": float(np.mean(self.grad_norms)),
             "learner/lr": float(learner.optimizer.param_groups[0]["lr"]),

@@ -67,12 +67,13 @@ class RouterReplay:
                     "router. Set learner.router_replay: false."
                 )
 
-    def take_agreement(self) -> Tensor | None:
-        """(2,) chosen experts since it was last asked that the learner's routers would have chosen too, and all."""
+    def take_agreement(self) -> tuple[int, int]:
+        """Experts taken since it was last asked: those that the learner's routers would have taken too, and all."""
         found = [layer.counts for layer in self.routed if layer.counts is not None]
         for layer in self.routed:
             layer.counts = None
-        return torch.stack(found).sum(0) if found else None
+        alike, taken = torch.stack(found).sum(0).tolist() if found else (0, 0)
+        return alike, taken
 
 
 class _Layer:
