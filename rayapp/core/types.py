@@ -18,6 +18,8 @@ from numpy.typing import NDArray
 Int32Array = NDArray[np.int32]
 FloatArray = NDArray[np.float32]
 BoolArray = NDArray[np.bool_]
+ExpertArray = NDArray[np.unsignedinteger[Any]]
+"""Numbers of experts, in the narrowest type that holds them."""
 FinishReason = Literal["stop", "length"]
 """A completion that the engine itself gave up is no completion: `EngineError`."""
 
@@ -37,6 +39,8 @@ class SamplingParams:
     """Texts that end the completion; the text that matched is not part of `Completion.text`."""
     seed: int | None = None
     """The same seeds, weights and prompts give the same tokens, for requests that an engine admits as one cohort."""
+    num_routed: int = 0
+    """With `learner.router_replay`: tokens of the prompt whose experts are known, and need not be returned again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,6 +66,9 @@ class Completion:
     """Weights that sampled its first token: the oldest."""
     version_spans: tuple[VersionSpan, ...] = ()
     """The versions that sampled it, in order, where new weights came in its middle; empty: `policy_version` alone."""
+    routed_experts: ExpertArray | None = None
+    """(N, layers, k) with `learner.router_replay`: the experts of the prompt's tokens behind the first
+    `SamplingParams.num_routed`, and of the sampled ones but the last, which no forward has read."""
     time_queued_s: float = 0.0
     time_generate_s: float = 0.0
 
@@ -251,6 +258,9 @@ class Trajectory:
     after."""
     agent_output: str = ""
     """What an external agent's program wrote, cut; empty for other agents."""
+    routed_experts: ExpertArray | None = None
+    """(T, layers, k) with `learner.router_replay`: the experts of each token, as the engine chose them where it first
+    computed that token; 0 for tokens that nothing was sampled after, which no forward has read."""
 
     @classmethod
     def of_tokens(
