@@ -157,7 +157,7 @@ async def play(engine: VllmEngine, number: int) -> Trajectory:
 @pytest.mark.long
 async def test_a_learner_that_replays_the_servers_experts_is_nearer_to_its_log_probs(tmp_path: Path) -> None:
     """With a cache so small that requests are preempted, weights that arrive while they run, and a second turn."""
-    values = {"num_experts": 16, "num_experts_per_tok": 4, "num_hidden_layers": 4, "max_position_embeddings": 256}
+    values = {"num_local_experts": 16, "num_experts": 16, "num_experts_per_tok": 4, "num_hidden_layers": 4}
     architecture = CONFIG_MAPPING["qwen3_moe"](**TINY | {"vocab_size": 97} | FAMILIES["qwen3_moe"].tiny | values)
     trial.save_tiny(architecture, tmp_path)
     server = {"dtype": "bfloat16", "max_num_seqs": 16, "kv_block_tokens": 32}
