@@ -438,6 +438,8 @@ class SandboxSpec:
     max_processes: int = 16
     loopback: bool = False
     """Programs in it may connect to one port of their own loopback, where whoever holds the sandbox listens."""
+    own_root: bool = False
+    """Its root folder is no other's: /app, /tests, /solution and /logs can be made there."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -455,5 +457,7 @@ class AgentStart:
     """By tool: `{"create_kwargs": {...}}`, as in `extra_info.tools_kwargs` of a data row."""
     spec: SandboxSpec | None = None
     """What sandbox its workspace is; packages and what the tools ask for are added."""
+    images: Mapping[str, str] = field(default_factory=dict)
+    """By image or template that the workspace or the verdict needs: why, for a person."""
     setup: tuple[str, ...] = ()
     """A command that is run in it once the files are there. It may fail: the agent then works without what it does."""
