@@ -121,7 +121,7 @@ class _Choosing(TorchFunctionMode):
     """Within, `topk` over all experts of a layer finds what it is told. Others, over groups of experts, stay."""
 
     def __init__(self, layer: _Layer) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._layer = layer
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
