@@ -7,7 +7,7 @@ from typing import Literal, Self
 from pydantic import Field, field_validator, model_validator
 
 from rayapp.config.base import FrozenModel
-from rayapp.config.judges import JudgeSection, plain_url
+from rayapp.config.endpoints import Endpoint, plain_url
 
 
 class DistillationSection(FrozenModel):
@@ -63,13 +63,11 @@ class DistillationSection(FrozenModel):
         return self.max_privileged_tokens if self.privileged != "none" else 0
 
     @property
-    def as_judge(self) -> JudgeSection:
-        """The server, as what asks models over HTTP wants it."""
-        return JudgeSection(
-            name="teacher",
-            kind="reward_model",
+    def endpoint(self) -> Endpoint:
+        """The teacher's server. It is waited for while somebody starts it again, for some minutes."""
+        return Endpoint(
+            who="the teacher",
             base_url=self.base_url,
-            model=self.teacher,
             api_key_env=self.api_key_env,
             timeout_s=self.timeout_s,
             max_retries=20,

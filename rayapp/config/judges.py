@@ -6,26 +6,12 @@ A part of the schema in `config.py`, which says what holds for all sections. Dat
 from __future__ import annotations
 
 from typing import Literal, Self
-from urllib.parse import urlsplit
 
 from pydantic import Field, field_validator, model_validator
 
 from rayapp.config.base import FrozenModel
-from rayapp.config.model_servers import NAME, server_named
-
-
-def plain_url(value: str) -> str:
-    """The URL without a slash at its end. Raises ValueError: it is none, or says more than where something is."""
-    if server_named(value):
-        return value
-    url = urlsplit(value)
-    if url.scheme not in ("http", "https") or not url.hostname or url.username or url.password or url.query:
-        shown = url._replace(netloc=url.netloc.rpartition("@")[2], query="").geturl()
-        raise ValueError(
-            f"{shown!r} must be http(s)://HOST[:PORT][/PATH] or run://NAME, without a user, a password or a query: a "
-            "key goes into the variable that api_key_env names"
-        )
-    return value.rstrip("/")
+from rayapp.config.endpoints import Endpoint, plain_url
+from rayapp.config.model_servers import NAME
 
 
 class Criterion(FrozenModel):
@@ -84,6 +70,18 @@ class JudgeSection(FrozenModel):
     """Dollars per million tokens that the judge reads."""
     output_price: float = Field(0.0, ge=0.0)
     """Dollars per million tokens that it writes."""
+
+    @property
+    def endpoint(self) -> Endpoint:
+        return Endpoint(
+            who=f"judge {self.name}",
+            base_url=self.base_url,
+            api_key_env=self.api_key_env,
+            timeout_s=self.timeout_s,
+            max_retries=self.max_retries,
+            max_concurrent=self.max_concurrent,
+            requests_per_minute=self.requests_per_minute,
+        )
 
     _plain_url = field_validator("base_url", mode="after")(plain_url)
 

@@ -51,7 +51,7 @@ class E2BConfig(_Created):
     """`kruise`: the routes and the addressing of OpenKruise's sandbox-manager (see docs/sandbox-providers.md)."""
     template: str = "code-interpreter-v1"
     """Template, or name of the SandboxSet, for tasks that name none. It needs python3; stateful code also Jupyter."""
-    api_key_env: str = "E2B_API_KEY"
+    api_key_env: str = Field("E2B_API_KEY", min_length=1)
     """Environment variable that holds the key: keys never stand in a config."""
     domain: str = ""
     """Domain of the endpoint; empty is E2B's own."""
@@ -89,7 +89,7 @@ class DaytonaConfig(_Created):
     """Cores per sandbox; with `image` only, a snapshot has its own."""
     memory_gib: int = Field(1, ge=1)
     """Memory per sandbox in GiB; with `image` only."""
-    api_key_env: str = "DAYTONA_API_KEY"
+    api_key_env: str = Field("DAYTONA_API_KEY", min_length=1)
     """Environment variable that holds the key."""
     api_url: str = ""
     """Endpoint; empty is Daytona's own."""

@@ -215,12 +215,21 @@ async def open_cluster(
     Raises:
         ConfigError: Ray can't be reached, or has fewer GPUs than the config needs.
     """
+    async with _session(config, report, stand_ins) as (session, started):
+        cluster = await _start(config, started, session, with_learners=with_learners, report=report)
+        async with cluster.supervisor.watching():
+            yield cluster
+
+
+@asynccontextmanager
+async def _session(
+    config: Config, report: Report, stand_ins: StandIns | None = None
+) -> AsyncIterator[tuple[RaySession, Started]]:
+    """A connection to Ray, and what is started within the block: all of it has ended behind it, whatever happens."""
     with ray_session(config, report) as session:
         started = Started(stand_ins)
         try:
-            cluster = await _start(config, started, session, with_learners=with_learners, report=report)
-            async with cluster.supervisor.watching():
-                yield cluster
+            yield session, started
         except BaseExceptionGroup as group:
             raise first_error(group) from group
         finally:
@@ -228,17 +237,29 @@ async def open_cluster(
             await finish_despite_cancels(started.close())
 
 
+async def _reserve(
+    config: Config, started: Started, *, with_servers: bool = True, with_learners: bool = True
+) -> tuple[Placement, bool]:
+    """Room for the processes that hold models, and whether it is on GPUs."""
+    bundles = bundles_of(config, with_servers=with_servers, with_learners=with_learners)
+    await wait_for_gpus(config, bundles)
+    on_gpu = uses_gpus(config, bundles)
+    started.placement = await Placement.reserve(
+        config,
+        on_gpu=on_gpu,
+        timeout_s=config.cluster.start_timeout_s,
+        with_servers=with_servers,
+        with_learners=with_learners,
+    )
+    return started.placement, on_gpu
+
+
 async def _start(
     config: Config, started: Started, session: RaySession, *, with_learners: bool, report: Report
 ) -> Cluster:
-    bundles = bundles_of(config, with_learners=with_learners)
-    await wait_for_gpus(config, bundles)
-    on_gpu = uses_gpus(config, bundles)
     timeout_s = config.cluster.start_timeout_s + config.server.start_timeout_s
     pool = started.add(spawn_pool(config))  # first: its name tells whether another run of this name goes on
-    started.placement = placement = await Placement.reserve(
-        config, on_gpu=on_gpu, timeout_s=config.cluster.start_timeout_s, with_learners=with_learners
-    )
+    placement, on_gpu = await _reserve(config, started, with_learners=with_learners)
     plan = _plan(config, on_gpu=on_gpu) if with_learners else None
     asked = asked_servers(config, by_learners=with_learners)
     models, asking = await _start_models(config, started, placement, asked, timeout_s, report)
@@ -339,18 +360,13 @@ async def open_learners(config: Config, *, report: Report = lambda text: None) -
         ConfigError: Ray can't be reached, or has fewer GPUs than learners.
     """
     timeout_s = config.cluster.start_timeout_s
-    with ray_session(config, report):
-        started = Started()
-        try:
-            on_gpu = uses_gpus(config, bundles_of(config, with_servers=False))
-            started.placement = await Placement.reserve(config, on_gpu=on_gpu, timeout_s=timeout_s, with_servers=False)
-            asked = asked_servers(config, by_workers=False)
-            _, asking = await _start_models(config, started, started.placement, asked, timeout_s, report)
-            handles = await spawn_learners(asking, started, started.placement)
-            await all_ready({handle.name: handle.ready(timeout_s) for handle in handles}, report)
-            yield LearnerGroup(handles, config)
-        finally:
-            await finish_despite_cancels(started.close())
+    async with _session(config, report) as (_, started):
+        placement, _ = await _reserve(config, started, with_servers=False)
+        asked = asked_servers(config, by_workers=False)
+        _, asking = await _start_models(config, started, placement, asked, timeout_s, report)
+        handles = await spawn_learners(asking, started, placement)
+        await all_ready({handle.name: handle.ready(timeout_s) for handle in handles}, report)
+        yield LearnerGroup(handles, config)
 
 
 @asynccontextmanager
@@ -366,28 +382,15 @@ async def open_servers(
     """
     timeout_s = config.cluster.start_timeout_s + config.server.start_timeout_s
     config = config.model_copy(update={"model_servers": ()})  # of judges and teachers, which nobody asks here
-    with ray_session(config, report):
-        started = Started(stand_ins)
-        try:
-            bundles = bundles_of(config, with_learners=False)
-            await wait_for_gpus(config, bundles)
-            started.placement = await Placement.reserve(
-                config,
-                on_gpu=uses_gpus(config, bundles),
-                timeout_s=config.cluster.start_timeout_s,
-                with_learners=False,
-            )
-            servers = spawn_servers(config, started, started.placement, must_sync=False)
-            report(f"starting: {', '.join(started.names)}")
-            await all_ready({server.name: server.ready(timeout_s) for server in servers}, report)
-            members = [ServerMember(server, timeout_s, _keep_weights) for server in servers]
-            supervisor = Supervisor(members, _limits(config, timeout_s), report=report)
-            async with supervisor.watching():
-                yield _any_of(servers, is_up=lambda index: supervisor.is_up(servers[index].name))
-        except BaseExceptionGroup as group:
-            raise first_error(group) from group
-        finally:
-            await finish_despite_cancels(started.close())
+    async with _session(config, report, stand_ins) as (_, started):
+        placement, _ = await _reserve(config, started, with_learners=False)
+        servers = spawn_servers(config, started, placement, must_sync=False)
+        report(f"starting: {', '.join(started.names)}")
+        await all_ready({server.name: server.ready(timeout_s) for server in servers}, report)
+        members = [ServerMember(server, timeout_s, _keep_weights) for server in servers]
+        supervisor = Supervisor(members, _limits(config, timeout_s), report=report)
+        async with supervisor.watching():
+            yield _any_of(servers, is_up=lambda index: supervisor.is_up(servers[index].name))
 
 
 @asynccontextmanager

@@ -54,6 +54,7 @@ def vllm_args(config: Config) -> dict[str, Any]:
         "generation_config": "vllm",
         "disable_log_stats": False,
         "hf_overrides": with_windows_of_transformers,
+        "enable_return_routed_experts": config.learner.router_replay,
         "enable_sleep_mode": config.cluster.placement == "colocated" and _has_gpu(),
         **_transfer_args(config),
         **adapter_args(config),

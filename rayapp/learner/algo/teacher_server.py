@@ -1,4 +1,4 @@
-"""A teacher on a vLLM server that somebody else runs: its log-probs of sampled tokens, asked as judges are."""
+"""A teacher on a vLLM server that somebody else runs: its log-probs of sampled tokens."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rayapp.core.errors import LearnerError
 from rayapp.core.types import FloatArray
 from rayapp.learner.batch import TrainItem, trained_branches
 from rayapp.tasks.custom_rewards import RewardFailedError
-from rayapp.tasks.judges.client import JudgeClient
+from rayapp.tasks.judges.client import EndpointClient
 
 
 def served_log_probs(items: Sequence[TrainItem], section: DistillationSection, num_ranks: int) -> dict[int, FloatArray]:
@@ -34,7 +34,7 @@ def served_log_probs(items: Sequence[TrainItem], section: DistillationSection, n
 
 
 async def _all(items: Sequence[TrainItem], section: DistillationSection, num_ranks: int) -> dict[int, FloatArray]:
-    client = JudgeClient(section.as_judge, num_sharing=num_ranks)
+    client = EndpointClient(section.endpoint, num_sharing=num_ranks)
     try:
         found = await asyncio.gather(*(_scored(item, section, client) for item in items))
     finally:
@@ -42,7 +42,7 @@ async def _all(items: Sequence[TrainItem], section: DistillationSection, num_ran
     return {item.row: log_probs for item, log_probs in zip(items, found, strict=True)}
 
 
-async def _scored(item: TrainItem, section: DistillationSection, client: JudgeClient) -> FloatArray:
+async def _scored(item: TrainItem, section: DistillationSection, client: EndpointClient) -> FloatArray:
     """Of a tree, one request for each branch that trains something."""
     trajectory = item.trajectory
     log_probs = np.zeros(trajectory.num_tokens, np.float32)

@@ -16,6 +16,7 @@ from rayapp.config.sandbox import (
     SandboxConfig,
 )
 from rayapp.core.errors import SandboxConfigError, UserError
+from rayapp.core.keys import read_key
 from rayapp.core.names.plugins import load_plugin
 from rayapp.sandbox.leases import RemoteProvider
 from rayapp.sandbox.local.provider import LocalProvider
@@ -69,20 +70,19 @@ def remote_provider(section: ProviderConfig) -> RemoteProvider:
             _needs("e2b", "e2b")
             from rayapp.sandbox.providers.e2b import E2BProvider
 
-            return E2BProvider(section, api_key=read_key(section.api_key_env, section.type))
+            return E2BProvider(section, api_key=_key(section))
         case DaytonaConfig():
             from rayapp.sandbox.providers.daytona_channel import sdk
 
             sdk()
             from rayapp.sandbox.providers.daytona import DaytonaProvider
 
-            return DaytonaProvider(section, api_key=read_key(section.api_key_env, section.type))
+            return DaytonaProvider(section, api_key=_key(section))
         case McpConfig():
             _needs("mcp", "mcp")
             from rayapp.sandbox.providers.mcp import McpProvider
 
-            key = read_key(section.api_key_env, section.type) if section.api_key_env else ""
-            return McpProvider(section, api_key=key)
+            return McpProvider(section, api_key=_key(section))
         case FakeConfig():
             from rayapp.sandbox.providers.fake import FakeProvider
 
@@ -116,19 +116,8 @@ def why_no_sandbox(config: SandboxConfig, template: str) -> str:
     return ""
 
 
-def read_key(variable: str, provider: str) -> str:
-    """A provider's key from the environment.
-
-    Raises:
-        SandboxConfigError: the variable is not set.
-    """
-    key = os.environ.get(variable, "")
-    if not key:
-        raise SandboxConfigError(
-            f"provider {provider} needs a key: set {variable} in the environment (for a Ray job: in the env_vars of "
-            "its runtime_env), or name another variable in api_key_env"
-        )
-    return key
+def _key(section: E2BConfig | DaytonaConfig | McpConfig) -> str:
+    return read_key(section.api_key_env, f"provider {section.type}", SandboxConfigError)
 
 
 def _needs(module: str, package: str) -> None:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
 from rayapp.config.config import Config, alone, frozen_models, with_values
 from rayapp.config.model_servers import server_named
 from rayapp.core.errors import ConfigError, InputError
+from rayapp.core.keys import read_key
 from rayapp.storage.models.check import check_model
 from rayapp.storage.models.prefetch import with_local_model
 from rayapp.storage.models.tokenizer import load_tokenizer
@@ -57,7 +57,7 @@ def _check_server(config: Config) -> None:
     import httpx
 
     section = config.distillation
-    key = os.environ.get(section.api_key_env, "")
+    key = read_key(section.api_key_env, "the teacher")
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     body = {"model": section.teacher, "prompt": PROBE, "add_special_tokens": False}
     try:

@@ -1,4 +1,4 @@
-"""A judge's server over HTTP: its pace, its deadlines, what is tried again, and what a failure is called.
+"""The server of a judge or a teacher over HTTP: its pace, its deadlines, what is tried again, what a failure is called.
 
 The key is read from the environment, sent in one header, and taken out of whatever the server says.
 """
@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import random
 import time
 from collections.abc import Mapping
@@ -15,9 +14,10 @@ from typing import Any
 
 import aiohttp
 
-from rayapp.config.judges import JudgeSection
+from rayapp.config.endpoints import Endpoint
 from rayapp.config.model_servers import server_named
 from rayapp.core.errors import ConfigError
+from rayapp.core.keys import read_key
 from rayapp.sandbox.pool.bucket import TokenBucket
 from rayapp.sandbox.providers.errors import retry_after_s
 from rayapp.tasks.custom_rewards import RewardFailedError
@@ -28,8 +28,8 @@ _LATER = (408, 409, 425, 429)
 """Statuses besides 5xx that may be another one later."""
 
 
-class JudgeClient:
-    """One process's way to a judge.
+class EndpointClient:
+    """One process's way to a model.
 
     Args:
         num_sharing: processes that ask it at the same time: each keeps to its part of the limits.
@@ -37,16 +37,16 @@ class JudgeClient:
         ConfigError: the key's variable is not set, or its server is one of a run that does not go on here.
     """
 
-    def __init__(self, judge: JudgeSection, *, num_sharing: int = 1) -> None:
-        if server_named(judge.base_url):
+    def __init__(self, endpoint: Endpoint, *, num_sharing: int = 1) -> None:
+        if server_named(endpoint.base_url):
             raise ConfigError(
-                f"judge {judge.name} is at {judge.base_url}, a server that its run starts and ends. Serve the model "
-                "(vllm serve) and give the judge that base_url."
+                f"{endpoint.who} is at {endpoint.base_url}, a server that its run starts and ends. Serve the model "
+                "(vllm serve) and give that base_url."
             )
-        self._judge = judge
-        self._key = _key(judge)
-        self._seats = asyncio.Semaphore(judge.max_concurrent // num_sharing)
-        rate_per_s = (judge.requests_per_minute or 6e7) / 60 / num_sharing
+        self._endpoint = endpoint
+        self._key = read_key(endpoint.api_key_env, endpoint.who)
+        self._seats = asyncio.Semaphore(endpoint.max_concurrent // num_sharing)
+        rate_per_s = (endpoint.requests_per_minute or 6e7) / 60 / num_sharing
         self._pace = TokenBucket(rate_per_s=rate_per_s, burst=max(1, int(rate_per_s)), clock=time.monotonic)
         self._turns = asyncio.Lock()
         self._session: aiohttp.ClientSession | None = None
@@ -59,14 +59,15 @@ class JudgeClient:
                 asking again does not change) or judge_answer (no JSON object).
         """
         pause_s = _FIRST_PAUSE_S
-        for left in range(self._judge.max_retries, -1, -1):
+        for left in range(self._endpoint.max_retries, -1, -1):
             failure, asked_s = None, None
             async with self._seats:
                 await self._turn()
                 try:
-                    status, header, text = await asyncio.wait_for(self._sent(url, body), self._judge.timeout_s)
+                    status, header, text = await asyncio.wait_for(self._sent(url, body), self._endpoint.timeout_s)
                 except TimeoutError:
-                    failure = self._failed("judge_timeout", f"no answer within timeout_s = {self._judge.timeout_s:g}")
+                    late = f"no answer within timeout_s = {self._endpoint.timeout_s:g}"
+                    failure = self._failed("judge_timeout", late)
                 except (aiohttp.ClientError, OSError) as error:
                     failure = self._failed("judge_unreachable", f"{type(error).__name__}: {error}")
                 else:
@@ -125,20 +126,8 @@ class JudgeClient:
         return self._failed(kind or "judge_refused", f"HTTP {status}: {_short(text)}")
 
     def _failed(self, kind: str, what: str) -> RewardFailedError:
-        text = f"judge {self._judge.name} at {self._judge.base_url}: {what}"
+        text = f"{self._endpoint.who} at {self._endpoint.base_url}: {what}"
         return RewardFailedError(text.replace(self._key, "[key]") if self._key else text, kind)
-
-
-def _key(judge: JudgeSection) -> str:
-    if not judge.api_key_env:
-        return ""
-    key = os.environ.get(judge.api_key_env, "").strip()
-    if not key:
-        raise ConfigError(
-            f"judge {judge.name} needs a key: set {judge.api_key_env} in the environment of the run (for a Ray job: in "
-            "the env_vars of its runtime_env), or name another variable in api_key_env"
-        )
-    return key
 
 
 def _short(text: str) -> str:

@@ -21,7 +21,7 @@ from rayapp.config.judges import JudgeSection
 from rayapp.core.errors import ConfigError
 from rayapp.core.files import aside
 from rayapp.tasks.custom_rewards import RewardFailedError, is_storable
-from rayapp.tasks.judges.client import JudgeClient
+from rayapp.tasks.judges.client import EndpointClient
 from rayapp.tasks.judges.questions import Asked, Messages, pairwise_question, read_answer, rubric_question
 
 log = logging.getLogger(__name__)
@@ -77,13 +77,13 @@ class Judge:
 
     Args:
         folder: where answers are kept; None, or `cache: false`: nowhere.
-        num_sharing: as in `JudgeClient`.
+        num_sharing: as in `EndpointClient`.
     """
 
     def __init__(self, section: JudgeSection, folder: Path | None, *, num_sharing: int = 1) -> None:
         self.section = section
         self._folder = folder if section.cache else None
-        self._client = JudgeClient(section, num_sharing=num_sharing)
+        self._client = EndpointClient(section.endpoint, num_sharing=num_sharing)
         self._asking: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
 
     async def score(self, asked: Asked) -> tuple[float, dict[str, float], Judgement]:

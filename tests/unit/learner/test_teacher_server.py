@@ -15,7 +15,7 @@ from aiohttp import web
 
 from rayapp.config.config import Config
 from rayapp.config.distillation import DistillationSection
-from rayapp.core.errors import InputError, LearnerError
+from rayapp.core.errors import ConfigError, InputError, LearnerError
 from rayapp.core.types import Fork
 from rayapp.learner.algo.teacher_server import served_log_probs
 from rayapp.learner.batch import TrainItem
@@ -102,7 +102,7 @@ async def test_a_server_that_is_started_again_is_waited_for(stub: TeacherStub) -
 async def test_what_a_server_refuses_ends_the_run_with_its_words(stub: TeacherStub) -> None:
     stub.failures.extend([404] * 3)
     async with stub.running() as url:
-        with pytest.raises(LearnerError, match=r"distillation\.base_url: .*HTTP 404: loading"):
+        with pytest.raises(LearnerError, match=r"distillation\.base_url: the teacher at .*HTTP 404: loading"):
             await asked(url)
 
 
@@ -120,3 +120,12 @@ async def test_a_server_that_reads_text_as_other_tokens_is_refused_with_both_nam
             await asyncio.to_thread(check_teacher, config)
     with pytest.raises(InputError, match="does not tell the tokens of 'big'"):
         await asyncio.to_thread(check_teacher, config)
+
+
+def test_a_servers_key_that_is_not_set_is_told_by_the_name_of_its_variable(tiny_model: Path) -> None:
+    sections = {"teacher": "big", "base_url": "http://127.0.0.1:9/v1", "api_key_env": "NO_SUCH_KEY"}
+    config = Config.model_validate({"model": {"path": str(tiny_model)}, "distillation": sections})
+
+    for ask in (lambda: check_teacher(config), lambda: served_log_probs(items(), config.distillation, 1)):
+        with pytest.raises(ConfigError, match="the teacher needs a key: set NO_SUCH_KEY"):
+            ask()
