@@ -10,6 +10,7 @@ import os
 import select
 import signal
 import threading
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +50,7 @@ class WeightUpdateExtension:
 
         size = Path(path).stat().st_size
         data = torch.from_file(path, shared=True, size=size, dtype=torch.uint8)
-        arrived = [(name, part_of(name, t)) for name, t in unpack(entries, data) if name in checksums]
+        arrived = ((name, part_of(name, t)) for name, t in unpack(entries, data) if name in checksums)
         _check("arrive", arrived, checksums)
         if is_adapter(entries):
             return load_adapter(self.model_runner, unpack(entries, data))
@@ -69,13 +70,11 @@ class WeightUpdateExtension:
         model, architecture = self.model_runner.get_model(), self.model_runner.model_config.hf_text_config
         copy_sinks(model)
         copy_convolutions(model)
-        experts = [(name, part_of(name, matrix)) for name, matrix in held_experts(model, checksums).items()]
-        _check("are held", experts, checksums)
+        held = _check("are held", held_experts(model, checksums), checksums)
         pack_experts(model)
         _tie_again(model, architecture)
-        held = list(held_parts(model, checksums, tied=architecture.tie_word_embeddings))
-        _check("are held", held, checksums)
-        return len({name for name, _ in experts + held})
+        tied = architecture.tie_word_embeddings
+        return len(held | _check("are held", held_parts(model, checksums, tied=tied), checksums))
 
     def leave_weight_group(self) -> None:
         """Before another is joined. Destroys it, if there is one: vLLM would forget it with its GPU memory."""
@@ -101,13 +100,16 @@ class WeightUpdateExtension:
         threading.Thread(target=_end_engine_after, args=(pidfd, server_pid), daemon=True).start()
 
 
-def _check(what: str, parts: list[tuple[str, Any]], checksums: dict[str, int]) -> None:
-    wrong = [name for name, part in parts if checksum_of(part) != checksums[name]]
+def _check(what: str, parts: Iterable[tuple[str, Any]], checksums: dict[str, int]) -> set[str]:
+    """The names of what was compared, one after the other."""
+    found = [(name, checksum_of(part)) for name, part in parts]
+    wrong = [name for name, value in found if value != checksums[name]]
     if wrong:
         raise ValueError(
-            f"{len(wrong)} of {len(parts)} sampled tensors have another checksum where they {what} than where the "
+            f"{len(wrong)} of {len(found)} sampled tensors have another checksum where they {what} than where the "
             f"learner sent them: {', '.join(wrong[:3])}"
         )
+    return {name for name, _ in found}
 
 
 def _tie_again(model: Any, architecture: Any) -> None:

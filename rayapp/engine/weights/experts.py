@@ -6,7 +6,7 @@ are compared where they lie plainly, and on CPU, once packed, one expert of each
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from rayapp.engine.weights.checksum import part_of
 from rayapp.engine.weights.held import EXACT, place_of
 
 MAX_ERROR = 0.05
@@ -38,18 +39,18 @@ _ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-def held_experts(model: Any, names: Mapping[str, int]) -> dict[str, Tensor]:
-    """Matrices of experts by those of these names that they have, whole and in bfloat16. Before `pack_experts`.
+def held_experts(model: Any, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
+    """(name, part of the tensor) of experts' matrices, of those of these names that they have. Before `pack_experts`.
 
     Collective among the tensor-parallel ranks. Nothing of a layer whose kernel keeps its experts in another order.
     """
     by_place = {place_of(name): name for name in names}
-    found = ((by_place.get(place_of(name)), *parts) for layer in _layers(model) for name, *parts in _parts(layer))
-    return {
-        name: torch.cat([_gathered(part, dim) for part in parts], dim)
-        for name, parts, dim in found
-        if name and parts[0].dtype in EXACT
-    }
+    for layer in _layers(model):
+        for place, parts, dim in _parts(layer):
+            name = by_place.get(place_of(place))
+            if name is not None and parts[0].dtype in EXACT:
+                whole = [_gathered(part, dim) for part in parts]
+                yield name, part_of(name, torch.cat(whole, dim) if len(whole) > 1 else whole[0])
 
 
 def _layers(model: Any) -> Iterator[Any]:
