@@ -350,11 +350,11 @@ def _external_agents_fit(config: Config) -> None:
                 f"{where}agent.external.inside: a function runs in the rollout worker, and only a command can run in a "
                 "sandbox. Give agent.external.command, or leave inside out (docs/agents.md)."
             )
-        remote = [section.type for section in config.sandbox.providers if section.type != "local"]
-        if external.inside and remote:
+        others = [section.type for section in config.sandbox.providers if section.type in ("mcp", "fake")]
+        if external.inside and others:
             raise ValueError(
-                f"{where}agent.external.inside: sandboxes of {', '.join(remote)} have no way to the policy yet; only "
-                "local ones have. Set sandbox.providers: [{type: local}], or leave inside out (docs/agents.md)."
+                f"{where}agent.external.inside: sandboxes of {', '.join(others)} have no way to the policy; those of "
+                "local, e2b and daytona have. Leave the others out of sandbox.providers, or inside (docs/agents.md)."
             )
         if external.inside and config.sandbox.lease_ttl_s < (least_s := external.timeout_s + 60.0):
             raise ValueError(

@@ -70,6 +70,9 @@ class LearnerSection(FrozenModel):
     compile: bool = False
     """Compile norms, rotary positions and gated MLPs (torch.compile): less memory traffic, the same numbers but for
     rounding. The first steps take longer; needs a C++ compiler where the learners run, and Triton on GPUs."""
+    router_replay: bool = False
+    """Mixtures of experts: train each token with the experts that the server chose for it (R3), and so do old
+    log-probs; weights of the mixture stay the learner's own, and so does a reference's choice (docs/learner.md)."""
     log_prob_chunk_tokens: int = Field(1024, ge=16)
     """Tokens whose logits exist at once: vocabulary x this x 4 bytes."""
     cpu_threads: int = Field(0, ge=0)

@@ -18,6 +18,8 @@ from numpy.typing import NDArray
 Int32Array = NDArray[np.int32]
 FloatArray = NDArray[np.float32]
 BoolArray = NDArray[np.bool_]
+ExpertArray = NDArray[np.unsignedinteger[Any]]
+"""Numbers of experts, in the narrowest type that holds them."""
 FinishReason = Literal["stop", "length"]
 """A completion that the engine itself gave up is no completion: `EngineError`."""
 
@@ -37,6 +39,8 @@ class SamplingParams:
     """Texts that end the completion; the text that matched is not part of `Completion.text`."""
     seed: int | None = None
     """The same seeds, weights and prompts give the same tokens, for requests that an engine admits as one cohort."""
+    num_routed: int = 0
+    """With `learner.router_replay`: tokens of the prompt whose experts are known, and need not be returned again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,6 +66,9 @@ class Completion:
     """Weights that sampled its first token: the oldest."""
     version_spans: tuple[VersionSpan, ...] = ()
     """The versions that sampled it, in order, where new weights came in its middle; empty: `policy_version` alone."""
+    routed_experts: ExpertArray | None = None
+    """(N, layers, k) with `learner.router_replay`: the experts of the prompt's tokens behind the first
+    `SamplingParams.num_routed`, and of the sampled ones but the last, which no forward has read."""
     time_queued_s: float = 0.0
     time_generate_s: float = 0.0
 
@@ -251,6 +258,9 @@ class Trajectory:
     after."""
     agent_output: str = ""
     """What an external agent's program wrote, cut; empty for other agents."""
+    routed_experts: ExpertArray | None = None
+    """(T, layers, k) with `learner.router_replay`: the experts of each token, as the engine chose them where it first
+    computed that token; 0 for tokens that nothing was sampled after, which no forward has read."""
 
     @classmethod
     def of_tokens(
@@ -428,6 +438,8 @@ class SandboxSpec:
     max_processes: int = 16
     loopback: bool = False
     """Programs in it may connect to one port of their own loopback, where whoever holds the sandbox listens."""
+    own_root: bool = False
+    """Its root folder is no other's: /app, /tests, /solution and /logs can be made there."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -445,5 +457,7 @@ class AgentStart:
     """By tool: `{"create_kwargs": {...}}`, as in `extra_info.tools_kwargs` of a data row."""
     spec: SandboxSpec | None = None
     """What sandbox its workspace is; packages and what the tools ask for are added."""
+    images: Mapping[str, str] = field(default_factory=dict)
+    """By image or template that the workspace or the verdict needs: why, for a person."""
     setup: tuple[str, ...] = ()
     """A command that is run in it once the files are there. It may fail: the agent then works without what it does."""

@@ -71,6 +71,7 @@ class VllmEngine:
         self._is_asleep = False
         self._seeds_requests: bool = engine.vllm_config.use_v2_model_runner
         """The runner draws each request's noise from the request's seed; see the module."""
+        self._returns_experts: bool = engine.model_config.enable_return_routed_experts
         self._adapter: Any = None
         """The LoRA adapter that every prompt is sampled with, as vLLM's LoRARequest; None until one is loaded."""
         self._cohorts = Cohorts(self._start_cohort, patience_s=patience_s)
@@ -148,7 +149,14 @@ class VllmEngine:
             self._versions.forget(queue.request_id)
             queue.close()
         generate_s = time.monotonic() - admitted
-        return whole_completion(request_id, output, spans, self.policy_version, admitted - started, generate_s)
+        waited_s, num_routed = admitted - started, self._num_routed(request, len(output.token_ids))
+        return whole_completion(request_id, output, spans, self.policy_version, waited_s, generate_s, num_routed)
+
+    def _num_routed(self, request: Request, num_sampled: int) -> int | None:
+        """Tokens whose experts its completion is to bring; None where nobody trains on it."""
+        if not self._returns_experts or _purpose_of(request) != "group":
+            return None
+        return len(request.prompt_ids) - request.sampling.num_routed + num_sampled - 1
 
     async def _start_cohort(self, cohort: list[Request]) -> None:
         """Queue requests in the order of their ids, and let the scheduler see them all at once."""
@@ -185,7 +193,7 @@ class VllmEngine:
         # The cache salt keeps prefix-cache blocks of different weights apart: old ones are never read again and leave
         # by age, where a flush would cost the running requests theirs. It also keeps purposes apart: a cohort that
         # found its prompts cached by an evaluation would compute other batches than one that did not.
-        purpose = request.request_id.partition("=")[0]
+        purpose = _purpose_of(request)
         if purpose == "group" and (request.sampling.top_p < 1.0 or request.sampling.top_k > 0):
             raise EngineError(
                 f"{request.request_id}: top_p {request.sampling.top_p:g}, top_k {request.sampling.top_k} would bias "
@@ -405,3 +413,8 @@ class VllmEngine:
             cause = self._output.cause()
             return EngineDeadError(f"the engine's process died while it served {request_id}: {error}{cause}")
         return EngineError(f"the engine refused {request_id}: {type(error).__name__}: {error}")
+
+
+def _purpose_of(request: Request) -> str:
+    """`group` for what is trained on."""
+    return request.request_id.partition("=")[0]

@@ -53,6 +53,7 @@ def vllm_args(config: Config) -> dict[str, Any]:
         # Ignore the model's generation_config.json: it may hold top_k or a repetition penalty that biases log-probs.
         "generation_config": "vllm",
         "disable_log_stats": False,
+        "enable_return_routed_experts": config.learner.router_replay,
         "enable_sleep_mode": config.cluster.placement == "colocated" and _has_gpu(),
         **_transfer_args(config),
         **adapter_args(config),

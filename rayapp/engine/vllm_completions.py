@@ -26,6 +26,7 @@ def vllm_sampling_params(sampling: SamplingParams, *, with_seed: bool) -> Any:
         top_k=sampling.top_k,
         seed=sampling.seed if with_seed else None,
         stop=list(sampling.stop),
+        routed_experts_prompt_start=sampling.num_routed,
         logprobs=0,
         flat_logprobs=True,
         output_kind=RequestOutputKind.FINAL_ONLY,
@@ -39,9 +40,12 @@ def whole_completion(
     policy_version: int,
     queued_s: float,
     generate_s: float,
+    num_routed: int | None = None,
 ) -> Completion:
     """The `Completion` of an output that the policy itself ended, or the limit of tokens did.
 
+    Args:
+        num_routed: tokens whose experts it is to bring; None: nobody asks for them.
     Raises:
         EngineError: the engine ended it (abort, error, repetition): half an answer that nobody may judge or train on.
     """
@@ -53,6 +57,10 @@ def whole_completion(
     log_probs = np.array(output.logprobs.logprobs, np.float32)
     if log_probs.size != token_ids.size:
         raise EngineError(f"vLLM gave {log_probs.size} log-probs for {token_ids.size} sampled tokens")
+    experts = None if num_routed is None else output.routed_experts
+    if num_routed is not None and (experts is None or len(experts) != num_routed):
+        found = 0 if experts is None else len(experts)
+        raise EngineError(f"vLLM was to return the experts of {num_routed} tokens of {request_id}, not of {found}")
     return Completion(
         token_ids=token_ids,
         log_probs=log_probs,
@@ -60,6 +68,7 @@ def whole_completion(
         finish_reason=output.finish_reason,
         policy_version=spans[0].policy_version if spans else policy_version,
         version_spans=spans if len(spans) > 1 else (),
+        routed_experts=experts,
         time_queued_s=queued_s,
         time_generate_s=generate_s,
     )

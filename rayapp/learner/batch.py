@@ -8,7 +8,7 @@ one row of the loss like any other: its branches are packed as those of a group 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -61,6 +61,8 @@ class MicroBatch:
     """(B, T) which head position predicts it; 0 past a row's own tokens."""
     mask: FloatArray
     """(B, T)"""
+    routed_experts: NDArray[np.int16] | None = None
+    """(N, layers, k) what the engine chose for each packed token; -1 where no engine did. None: nowhere."""
 
     @property
     def num_trained_tokens(self) -> int:
@@ -100,8 +102,42 @@ def make_micro_batch(items: Sequence[TrainItem], *, share_prefixes: bool) -> Mic
         groups.setdefault(item.group, []).append(item)
     ordered = [item for members in groups.values() for item in members]
     trees = [[branch for item in members for branch in inputs_of(item)] for members in groups.values()]
-    packing = pack(trees, share_prefixes=share_prefixes)
-    return _index(ordered, packing)
+    experts = _experts_of(ordered)
+    if experts is None:
+        return _index(ordered, pack(trees, share_prefixes=share_prefixes))
+    packing, routed = _pack_routed(trees, experts, share_prefixes=share_prefixes)
+    return replace(_index(ordered, packing), routed_experts=routed)
+
+
+def _experts_of(items: Sequence[TrainItem]) -> NDArray[np.int16] | None:
+    """(sum of inputs, layers, k) of the inputs of all items, one behind the other; None where no engine chose any."""
+    known = [item.trajectory.routed_experts for item in items if item.trajectory.routed_experts is not None]
+    if not known:
+        return None
+    parts = []
+    for item in items:
+        chosen = item.trajectory.routed_experts
+        for path, responses in trained_branches(item.trajectory):
+            read = path[: responses[-1]]
+            nothing = np.full((read.size, *known[0].shape[1:]), -1, np.int16)
+            parts.append(nothing if chosen is None else chosen[read].astype(np.int16))
+    return np.concatenate(parts)
+
+
+def _pack_routed(
+    trees: Sequence[Sequence[NDArray[np.int32]]], experts: NDArray[np.int16], *, share_prefixes: bool
+) -> tuple[Packing, NDArray[np.int16]]:
+    """As `pack`, where two sequences share a token only if its experts are the same, too: packed are the numbers of
+    pairs of a token and its experts, in the order of tokens."""
+    branches = [branch for tree in trees for branch in tree]
+    tokens = np.concatenate(branches)
+    columns = tokens.astype(">i4")[:, None].view(np.uint8), experts.reshape(tokens.size, -1).view(np.uint8)
+    rows = np.ascontiguousarray(np.concatenate(columns, axis=1))
+    _, first, pair_of = np.unique(rows.view(f"V{rows.shape[1]}")[:, 0], return_index=True, return_inverse=True)
+    pairs = iter(np.split(pair_of.astype(np.int32), np.cumsum([branch.size for branch in branches])[:-1]))
+    packing = pack([[next(pairs) for _ in tree] for tree in trees], share_prefixes=share_prefixes)
+    where = first[packing.token_ids]
+    return replace(packing, token_ids=tokens[where].astype(np.int64)), experts[where]
 
 
 def empty_micro_batch(pad_token: int = 0) -> MicroBatch:
@@ -155,10 +191,20 @@ def _costs(ordered: Sequence[TrainItem], max_tokens: int, *, share_prefixes: boo
         _check_length(item, alone, max_tokens)
         shared = 0
         if share_prefixes and previous is not None and previous.group == item.group:
-            shared = common_prefix(inputs_of(previous)[0], inputs_of(item)[0])
+            shared = _num_shared(previous, item)
         costs.append((alone - shared, alone))
         previous = item
     return costs
+
+
+def _num_shared(first: TrainItem, second: TrainItem) -> int:
+    """Leading tokens that are computed once for both."""
+    common = common_prefix(inputs_of(first)[0], inputs_of(second)[0])
+    own, theirs = (_experts_of([item]) for item in (first, second))
+    if own is None or theirs is None:
+        return common if own is theirs else 0
+    differ = np.flatnonzero((own[:common] != theirs[:common]).any((1, 2)))
+    return int(differ[0]) if differ.size else common
 
 
 def _check_length(item: TrainItem, num_tokens: int, max_tokens: int) -> None:

@@ -25,6 +25,7 @@ from rayapp.learner.attention import ATTENTION_NAME, plan_attention, register_at
 from rayapp.learner.families.head import head_rule
 from rayapp.learner.families.mixers import give_borders
 from rayapp.learner.families.rope import pin_positions
+from rayapp.learner.families.router_replay import check_replay
 from rayapp.learner.packing import pack
 from rayapp.storage.models.families import FAMILIES
 
@@ -75,6 +76,9 @@ def check_family(architecture: Any, config: Config) -> None:
             f"model_type {text.model_type!r} can't be trained: log-probs of a small model of its config differ by "
             f"{difference:.2g} between the learner's packed sequences and plain ones; {MAX_DIFFERENCE:g} is allowed."
         )
+    if config.learner.router_replay:
+        with _one_thread(), torch.random.fork_rng(devices=[]):
+            check_replay(_small_model(text))
 
 
 def _check_class(architecture: Any, config: Config) -> None:

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -39,8 +40,10 @@ from rayapp.learner.compute.sequence import (
     register_sequence_attention,
 )
 from rayapp.learner.families.head import head_rule
+from rayapp.learner.families.router_replay import EXPERTS, RouterReplay
 from rayapp.learner.family import check_family, fit_to_packing, read_architecture, training_mode
 from rayapp.learner.log_probs import HeadOptions, Targets, TeacherHead, first_pairs_of, token_log_probs
+from rayapp.learner.packing import Packing
 from rayapp.learner.state.lora import add_adapters
 from rayapp.learner.state.pretrained import generation_config, load_pretrained, start_adapters
 
@@ -66,6 +69,8 @@ class DeviceBatch:
     """(B, T)"""
     mask: Tensor
     """(B, T) float32"""
+    routed_experts: Tensor | None = None
+    """(N, layers, k), as in `MicroBatch`."""
     part: OwnTokens | None = None
     """With sequence parallelism: N, M and the targets are those of this rank's part, and this is which."""
 
@@ -99,8 +104,14 @@ def to_device(batch: MicroBatch, device: torch.device, group: SequenceGroup | No
         row_pairs=moved(batch.row_pairs),
         row_heads=moved(batch.row_heads),
         mask=moved(batch.mask),
+        routed_experts=None if batch.routed_experts is None else moved(_padded_experts(batch, packing)[tokens]),
         part=part,
     )
+
+
+def _padded_experts(batch: MicroBatch, packing: Packing) -> Any:
+    missing = packing.num_tokens - batch.packing.num_tokens
+    return np.pad(batch.routed_experts, ((0, missing), (0, 0), (0, 0)), constant_values=-1)
 
 
 class TokenScores(NamedTuple):
@@ -122,6 +133,8 @@ class PolicyModel(nn.Module):
         self._head = head_rule(causal_lm)
         self.num_tokens: int | None = None
         """The first so many tokens of its head count, in place of all: what is past them is another model's padding."""
+        self.replay: RouterReplay | None = None
+        """What makes its routers choose the engine's experts; None: they choose their own."""
 
     def forward(self, batch: DeviceBatch, options: HeadOptions, teacher: TeacherHead | None = None) -> TokenScores:
         """Score every response token of the micro-batch; with a teacher's head of it, the KL to that too."""
@@ -149,8 +162,9 @@ class PolicyModel(nn.Module):
     def _hidden(self, batch: DeviceBatch) -> Tensor:
         """(M, H)"""
         model: Any = self.causal_lm
+        experts = {} if self.replay is None else {EXPERTS: batch.routed_experts}
         outputs = model.get_decoder()(
-            input_ids=batch.token_ids, position_ids=batch.position_ids, use_cache=False, plan=batch.attention
+            input_ids=batch.token_ids, position_ids=batch.position_ids, use_cache=False, plan=batch.attention, **experts
         )
         hidden: Tensor = outputs.last_hidden_state[0].index_select(0, batch.head_positions)
         return hidden
@@ -204,6 +218,8 @@ def policy_of(causal_lm: Any, config: Config, *, trainable: bool) -> PolicyModel
     model.eval().requires_grad_(trainable)
     if trainable:
         training_mode(causal_lm)
+    if trainable and config.learner.router_replay:
+        model.replay = RouterReplay(causal_lm)
     if trainable and config.learner.lora.rank > 0:
         with torch.device("meta"):
             add_adapters(causal_lm, config.learner.lora)

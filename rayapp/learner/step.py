@@ -100,7 +100,11 @@ class PolicyLearner:
         """This rank's micro-batches, with empty ones up to the number of the busiest rank."""
         learner = self.config.learner
         max_tokens = learner.token_budget * learner.sequence_parallel
+        if not learner.router_replay:
+            items = [replace(item, trajectory=replace(item.trajectory, routed_experts=None)) for item in items]
         batches = split(items, max_tokens=max_tokens, share_prefixes=learner.share_prefixes)
+        if self.model.replay is not None:
+            self.model.replay.check([batch.routed_experts for batch in batches])
         missing = self.ranks.largest(len(batches)) - len(batches)
         return batches + [empty_micro_batch()] * missing
 
@@ -416,6 +420,14 @@ class _Step:
         self.grad_norms.append(norm)
         self.num_skipped += not is_finite
 
+    def _agreement(self) -> dict[str, float]:
+        """How far the learner's routers agree with the server's; nothing without `learner.router_replay`."""
+        replay = self.learner.model.replay
+        if replay is None:
+            return {}
+        alike, taken = np.sum(self.learner.ranks.gather_data(replay.take_agreement()), axis=0)
+        return {"learner/router_agreement": float(alike / taken)} if taken else {}
+
     def _metrics(self, table: StepTable) -> dict[str, float]:
         learner = self.learner
         learner.skipped_steps += self.num_skipped
@@ -424,7 +436,7 @@ class _Step:
         for part in learner.ranks.gather_data(self.row_facts):
             rows.update(part)
         learner.log_probs_before = {row: facts.old_log_probs for row, facts in rows.items()}
-        metrics = step_metrics(micro, rows, table, self.algorithm)
+        metrics = step_metrics(micro, rows, table, self.algorithm) | self._agreement()
         return metrics | {
             "learner/grad_norm": float(np.mean(self.grad_norms)),
             "learner/lr": float(learner.optimizer.param_groups[0]["lr"]),

@@ -146,9 +146,11 @@ def check_tasks(config: Config, *, training: bool, has_tokenizer: bool = True) -
         # The workers measure the agent's prompts: they have the tools' schemas.
         starts = {task.name: agent_start(task) for task in tasks}
         for task_name, start in starts.items():
-            template = start.spec.template if start.spec else ""
-            if why := why_no_sandbox(config.sandbox, template):
-                raise ConfigError(f"task {task_name} needs sandboxes of {template}, and {why} (docs/environments.md)")
+            images = start.images or ({start.spec.template: ""} if start.spec else {})
+            for image, needed in images.items():
+                if why := why_no_sandbox(config.sandbox, image):
+                    told = f"{image} ({needed})" if needed else image
+                    raise ConfigError(f"task {task_name} needs sandboxes of {told}, and {why} (docs/environments.md)")
         brought |= {name: f"task {task}: tools: {name}" for task, start in starts.items() for name in start.tools}
     for name, where in brought.items():
         load_class(name, Path(), where)

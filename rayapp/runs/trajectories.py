@@ -8,6 +8,7 @@ The schema is in docs/run-folder.md; its version is in the file's metadata under
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -24,6 +25,7 @@ from rayapp.core.files import aside
 from rayapp.core.types import (
     CallRecord,
     ExecRecord,
+    ExpertArray,
     FloatArray,
     Fork,
     Group,
@@ -79,6 +81,7 @@ _TURN = pa.struct(
     ]
 )
 _FORK = pa.struct([("start", pa.int32()), ("after", pa.int32())])
+_EXPERTS = pa.struct([("shape", pa.list_(pa.int32())), ("bytes", pa.large_binary())])
 SCHEMA = pa.schema(
     [
         ("step", pa.int32()),
@@ -114,6 +117,7 @@ SCHEMA = pa.schema(
         ("turns", pa.list_(_TURN)),
         ("forks", pa.list_(_FORK)),
         ("agent_output", pa.string()),
+        ("routed_experts", _EXPERTS),
     ],
     metadata={_KEY: SCHEMA_VERSION.encode()},
 )
@@ -229,7 +233,20 @@ def _row(step: int, group: Group, index: int, of_response: FloatArray | None) ->
         "turns": [asdict(turn) for turn in trajectory.turns],
         "forks": [asdict(fork) for fork in trajectory.forks],
         "agent_output": trajectory.agent_output,
+        "routed_experts": _stored_experts(trajectory.routed_experts),
     }
+
+
+def _stored_experts(experts: ExpertArray | None) -> dict[str, Any] | None:
+    return None if experts is None else {"shape": list(experts.shape), "bytes": experts.tobytes()}
+
+
+def _experts(record: dict[str, Any] | None) -> ExpertArray | None:
+    if record is None:
+        return None
+    size = len(record["bytes"]) // max(1, math.prod(record["shape"]))
+    experts: ExpertArray = np.frombuffer(record["bytes"], np.dtype(f"u{size}")).reshape(record["shape"])
+    return experts
 
 
 def _json(value: Any) -> str:
@@ -297,6 +314,7 @@ def _trajectory(row: dict[str, Any]) -> Trajectory:
         # Nor those written before there were external agents these two.
         forks=tuple(Fork(**fork) for fork in row.get("forks") or ()),
         agent_output=row.get("agent_output") or "",
+        routed_experts=_experts(row.get("routed_experts")),
     )
 
 

@@ -33,6 +33,7 @@ from rayapp.tasks.environments.files import VerifiersEnvironment, parse_environm
 from rayapp.tasks.environments.task import EnvironmentTask, row_tasks
 from rayapp.tasks.environments.verifiers import verifiers_tasks
 from rayapp.tasks.generators import GENERATED, load_generated
+from rayapp.tasks.repository.folder import TRUST
 from rayapp.tasks.repository.task import load_repository
 
 _YAML = (".yaml", ".yml")
@@ -84,7 +85,7 @@ def load_source(source: str) -> Sequence[Task]:
         return load_generated(source)
     if source == REPOSITORIES:
         return [load_task(name) for name in shipped_repositories()]
-    folder = Path(source)
+    folder, trusts_script = _folder_of(source)
     if folder.suffix in _YAML and "environment" in (data := _yaml(_read(folder), source)):
         return _environment_tasks(data, folder)
     if folder.is_dir() and not (folder / "instruction.md").exists():
@@ -93,8 +94,21 @@ def load_source(source: str) -> Sequence[Task]:
             raise InputError(
                 f"folder {source} is no task, and holds none: there is no instruction.md in it or one below"
             )
-        return [load_task(str(entry)) for entry in found]
+        return [load_task(f"{entry}?{TRUST}" if trusts_script else str(entry)) for entry in found]
     return (load_task(source),)
+
+
+def _folder_of(source: str) -> tuple[Path, bool]:
+    """A path, and whether the `test.sh` of a task folder there may judge: `terminal-bench?trust_test_scripts=true`.
+
+    Not a key of task.toml: it is for who runs a task to trust it, not for who wrote it.
+    """
+    folder, _, option = source.rpartition("?")
+    if not folder or not Path(folder).is_dir():
+        return Path(source), False
+    if option != TRUST:
+        raise InputError(f"{source}: a task folder has the option {TRUST}, not {option!r} (docs/environments.md)")
+    return Path(folder), True
 
 
 def _environment_tasks(data: dict[str, Any], path: Path) -> Sequence[EnvironmentTask]:
@@ -110,9 +124,9 @@ def load_task(source: str) -> Task:
     Raises:
         InputError: it says what to change, and where.
     """
-    path = Path(source)
+    path, trusts_script = _folder_of(source)
     if path.is_dir():
-        return load_repository(path, path.resolve().name)
+        return load_repository(path, path.resolve().name, trusts_script=trusts_script)
     if source in shipped_repositories():
         return load_repository(_library().joinpath(REPOSITORIES, source), source)
     if is_given(source):

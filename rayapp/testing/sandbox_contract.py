@@ -9,13 +9,15 @@ the services themselves. A check that fails raises AssertionError.
 from __future__ import annotations
 
 import asyncio
+import socket
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 
-from rayapp.core.errors import SandboxError, SandboxGoneError
+from rayapp.core.errors import SandboxConfigError, SandboxError, SandboxGoneError
 from rayapp.core.protocols import Sandbox, SandboxProvider
 from rayapp.core.types import ExecOutcome, SandboxSpec, StopCause
+from rayapp.sandbox.loopback import Accept, loopback_of
 
 Check = Callable[[SandboxProvider], Awaitable[None]]
 LABELS = {"rayapp-contract": "yes"}
@@ -264,6 +266,49 @@ async def a_call_that_is_cancelled_leaves_a_sandbox_that_can_be_ended(provider: 
         raise AssertionError("a cancelled call has to end")
 
 
+_CONNECTS = """
+import socket, sys
+held = [socket.create_connection(("127.0.0.1", int(sys.argv[1])), 20) for _ in range(4)]
+texts = [f"{number} " + str(number) * 200_000 for number in range(3)]
+for one, text in zip(held, texts):
+    one.sendall(text.encode() + b"\\n")
+files = [one.makefile("rb") for one in held]
+print([file.readline().decode().strip() == text[::-1] for file, text in zip(files, texts)])
+held[3].sendall(b"bye\\n")
+print(files[3].readline(), files[3].read())
+"""
+
+
+async def what_programs_connect_to_on_their_loopback_is_accepted_here(provider: SandboxProvider) -> None:
+    async with made(provider, SandboxSpec(loopback=True)) as sandbox:
+        try:
+            way = loopback_of(sandbox)
+        except SandboxConfigError:
+            return  # not every provider has one
+        async with way as loopback, asyncio.TaskGroup() as group:
+            answering = group.create_task(_answer_backwards(loopback.accept, 4))
+            run = sandbox.run_command(["python3", "-c", _CONNECTS, str(loopback.port)], timeout_s=30)
+            result = await run
+            assert result.stdout == "[True, True, True]\nb'eyb\\n' b''\n", result
+            assert await answering == [3, 200_002, 200_002, 200_002], "and a program that ends hangs up"
+
+
+async def _answer_backwards(accept: Accept, number: int) -> list[int]:
+    """Lengths of the first lines of so many connections, each of which was answered with the line from behind."""
+
+    async def answer(one: socket.socket) -> int:
+        reader, writer = await asyncio.open_connection(sock=one, limit=1 << 20)
+        line = (await reader.readline()).strip()
+        writer.write(line[::-1] + b"\n")
+        if len(line) > 3:
+            assert await reader.read() == b""
+        writer.close()
+        return len(line)
+
+    answers = [asyncio.create_task(answer(await accept())) for _ in range(number)]
+    return sorted(await asyncio.gather(*answers))
+
+
 CHECKS: tuple[Check, ...] = (
     code_prints_reads_and_ends,
     code_that_raises_is_a_result_and_no_error,
@@ -289,4 +334,5 @@ CHECKS: tuple[Check, ...] = (
     killed_is_gone_and_killing_twice_is_fine,
     a_list_holds_those_with_all_labels,
     a_call_that_is_cancelled_leaves_a_sandbox_that_can_be_ended,
+    what_programs_connect_to_on_their_loopback_is_accepted_here,
 )

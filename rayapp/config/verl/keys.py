@@ -190,6 +190,7 @@ ROLLOUT: dict[str, Rule] = {
     f"{_ROLLOUT}.enforce_eager": to("server.enforce_eager", bool),
     f"{_ROLLOUT}.max_num_seqs": to("server.max_num_seqs", int),
     f"{_ROLLOUT}.dtype": to("server.dtype"),
+    f"{_ROLLOUT}.enable_rollout_routing_replay": to("learner.router_replay", bool, note="router_replay.mode R3"),
     f"{_ROLLOUT}.log_prob_micro_batch_size_per_gpu": no_effect(_LOG_PROBS),
     f"{_ROLLOUT}.log_prob_micro_batch_size": no_effect(_LOG_PROBS),
     f"{_ROLLOUT}.log_prob_use_dynamic_bsz": no_effect(_LOG_PROBS),

@@ -100,7 +100,6 @@ ENGINE: dict[str, Rule] = {
     f"{_ROLLOUT}.over_sample_rate": only(0, 0.0, why="every group is finished"),
     f"{_ROLLOUT}.quantization": only(None, why="servers hold the weights in server.dtype"),
     f"{_ROLLOUT}.quantization_config_file": only(None, why="servers hold the weights in server.dtype"),
-    f"{_ROLLOUT}.enable_rollout_routing_replay": only(False, why="trajectories don't carry vLLM's choice of experts"),
     f"{_ROLLOUT}.disaggregation.enabled": only(False, why="each server prefills and decodes"),
     f"{_ROLLOUT}.disaggregation.*": no_effect(_OFF),
     f"{_ROLLOUT}.prometheus.*": no_effect("metrics are Ray's (docs/operate.md)"),

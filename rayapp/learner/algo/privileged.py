@@ -39,6 +39,7 @@ class VerdictReader:
                 token_ids=np.concatenate([message, trajectory.token_ids]),
                 response_mask=np.concatenate([nothing.astype(np.bool_), trajectory.response_mask]),
                 rollout_log_probs=np.concatenate([nothing.astype(np.float32), trajectory.rollout_log_probs]),
+                routed_experts=None,  # nobody has sampled after the message
                 # A conversation of its own, after -1, goes on from the message too.
                 forks=tuple(Fork(start=fork.start + size, after=fork.after + size) for fork in trajectory.forks),
             ),

@@ -109,8 +109,9 @@ def _teacher_shape(config: Config) -> ModelShape | None:
 
 def _idle(model: Any, read: Any) -> int:
     """Parameters of experts that a token is not sent to."""
-    counts = [getattr(read, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts")]
-    num_experts = next((count for count in counts if count), 0)
+    from rayapp.learner.families.router_replay import num_experts_of
+
+    num_experts = num_experts_of(read)
     if not num_experts:
         return 0
     experts = sum(p.numel() for name, p in model.named_parameters() if ".experts." in name)

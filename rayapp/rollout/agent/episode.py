@@ -13,6 +13,7 @@ from typing import Any
 from rayapp.core.types import (
     BoolArray,
     CallRecord,
+    ExpertArray,
     FloatArray,
     Fork,
     Int32Array,
@@ -80,6 +81,8 @@ class Episode:
     """As in `Trajectory`."""
     agent_output: str = ""
     """What an external agent's program wrote, cut."""
+    routed_experts: ExpertArray | None = None
+    """As in `Trajectory`."""
 
     @property
     def final_text(self) -> str:

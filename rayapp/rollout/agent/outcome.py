@@ -57,6 +57,7 @@ def to_trajectory(episode: Episode, reward: Reward, *, asked_version: int = 0) -
         turns=episode.turns,
         forks=episode.forks,
         agent_output=episode.agent_output,
+        routed_experts=episode.routed_experts,
         time_generate_s=sum(turn.queued_s + turn.generate_s for turn in episode.turns),
     )
     return with_reward(trajectory, reward)

@@ -12,7 +12,7 @@ from dataclasses import replace
 import numpy as np
 
 from rayapp.core.protocols import RolloutEngine
-from rayapp.core.types import CallRecord, Completion, RolloutStatus, SamplingParams, TurnRecord
+from rayapp.core.types import CallRecord, Completion, ExpertArray, RolloutStatus, SamplingParams, TurnRecord
 from rayapp.rollout.agent.episode import Episode, EpisodeEnd
 
 STATUS = {
@@ -35,6 +35,8 @@ class Transcript:
         self.num_prompt_tokens = len(self.ids)
         self.turns: list[TurnRecord] = []
         self._sampled: list[Completion] = []
+        self._experts: list[ExpertArray] = []
+        """Of the tokens from the first on, as far as a forward has read them."""
 
     @property
     def num_response_tokens(self) -> int:
@@ -56,8 +58,11 @@ class Transcript:
             EngineError: the engine can't generate.
         """
         started_at_s = time.time()
-        completion = await engine.generate(request_id, self.ids, sampling)
+        num_routed = sum(map(len, self._experts))
+        completion = await engine.generate(request_id, self.ids, replace(sampling, num_routed=num_routed))
         self._sampled.append(completion)
+        if completion.routed_experts is not None:
+            self._experts.append(completion.routed_experts)
         self.ids.extend(completion.token_ids.tolist())
         text = text_of(completion)
         self.turns.append(TurnRecord.of(completion, end=len(self.ids), text=text, started_at_s=started_at_s))
@@ -85,6 +90,7 @@ class Transcript:
         for turn, completion in zip(self.turns, self._sampled, strict=True):
             mask[turn.start : turn.end] = True
             log_probs[turn.start : turn.end] = completion.log_probs
+        experts = np.concatenate(self._experts) if self._experts else None
         return Episode(
             token_ids=np.array(self.ids, np.int32),
             response_mask=mask,
@@ -94,4 +100,10 @@ class Transcript:
             end=end,
             status=status,
             failure=failure,
+            routed_experts=None if experts is None else with_rows(experts, len(self.ids)),
         )
+
+
+def with_rows(experts: ExpertArray, size: int) -> ExpertArray:
+    """(N, layers, k) -> (size, layers, k), with 0 for the tokens that no forward has read."""
+    return np.pad(experts, ((0, size - len(experts)), (0, 0), (0, 0)))

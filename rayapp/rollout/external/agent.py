@@ -173,8 +173,8 @@ class ExternalAgent:
                 task=start.task,
                 messages=start.messages,
                 files={**self._files, **start.files},
-                folder=inside.FOLDER,
-                url=f"{inside.URL}/{session.id}",
+                folder=Path(),
+                url=f"/{session.id}",
                 api_key=session.key,
             )
             if self._settings.inside and start.entry is None:

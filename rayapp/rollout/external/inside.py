@@ -1,44 +1,38 @@
 """An agent's program in the trajectory's own sandbox: it reaches the policy, and nothing else.
 
-    sandbox: program -- TCP to 127.0.0.1:8000 of its own network namespace --> socket that the sandbox handed out
+    sandbox: program -- TCP to 127.0.0.1 --> the sandbox's loopback (`rayapp.sandbox.loopback`)
     this process:       the gateway accepts there, and lets into this trajectory's session alone
 
-No tunnel, no relay, no egress: there is one socket, made inside and served here (`sandbox/local/levels/loopback.py`).
+No tunnel, no port that is open to others, no egress.
 """
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
-from pathlib import Path
 
 from rayapp.config.agent import ExternalSection
-from rayapp.core.errors import SandboxConfigError, SandboxError
+from rayapp.core.errors import SandboxError
 from rayapp.core.protocols import Sandbox, SandboxSource
 from rayapp.core.types import ExecResult, SandboxSpec, StopCause
 from rayapp.rollout.external.call import AgentCall
 from rayapp.rollout.external.program import Playing
-from rayapp.sandbox.local.levels.loopback import PORT
+from rayapp.sandbox.loopback import Accept, loopback_of
 
-FOLDER = Path("/tmp")
-"""Of the program, in its sandbox."""
-URL = f"http://127.0.0.1:{PORT}"
 LEASE_TIMEOUT_S = 300.0
 _SPEC = SandboxSpec(memory_mib=2048, disk_mib=64, max_processes=64)
 """Of a trajectory whose task asks for none."""
 _MOST_OUTPUT_BYTES = 1 << 20
 _MAX_ANSWER_BYTES = 1 << 20
 _ENVIRONMENT = {
-    "HOME": str(FOLDER),
-    "TMPDIR": str(FOLDER),
     "PATH": "/usr/local/bin:/usr/bin:/bin",
     "LANG": "C.UTF-8",
     "NO_PROXY": "127.0.0.1",
     "no_proxy": "127.0.0.1",
 }
-Admit = Callable[[socket.socket], AbstractAsyncContextManager[None]]
+_IN_FOLDER = ("sh", "-c", 'cd "$0" && exec env "$@"')
+Admit = Callable[[Accept], AbstractAsyncContextManager[None]]
 
 
 async def play(
@@ -54,14 +48,14 @@ async def play(
 
     Args:
         spec: what the task asks for.
-        admit: lets the programs behind a listening socket into the trajectory's session, for the length of a block.
+        admit: lets whoever connects into the trajectory's session, for the length of a block.
     Raises:
         SandboxError: the sandbox failed, or there is none.
     """
-    environment = _ENVIRONMENT | call.environment | dict(settings.env)
-    spec = replace(spec or _SPEC, loopback=True, env=tuple(sorted(environment.items())))
+    spec = replace(spec or _SPEC, loopback=True)
     async with sandboxes.lease(spec, timeout_s=LEASE_TIMEOUT_S) as sandbox:
-        async with admit(_listener(sandbox)):
+        async with loopback_of(sandbox) as loopback, admit(loopback.accept):
+            call = replace(call, folder=loopback.folder, url=f"http://127.0.0.1:{loopback.port}{call.url}")
             done = await _run(sandbox, call, settings)
         playing.output.add(f"{done.stdout}{done.stderr}".encode())
         playing.ran_out = done.stopped_for is StopCause.TIMEOUT
@@ -69,23 +63,18 @@ async def play(
             why = done.stopped_for or done.exit_code
             playing.failure = f"the agent's program ended with {why}: {playing.output.last_line}"
         elif settings.answer_file:
-            playing.answer = await _answer(sandbox, settings.answer_file)
-
-
-def _listener(sandbox: Sandbox) -> socket.socket:
-    listener: socket.socket | None = getattr(sandbox, "listener", None)
-    if listener is None:
-        raise SandboxConfigError(
-            f"agent.external.inside: sandboxes of {sandbox.provider} have no way to the policy; local ones have"
-        )
-    return listener
+            playing.answer = await _answer(sandbox, str(call.folder / settings.answer_file))
 
 
 async def _run(sandbox: Sandbox, call: AgentCall, settings: ExternalSection) -> ExecResult:
     for name, text in call.content.items():
-        await sandbox.write_file(name, text.encode())
+        await sandbox.write_file(str(call.folder / name), text.encode())
+    here = {"HOME": str(call.folder), "TMPDIR": str(call.folder)}
+    environment = _ENVIRONMENT | here | call.environment | dict(settings.env)
+    assignments = [f"{name}={value}" for name, value in environment.items()]
     return await sandbox.run_command(
-        [call.filled_in(argument) for argument in settings.command],
+        # Not in the sandbox's spec: it would be another one for each trajectory, and none could be made ahead.
+        [*_IN_FOLDER, str(call.folder), *assignments, *(call.filled_in(argument) for argument in settings.command)],
         timeout_s=settings.timeout_s,
         max_output_bytes=_MOST_OUTPUT_BYTES,
     )

@@ -14,7 +14,6 @@ import asyncio
 import hmac
 import json
 import logging
-import socket
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, asynccontextmanager, contextmanager
@@ -32,6 +31,7 @@ from rayapp.rollout.gateway.openai_responses import OpenAIResponses
 from rayapp.rollout.gateway.reading import Dialect
 from rayapp.rollout.gateway.refusals import RefusedError
 from rayapp.rollout.gateway.session import Session, SessionLimits
+from rayapp.sandbox.loopback import Accept
 
 log = logging.getLogger(__name__)
 
@@ -184,23 +184,18 @@ class Gateway:
             self._over.append(session.id)
 
     @asynccontextmanager
-    async def admitting(self, session: Session, listener: socket.socket) -> AsyncIterator[None]:
-        """Serve this session alone, to whoever connects to this socket, until the block is left: a hostile program may.
-
-        Args:
-            listener: not blocking; it stays open.
-        """
+    async def admitting(self, session: Session, accept: Accept) -> AsyncIterator[None]:
+        """Serve this session alone, to whoever connects, until the block is left: a hostile program may."""
         runner = Listening(Api(self._door_of(session)).application("/{session}", max_body_bytes=4 << 20)).runner
         await runner.setup()
         assert runner.server is not None
-        with listener.dup() as own:  # the sandbox may end, and close its own, while this waits
-            accepting = asyncio.create_task(_accept(own, runner.server), name=f"accept {session.request_id}")
-            try:
-                yield
-            finally:
-                accepting.cancel()
-                await asyncio.gather(accepting, return_exceptions=True)
-                await runner.cleanup()
+        accepting = asyncio.create_task(_accept(accept, runner.server), name=f"accept {session.request_id}")
+        try:
+            yield
+        finally:
+            accepting.cancel()
+            await asyncio.gather(accepting, return_exceptions=True)
+            await runner.cleanup()
 
     def _door_of(self, session: Session) -> Door:
         @contextmanager
@@ -235,11 +230,11 @@ def check_key(request: web.Request, key: str, message: str) -> None:
         raise RefusedError("key", message)
 
 
-async def _accept(listener: socket.socket, server: web.Server) -> None:
+async def _accept(accept: Accept, server: web.Server) -> None:
     """No more than `_MOST_CONNECTIONS` at once; the kernel holds a few more, and refuses the others."""
     loop = asyncio.get_running_loop()
     while True:
-        connection, _ = await loop.sock_accept(listener)
+        connection = await accept()
         while len(server.connections) >= _MOST_CONNECTIONS:  # noqa: ASYNC110  (aiohttp does not tell when one ends)
             await asyncio.sleep(_FULL_WAIT_S)
         await loop.connect_accepted_socket(server, connection)

@@ -165,6 +165,7 @@ class Session:
             answer=answer,
             forks=tuple(tree.forks),
             agent_output=output,
+            routed_experts=tree.routed_experts,
         )
 
     def _messages(self, ask: Ask) -> tuple[Said, ...]:
@@ -287,6 +288,7 @@ class Session:
         if sampling.seed is not None:
             # The same prompt asked again is to be answered anew.
             sampling = replace(sampling, seed=seed_of_call(sampling.seed, number))
+        sampling = replace(sampling, num_routed=self.tree.num_routed(wanted.after))
         started_at_s = time.time()
         sampled = await self.engine.generate(f"{self.request_id}/turn={number}", wanted.prompt_ids, sampling)
         self._check_open()

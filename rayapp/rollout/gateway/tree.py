@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rayapp.core.forks import path_to
-from rayapp.core.types import BoolArray, Completion, FloatArray, Fork, Int32Array, TurnRecord, VersionSpan
+from rayapp.core.types import BoolArray, Completion, ExpertArray, FloatArray, Fork, Int32Array, TurnRecord, VersionSpan
 
 
 class TokenTree:
@@ -34,6 +34,9 @@ class TokenTree:
         self._ids = np.empty(1024, np.int32)
         self._log_probs = np.empty(1024, np.float32)
         self._is_sampled = np.empty(1024, np.bool_)
+        self._is_routed = np.empty(1024, np.bool_)
+        self._experts: list[tuple[NDArray[np.int64], ExpertArray]] = []
+        """Of the tokens at these indices. Each token is in one of them: the first turn that computed it."""
         self._starts = [0]
         self._children: dict[int, list[int]] = defaultdict(list)
         """By the index that they go on from: where forks start."""
@@ -52,6 +55,21 @@ class TokenTree:
     def log_probs(self) -> FloatArray:
         """(size,) the engine's where a token was sampled, 0 elsewhere."""
         return self._log_probs[: self.size].copy()
+
+    @property
+    def routed_experts(self) -> ExpertArray | None:
+        """(size, layers, k) as in `Trajectory`."""
+        if not self._experts:
+            return None
+        first = self._experts[0][1]
+        experts = np.zeros((self.size, *first.shape[1:]), first.dtype)
+        for indices, chosen in self._experts:
+            experts[indices] = chosen
+        return experts
+
+    def num_routed(self, last: int) -> int:
+        """Tokens up to the one at `last` whose experts are known: the first so many."""
+        return int(self._is_routed[path_to(last, self.forks)].sum())
 
     def context(self, last: int) -> list[int]:
         """The tokens up to the one at `last`, as an engine reads them; none for -1."""
@@ -79,8 +97,18 @@ class TokenTree:
         after, num_known = self._known(after, ids)
         prompt_end = self._append(after, ids[num_known:], sampled=False)
         last = self._append(prompt_end, completion.token_ids, completion.log_probs, sampled=True)
+        self._note_experts(path_to(last, self.forks), completion)
         self.turns.append(TurnRecord.of(completion, end=self.size, text=text, started_at_s=started_at_s))
         return prompt_end, last
+
+    def _note_experts(self, path: NDArray[np.int64], completion: Completion) -> None:
+        if completion.routed_experts is None:
+            return
+        # All up to the last token but one; turns that were sampled meanwhile may know some of these, too.
+        indices = path[path.size - 1 - len(completion.routed_experts) : -1]
+        is_new = ~self._is_routed[indices]
+        self._experts.append((indices[is_new], completion.routed_experts[is_new]))
+        self._is_routed[indices] = True
 
     def _known(self, after: int, ids: Int32Array) -> tuple[int, int]:
         """How far the tokens are there already: index of the last that is, and their number."""
@@ -117,9 +145,11 @@ class TokenTree:
         self._ids = _room_for(self._ids, self.size)
         self._log_probs = _room_for(self._log_probs, self.size)
         self._is_sampled = _room_for(self._is_sampled, self.size)
+        self._is_routed = _room_for(self._is_routed, self.size)
         self._ids[start : self.size] = ids
         self._log_probs[start : self.size] = log_probs
         self._is_sampled[start : self.size] = sampled
+        self._is_routed[start : self.size] = False
         return self.size - 1
 
 
@@ -132,8 +162,10 @@ def cut_completion(completion: Completion, num_tokens: int) -> Completion:
         if left > 0:
             spans.append(replace(span, num_tokens=min(span.num_tokens, left)))
         left -= span.num_tokens
+    experts, num_cut = completion.routed_experts, completion.token_ids.size - num_tokens
     return replace(
         completion,
+        routed_experts=None if experts is None else experts[: len(experts) - num_cut],
         token_ids=completion.token_ids[:num_tokens],
         log_probs=completion.log_probs[:num_tokens],
         finish_reason="length",

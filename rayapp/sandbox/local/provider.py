@@ -80,6 +80,12 @@ class LocalProvider:
             ) from None
         finally:
             self._num_starting -= 1
+        if spec.own_root and not slot.level.startswith("ns"):
+            slot.close()
+            raise SandboxConfigError(
+                f"this node's sandboxes ({slot.level}) have no root folder of their own, and scripts of Harbor's need "
+                "/tests and /logs there: allow user namespaces, or use a remote provider"
+            )
         sandbox = LocalSandbox(f"local-{uuid.uuid4().hex}", slot, spec, self._ended)
         self._living[sandbox.id] = (sandbox, kind, dict(labels))
         await sandbox.extend(ttl_s)

@@ -7,13 +7,17 @@ import errno
 import marshal
 import math
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
-from rayapp.core.errors import SandboxDeadlineError, SandboxError, SandboxGoneError
+from rayapp.core.errors import SandboxConfigError, SandboxDeadlineError, SandboxError, SandboxGoneError
 from rayapp.core.types import CallReport, ExecResult, SandboxSpec
 from rayapp.sandbox.local.levels.limits import MIB, Limits
+from rayapp.sandbox.local.levels.loopback import PORT
 from rayapp.sandbox.local.slot import Slot
+from rayapp.sandbox.loopback import Loopback
 from rayapp.sandbox.verdict.codec import encode_inputs, off_the_loop
 from rayapp.sandbox.verdict.results import (
     Answer,
@@ -53,10 +57,17 @@ class LocalSandbox:
         """Level that keeps the code in."""
         return self._slot.level
 
-    @property
-    def listener(self) -> socket.socket | None:
-        """Accepts what programs in it connect to at 127.0.0.1 and `loopback.PORT`, where its spec asked for that."""
-        return self._slot.listener
+    @asynccontextmanager
+    async def loopback(self) -> AsyncIterator[Loopback]:
+        """See `rayapp.sandbox.loopback`. Raises SandboxConfigError: its spec did not ask for one."""
+        if self._slot.listener is None:
+            raise SandboxConfigError(f"sandbox {self._id} has no loopback: its spec did not ask for one")
+        with self._slot.listener.dup() as listener:  # the sandbox may end, and close its own, while this waits
+
+            async def accept() -> socket.socket:
+                return (await asyncio.get_running_loop().sock_accept(listener))[0]
+
+            yield Loopback(port=PORT, folder=Path("/tmp"), accept=accept)
 
     @property
     def slot(self) -> Slot:

@@ -7,9 +7,9 @@ sandbox's fate for the pool, and in every result the providers that should have 
 from __future__ import annotations
 
 import asyncio
-import socket
 import time
 from collections.abc import Callable, Coroutine, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
 from typing import TypeVar
 
@@ -17,6 +17,7 @@ from rayapp.core.errors import SandboxDeadlineError, SandboxError, SandboxGoneEr
 from rayapp.core.protocols import Sandbox
 from rayapp.core.types import CallReport, ExecResult
 from rayapp.sandbox.leases import Fate
+from rayapp.sandbox.loopback import Loopback, loopback_of
 
 T = TypeVar("T")
 MARGIN_S = 65.0
@@ -51,10 +52,10 @@ class LeasedSandbox:
     def provider(self) -> str:
         return self._inner.provider
 
-    @property
-    def listener(self) -> socket.socket | None:
-        """See `LocalSandbox`; None where the provider has no such thing."""
-        return getattr(self._inner, "listener", None)
+    def loopback(self) -> AbstractAsyncContextManager[Loopback]:
+        """See `rayapp.sandbox.loopback`. Raises SandboxConfigError: this provider's sandboxes have none."""
+        self.fate = Fate.DIRTY  # a relay is left in it
+        return loopback_of(self._inner)
 
     async def run_code(
         self, code: str, *, timeout_s: float, stdin: str = "", stateful: bool = False, max_output_bytes: int = 65536

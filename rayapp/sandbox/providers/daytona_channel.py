@@ -12,7 +12,7 @@ import importlib
 import math
 import uuid
 import warnings
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from functools import cache
 from importlib.util import find_spec
 from types import ModuleType
@@ -27,6 +27,7 @@ from rayapp.core.errors import (
 )
 from rayapp.core.types import ExecResult
 from rayapp.sandbox.providers.errors import DAYTONA, error_of, retry_after_s
+from rayapp.sandbox.providers.relay import Hear, Say
 from rayapp.sandbox.providers.session import Sink, run_session
 from rayapp.sandbox.verdict.program import shell_command, shell_command_of_file
 
@@ -82,6 +83,23 @@ class DaytonaChannel:
             return await self.alive(timeout_s=10.0)
 
         return await run_session("daytona", code, run, alive, timeout_s=timeout_s, max_output_bytes=max_output_bytes)
+
+    async def converse(self, program: str, hear: Hear, started: Callable[[Say], None]) -> None:
+        """See `rayapp.sandbox.providers.relay.Converse`."""
+        process, session = (await self._sandbox()).process, f"rayapp-{uuid.uuid4().hex}"
+        await self._guard(process.create_session(session), "create_session")
+        # In a shell of its own, since the session's goes on; and what is said does not come back as if it were printed.
+        command = sdk().SessionExecuteRequest(
+            command=f"({shell_command(program)})", run_async=True, suppress_input_echo=True
+        )
+        ran = await self._guard(process.execute_session_command(session, command), "execute_session_command")
+
+        async def say(text: str) -> None:
+            await self._guard(process.send_session_command_input(session, ran.cmd_id, text), "say to a relay")
+
+        started(say)
+        logs = process.get_session_command_logs_async(session, ran.cmd_id, hear, lambda text: None)
+        await self._guard(logs, "listen to a relay")
 
     async def write_file(self, path: str, data: bytes, *, timeout_s: float) -> None:
         sandbox = await self._sandbox()

@@ -25,6 +25,7 @@ from rayapp.core.errors import (
 )
 from rayapp.core.types import ExecResult
 from rayapp.sandbox.leases import Connection
+from rayapp.sandbox.providers.relay import Hear, Say
 from rayapp.sandbox.providers.session import Sink, run_session
 from rayapp.sandbox.verdict.program import shell_command, shell_command_of_file
 
@@ -120,6 +121,24 @@ class E2BChannel:
             return await self.alive(timeout_s=_PROBE_TIMEOUT_S)
 
         return await run_session("e2b", code, run, alive, timeout_s=timeout_s, max_output_bytes=max_output_bytes)
+
+    async def converse(self, program: str, hear: Hear, started: Callable[[Say], None]) -> None:
+        """See `rayapp.sandbox.providers.relay.Converse`."""
+        run = self._sandbox.commands.run(
+            shell_command(program), background=True, stdin=True, on_stdout=hear, timeout=0, retain_output=False
+        )
+        handle = await self._guard(run, "start a relay")
+
+        async def say(text: str) -> None:
+            await self._guard(handle.send_stdin(text), "say to a relay")
+
+        started(say)
+        try:
+            await self._guard(handle.wait(), "listen to a relay")
+        except e2b.CommandExitException:
+            return
+        finally:
+            await handle.disconnect()
 
     async def write_file(self, path: str, data: bytes, *, timeout_s: float) -> None:
         try:

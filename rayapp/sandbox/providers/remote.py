@@ -10,11 +10,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Coroutine, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
 from typing import Protocol, TypeVar
 
-from rayapp.core.errors import SandboxDeadlineError, SandboxGoneError, SandboxProtocolError
+from rayapp.core.errors import SandboxConfigError, SandboxDeadlineError, SandboxGoneError, SandboxProtocolError
 from rayapp.core.types import CallReport, ExecResult, SandboxSpec
 from rayapp.sandbox.leases import Connection
+from rayapp.sandbox.loopback import Loopback
+from rayapp.sandbox.providers.relay import Converse, relayed
 from rayapp.sandbox.verdict import program, results
 from rayapp.sandbox.verdict.codec import encode_inputs, off_the_loop
 from rayapp.sandbox.verdict.watcher import MAX_FRAME_BYTES
@@ -102,6 +105,13 @@ class RemoteSandbox:
         if not argv or not all(type(part) is str for part in argv):
             raise TypeError(f"a command is one text or more, not {argv!r}")
         return await self._run_job({"kind": "command", "argv": list(argv), "stdin": stdin}, timeout_s, max_output_bytes)
+
+    def loopback(self) -> AbstractAsyncContextManager[Loopback]:
+        """See `rayapp.sandbox.loopback`."""
+        converse: Converse | None = getattr(self._channel, "converse", None)
+        if converse is None:
+            raise SandboxConfigError(f"sandboxes of {self._provider} run no program that can be talked with")
+        return relayed(converse, timeout_s=self._margin_s)
 
     async def write_file(self, path: str, data: bytes, *, timeout_s: float = 10.0) -> None:
         await self._in_time(self._channel.write_file(path, data, timeout_s=timeout_s), timeout_s)

@@ -150,7 +150,14 @@ FAMILIES: Mapping[str, Family] = {
     "nemotron_h": Family(
         needs=("experts", "borders"),
         parsers=("qwen3_coder",),
-        tiny={"layers_block_type": ["mamba", "attention"], "mamba_num_heads": 8, "mamba_head_dim": 32, "n_groups": 1},
+        tiny=_LATENT
+        | {
+            "layers_block_type": ["mamba", "attention", "moe"],
+            "mamba_num_heads": 8,
+            "mamba_head_dim": 32,
+            "n_groups": 1,
+        }
+        | {"num_key_value_heads": 2, "head_dim": 32, "moe_shared_expert_intermediate_size": 64},
     ),
     "cohere": Family(needs=("logit scale",), parsers=("cohere_command3",), tiny={"logit_scale": 0.25}),
     "cohere2": Family(

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from rayapp.core.errors import SandboxConfigError, SandboxError, one_error
+from rayapp.core.errors import SandboxConfigError, SandboxError, UnusableWorkError, one_error
 from rayapp.core.protocols import SandboxSource
 from rayapp.core.types import Reward
 from rayapp.tasks.audit.hunt import places_of, texts_in_sandbox
@@ -76,6 +76,7 @@ class Auditor:
             SandboxConfigError: no sandbox can ever be had.
             InputError: the task can't be scored at all.
         """
+        await self._solve()
         subject = self.subject
         nothing = await self._nothing()
         solution = await self._solution()
@@ -94,6 +95,16 @@ class Auditor:
             findings=tuple(self._findings),
             notes=dict(subject.notes),
         )
+
+    async def _solve(self) -> None:
+        if self.subject.solve is None:
+            return
+        try:
+            self.subject = replace(self.subject, solution=await self.subject.solve(self.sandboxes))
+        except SandboxConfigError:
+            raise
+        except (SandboxError, UnusableWorkError) as error:
+            self._found("verdict", f"its solution could not be made: {type(error).__name__}: {error}")
 
     def _found(self, check: Check, detail: str) -> None:
         self._findings.append(Finding(task=self.subject.name, check=check, detail=detail))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 
 from rayapp.core.protocols import SandboxSource
@@ -37,9 +37,10 @@ def repository_subject(task: RepositoryTask) -> Subject:
         name=task.name,
         kind="repository",
         prompt=folder.instruction,
-        tests_key="\n".join(test.original for test in folder.tests),
+        tests_key="\n".join(_tests(task)),
         score=score_of(task),
-        solution=task.solution,
+        solution=None,
+        solve=task.solve if folder.solution else None,
         nothing=(*PROSE, Answer(name="nothing changed", text=as_answer({}))),
         trivial=tuple(_trivial(task)),
         cheats=tuple(_cheats(task)),
@@ -54,12 +55,22 @@ def repository_subject(task: RepositoryTask) -> Subject:
 
 async def _run_tests(task: RepositoryTask, answer: str, sandboxes: SandboxSource, seed: int) -> tuple[TestRun, ...]:
     repository = task.with_changes(read_answer(answer) or {})
-    async with sandboxes.lease(task.spec, timeout_s=LEASE_TIMEOUT_S) as sandbox:
+    async with sandboxes.lease(task.verdict_spec, timeout_s=LEASE_TIMEOUT_S) as sandbox:
+        if task.folder.script is not None:
+            reward, seconds = await task.judge_by_script(repository, sandbox)
+            problem = "" if reward.value >= 1.0 else reward.detail or f"it earns {reward.value:g}"
+            return (TestRun(name="tests/test.sh", problem=problem, seconds=seconds),)
         outcomes = await run_tests(sandbox, repository, task.folder.tests, timeout_s=task.folder.timeout_s)
     return tuple(
         TestRun(name=test.name, problem=outcome.problem, seconds=outcome.seconds)
         for test, outcome in zip(task.folder.tests, outcomes, strict=True)
     )
+
+
+def _tests(task: RepositoryTask) -> Sequence[str]:
+    script = task.folder.script
+    found = script.files.values() if script else ()
+    return [data.decode(errors="replace") for data in found] or [test.original for test in task.folder.tests]
 
 
 def _modules(task: RepositoryTask) -> dict[str, str]:
@@ -93,6 +104,6 @@ def _cheats(task: RepositoryTask) -> Iterator[Answer]:
 def _secrets(task: RepositoryTask) -> Iterator[str]:
     """Lines of the solution and of the hidden tests that the repository does not show anyway."""
     shown = "\n".join(task.folder.repository.values())
-    oracle = [*task.folder.solution.values(), *(test.original for test in task.folder.tests)]
+    oracle = [*task.folder.solution.values(), *_tests(task)]
     lines = {line.strip() for text in oracle for line in text.splitlines()}
     yield from sorted(line for line in lines if len(line) >= _MIN_SECRET_CHARS and line not in shown)

@@ -68,6 +68,8 @@ class Subject:
     """No-op and empty answers: none may earn more than 0."""
     trivial: tuple[Answer, ...] = ()
     """Answers that anybody would guess, as `return xs`."""
+    solve: Callable[[SandboxSource], Awaitable[str | None]] | None = None
+    """Makes that answer, where it has to be made in a sandbox."""
     cheats: tuple[Answer, ...] = ()
     """Answers that try to be paid for nothing."""
     score_cheat: Score | None = None

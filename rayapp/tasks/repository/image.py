@@ -31,6 +31,11 @@ def why_an_image(dockerfile: str) -> str:
     return ""
 
 
+def workdir_of(dockerfile: str) -> str:
+    """The last WORKDIR; empty where there is none."""
+    return next((words[-1] for _, words in reversed(_instructions(dockerfile)) if words[0].upper() == "WORKDIR"), "")
+
+
 def _of_base(image: str) -> str:
     if (found := _PYTHON.fullmatch(image)) is not None:
         have = f"{sys.version_info.major}.{sys.version_info.minor}"

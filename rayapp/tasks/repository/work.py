@@ -25,7 +25,7 @@ import hashlib, json, os, sys
 known, most = json.loads(sys.stdin.read())
 files, size, problem = {}, 0, ''
 for folder, folders, names in os.walk('.'):
-    folders[:] = sorted(name for name in folders if name not in ('.git', '__pycache__', '.pytest_cache'))
+    folders[:] = sorted(name for name in folders if name not in ('.git', '__pycache__', '.pytest_cache', '.harbor'))
     for name in sorted(names):
         path = os.path.join(folder, name)[2:]
         if os.path.islink(path) or not os.path.isfile(path) or name.endswith('.pyc'):

@@ -63,6 +63,15 @@ class Box:
         self.processes.add(process)
         return process
 
+    async def feed(self, pid: int, data: bytes) -> bool:
+        """Write to a program's standard input. False if there is none that takes it."""
+        stdin = next((process.stdin for process in self.processes if process.pid == pid), None)
+        if stdin is None or stdin.is_closing():
+            return False
+        stdin.write(data)
+        await stdin.drain()
+        return True
+
     def stop(self, process: Process) -> None:
         """End a program, its group, and what it started in sessions of their own: a machine would end with them."""
         self.processes.discard(process)

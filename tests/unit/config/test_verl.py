@@ -330,6 +330,12 @@ def test_adapters_come_over(seed_yaml: Path) -> None:
     assert (config.learner.lora.rank, config.learner.lora.alpha) == (8, 16)  # 16 is verl's default
 
 
+def test_router_replay_comes_over(seed_yaml: Path) -> None:
+    replayed = imported(seed_yaml, "actor_rollout_ref.rollout.enable_rollout_routing_replay=True")
+    assert replayed.config.learner.router_replay
+    assert not imported(seed_yaml).config.learner.router_replay
+
+
 def test_a_key_of_ours_can_be_set_beside_verls(seed_yaml: Path) -> None:
     assert imported(seed_yaml, "rayapp.run.seed=7").config.run.seed == 7
 

@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
 from transformers import CONFIG_MAPPING, AutoModelForImageTextToText
 
+from rayapp.core.errors import InputError, LearnerError
+from rayapp.core.types import ExpertArray, Group, Int32Array
 from rayapp.learner.families import trial
 from rayapp.learner.families.check import VOCABULARY, plain_model, subject_of
 from rayapp.learner.families.mixers import mixers_of
+from rayapp.learner.families.router_replay import EXPERTS, RouterReplay, check_replay
+from rayapp.learner.family import _small_model, check_family
 from rayapp.learner.state.export import export_hf, sent_weights, weight_shapes
 from rayapp.storage.models.families import FAMILIES, TINY
 
@@ -90,3 +98,182 @@ def test_the_final_model_of_one_that_reads_pictures_reloads_with_its_tower_or_as
     assert torch.equal(expected, found)
     has_tower = any("vision" in key or "visual" in key for key in load_file(final / "model.safetensors"))
     assert has_tower == (final / "preprocessor_config.json").exists() == (name not in WITHOUT_TOWER)
+
+
+NUM_EXPERTS, CHOSEN = 4, 2
+Chosen = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+def with_experts(groups: list[Group], experts_of: Callable[[int, Int32Array], ExpertArray]) -> list[Group]:
+    """The groups with the experts that `experts_of(row, token_ids)` gives each trajectory."""
+    return [
+        replace(
+            group,
+            trajectories=tuple(
+                replace(t, routed_experts=experts_of(row, t.token_ids)) for row, t in enumerate(group.trajectories)
+            ),
+        )
+        for group in groups
+    ]
+
+
+def some_experts(num_layers: int) -> Callable[[int, Int32Array], ExpertArray]:
+    """Other experts for each token, that follow from it and those before it; and in row 1 from the row, too."""
+
+    def experts_of(row: int, token_ids: Int32Array) -> ExpertArray:
+        drawn = []
+        for position in range(token_ids.size):
+            seed = [*token_ids[: position + 1].tolist(), *([7] if row == 1 and position > 2 else [])]
+            rng = np.random.default_rng(seed)
+            drawn.append([rng.permutation(NUM_EXPERTS)[:CHOSEN] for _ in range(num_layers)])
+        return np.array(drawn, np.uint8)
+
+    return experts_of
+
+
+def softmax_of_all(logits: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
+    return logits.softmax(-1).gather(1, experts)
+
+
+def softmax_of_chosen(logits: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
+    return logits.gather(1, experts).softmax(-1)
+
+
+def sigmoid_of_each(logits: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
+    weights = logits.sigmoid().gather(1, experts)
+    return weights / weights.sum(1, keepdim=True)
+
+
+ROUTED: dict[str, Chosen] = {
+    "qwen3_moe": softmax_of_all,
+    "olmoe": softmax_of_all,
+    "mixtral": softmax_of_chosen,
+    "gpt_oss": softmax_of_chosen,
+    "glm4_moe": sigmoid_of_each,
+}
+"""What each chosen expert weighs, written down from the models' papers."""
+
+
+def force(causal_lm: Any, groups: list[Group], weights_of: Chosen) -> None:
+    """Make plain transformers' routers take the trajectories' experts, for padded rows of them."""
+    rows = [t.routed_experts for group in groups for t in group.trajectories]
+    width = max(len(row) for row in rows)
+    padded = np.stack([np.pad(row, ((0, width - len(row)), (0, 0), (0, 0))) for row in rows]).astype(np.int64)
+    scale = getattr(causal_lm.config, "routed_scaling_factor", 1.0)
+
+    for number, layer in enumerate(causal_lm.model.layers):
+        experts = torch.from_numpy(padded[:, :, number].reshape(-1, CHOSEN))
+        block = layer.mlp
+        router = getattr(block, "gate", None) or getattr(block, "router", None)
+        if router is None:
+            continue
+
+        def forward(
+            hidden: torch.Tensor, router: Any = router, experts: torch.Tensor = experts
+        ) -> tuple[torch.Tensor, ...]:
+            logits = torch.nn.functional.linear(hidden, router.weight, getattr(router, "bias", None))
+            return logits, weights_of(logits, experts), experts
+
+        if hasattr(block, "route_tokens_to_experts"):
+            block.route_tokens_to_experts = lambda logits, experts=experts: (
+                experts,
+                scale * weights_of(logits, experts),
+            )
+        else:
+            router.forward = forward
+
+
+@pytest.mark.parametrize("name", sorted(ROUTED))
+def test_a_router_takes_the_experts_that_the_server_chose_and_weighs_them_itself(name: str, tmp_path: Path) -> None:
+    subject = subject_of(name)
+    trial.save_tiny(subject.architecture, tmp_path)
+    groups = with_experts(trial.trial_groups(VOCABULARY), some_experts(subject.architecture.num_hidden_layers))
+    plain = plain_model(tmp_path, 64)
+    force(plain, groups, ROUTED[name])
+    expected = trial.plain_scores(plain, groups)
+    for changes in ({}, {"share_prefixes": False, "activation_checkpointing": True}):
+        with trial.learner_of(trial.trial_config(tmp_path, router_replay=True, **changes)) as learner:
+            found = trial.learner_scores(learner, groups)
+        assert trial.log_prob_error(found, expected) < trial.MAX_LOG_PROB_ERROR
+        assert trial.gradient_error(found, expected) < subject.max_gradient_error
+    with trial.learner_of(trial.trial_config(tmp_path)) as learner:
+        own = trial.learner_scores(learner, groups)
+    assert trial.log_prob_error(own, expected) > 100 * trial.MAX_LOG_PROB_ERROR
+
+
+NOT_REPLAYED = {"phimoe"}
+
+
+@pytest.mark.parametrize("name", sorted(name for name in TRAINED if "experts" in FAMILIES[name].needs))
+def test_experts_that_the_learner_would_have_chosen_change_no_bit(name: str, tmp_path: Path) -> None:
+    subject = subject_of(name)
+    trial.save_tiny(subject.architecture, tmp_path)
+    config, groups = trial.trial_config(tmp_path, router_replay=True), trial.trial_groups(VOCABULARY)
+    if name in NOT_REPLAYED:
+        with pytest.raises(InputError, match="model_type 'phimoe' chooses its experts by other means"):
+            check_family(subject.architecture, config)
+        return
+    check_family(subject.architecture, config)
+    plain = plain_model(tmp_path, config.max_model_tokens)
+    groups = with_experts(groups, own_experts(plain))
+    with trial.learner_of(trial.trial_config(tmp_path)) as learner:
+        without = trial.learner_scores(learner, groups)
+    with trial.learner_of(config) as learner:
+        found = trial.learner_scores(learner, groups)
+        assert learner.model.replay is not None
+        alike, taken = learner.model.replay.take_agreement()
+    assert alike == taken > 0
+    assert all(np.array_equal(*pair) for pair in zip(found.log_probs, without.log_probs, strict=True))
+    assert all(torch.equal(gradient, without.gradients[key]) for key, gradient in found.gradients.items())
+
+
+def own_experts(causal_lm: Any) -> Callable[[int, Int32Array], ExpertArray]:
+    """The experts that a plain model chooses."""
+    replay, chosen = RouterReplay(causal_lm), dict[int, torch.Tensor]()
+
+    def note(number: int, scores: torch.Tensor, own: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        chosen[number] = own
+        return scores.gather(1, own), own
+
+    for layer in replay.routed:
+        layer.chosen = partial(note, layer.number)  # type: ignore[method-assign]
+
+    def experts_of(_: int, token_ids: Int32Array) -> ExpertArray:
+        nothing = torch.full((token_ids.size, replay.num_layers, CHOSEN), -1)
+        with torch.no_grad():
+            causal_lm.get_decoder()(
+                torch.from_numpy(token_ids.astype(np.int64))[None], use_cache=False, **{EXPERTS: nothing}
+            )
+        for number, own in chosen.items():
+            nothing[:, number] = own
+        return np.maximum(nothing.numpy(), 0).astype(np.uint8)
+
+    return experts_of
+
+
+def test_experts_of_another_model_are_refused(tmp_path: Path) -> None:
+    trial.save_tiny(subject_of("qwen3_moe").architecture, tmp_path)
+    groups, config = trial.trial_groups(VOCABULARY), trial.trial_config(tmp_path, router_replay=True)
+    with trial.learner_of(config) as learner:
+        with pytest.raises(LearnerError, match=r"shape \(.*\) and numbers up to 3, but the learner has 2 layers of 4"):
+            trial.learner_scores(learner, with_experts(groups, some_experts(3)))
+        unrecorded = with_experts(groups, lambda _, ids: np.zeros((ids.size, 2, CHOSEN), np.uint8))
+        with pytest.raises(LearnerError, match="recorded no experts for token 0 in layer 0, which has a router"):
+            trial.learner_scores(learner, unrecorded)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "message"),
+    [
+        ("llama", {}, "is no mixture of experts"),
+        ("deepseek_v2", {"topk_method": "group_limited_greedy"}, "gives experts outside of the best groups no weight"),
+    ],
+)
+def test_a_model_whose_routers_can_not_be_told_is_refused_before_the_run(
+    name: str, changes: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    architecture = subject_of(name).architecture
+    for key, value in changes.items():
+        setattr(architecture, key, value)
+    with pytest.raises(InputError, match=f"learner.router_replay: model_type '{name}' {message}"):
+        check_replay(_small_model(architecture))

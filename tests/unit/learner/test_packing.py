@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -206,6 +207,44 @@ def test_a_split_keeps_the_budget_and_loses_no_token(
         slack = 3 * len(batch.items) if share else 0
         assert batch.packing.num_tokens <= max_tokens + slack
     assert sum(batch.num_trained_tokens for batch in batches) == sum(len(rest) for _, rest in completions)
+
+
+@settings(max_examples=200, deadline=None)
+@given(completions=completions, max_tokens=st.integers(12, 60), share=st.booleans(), kinds=st.lists(st.integers(-1, 1)))
+def test_every_packed_token_has_the_experts_of_its_trajectory(
+    completions: list[tuple[int, list[int]]], max_tokens: int, share: bool, kinds: list[int]
+) -> None:
+    """Kind -1: a trajectory that nobody routed; kind 1: one that went elsewhere from one of its tokens on."""
+    items = [item(row, group, [7, 8, 9, 5], rest) for row, (group, rest) in enumerate(completions)]
+    for row, kind in enumerate(kinds[: len(items)]):
+        tokens = items[row].trajectory.token_ids
+        experts = np.stack([tokens, tokens + kind * (np.arange(tokens.size) >= row)], axis=1)[:, :, None]
+        chosen = None if kind < 0 else np.repeat(experts, 3, axis=2).astype(np.uint8)
+        items[row] = replace(items[row], trajectory=replace(items[row].trajectory, routed_experts=chosen))
+    for batch in split(items, max_tokens=max_tokens, share_prefixes=share):
+        assert batch.packing.num_tokens <= max_tokens + (3 * len(batch.items) if share else 0)
+        assert [s.end - s.start > 0 for s in batch.packing.segments].count(False) == 0
+        if all(own.trajectory.routed_experts is None for own in batch.items):
+            assert batch.routed_experts is None
+            continue
+        assert batch.routed_experts is not None
+        assert batch.routed_experts.shape == (batch.packing.num_tokens, 2, 3)
+        for own, path in zip(batch.items, batch.packing.paths, strict=True):
+            np.testing.assert_array_equal(batch.packing.token_ids[path], own.trajectory.token_ids[:-1])
+            chosen = own.trajectory.routed_experts
+            np.testing.assert_array_equal(batch.routed_experts[path], -1 if chosen is None else chosen[:-1])
+
+
+def test_a_prompt_is_shared_as_far_as_it_went_to_the_same_experts() -> None:
+    items = [item(row, 0, [7, 8, 9, 5, 6, 7, 8, 9], [1 + row, 2]) for row in range(3)]
+    experts = [np.zeros((10, 2, 2), np.uint8) + np.arange(2, dtype=np.uint8) for _ in items]
+    experts[2][4:, 1, 0] = 3
+    items = [
+        replace(own, trajectory=replace(own.trajectory, routed_experts=chosen))
+        for own, chosen in zip(items, experts, strict=True)
+    ]
+    # 8 of the prompt and one of each response for two of them; the third shares the first four, and computes 4 and 1.
+    assert make_micro_batch(items, share_prefixes=True).packing.num_tokens == 8 + 2 + 5
 
 
 def test_completions_that_are_all_equal_share_one_micro_batch() -> None:

@@ -22,7 +22,7 @@ from rayapp.core.errors import (
     SandboxGoneError,
     ToolUnavailableError,
 )
-from rayapp.core.types import RolloutStatus, SamplingParams
+from rayapp.core.types import Completion, RolloutStatus, SamplingParams
 from rayapp.rollout.agent.chat import ChatFormat, load_template
 from rayapp.rollout.agent.episode import AgentLimits, AgentPrompt, Episode, EpisodeEnd
 from rayapp.rollout.agent.loop import AgentLoop
@@ -185,6 +185,29 @@ async def test_log_probs_are_the_engines_on_sampled_tokens_and_zero_elsewhere(be
     expected = np.concatenate([-0.5 - np.arange(turn.end - turn.start) / 1000 for turn in episode.turns])
     assert np.allclose(episode.rollout_log_probs[episode.response_mask], expected)
     assert not episode.rollout_log_probs[~episode.response_mask].any()
+
+
+async def test_the_experts_of_each_token_are_those_of_the_turn_that_computed_it(bench: Bench) -> None:
+    said = iter((call("echo", text="x"), "ok"))
+    scripted = bench.engine(lambda request_id, prompt_ids: next(said))
+
+    class Routing:
+        """Chooses the number of the turn."""
+
+        async def generate(self, request_id: str, prompt_ids: Sequence[int], sampling: SamplingParams) -> Completion:
+            completion = await scripted.generate(request_id, prompt_ids, sampling)
+            size = len(prompt_ids) - sampling.num_routed + completion.token_ids.size - 1
+            return replace(completion, routed_experts=np.full((size, 1, 2), len(scripted.requests), np.uint8))
+
+    sampling = SamplingParams(max_tokens=400_000)
+    episode = await bench.loop.run(bench.prompt, engine=Routing(), sampling=sampling, request_id="t")
+
+    first = episode.turns[0].end
+    assert [asked.num_routed for _, _, asked in scripted.requests] == [0, first - 1]
+    assert episode.routed_experts is not None
+    assert episode.routed_experts.shape == (episode.token_ids.size, 1, 2)
+    rest = episode.token_ids.size - first
+    assert episode.routed_experts[:, 0, 0].tolist() == [1] * (first - 1) + [2] * rest + [0]
 
 
 async def test_calls_of_one_turn_run_side_by_side(chat_tokenizer: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import importlib
 import sys
 import textwrap
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
@@ -36,6 +37,7 @@ from rayapp.tasks.coding import CodingTask
 from rayapp.tasks.data.data_row import DataRow
 from rayapp.testing.engine import ScriptedEngine
 from rayapp.testing.hermes import HermesParser
+from rayapp.testing.stubs.server import StubServer
 
 ASKS = textwrap.dedent(
     """
@@ -409,9 +411,9 @@ def test_arguments_are_filled_in_once() -> None:
         (
             {
                 "agent": {"task_agent": "external_agent", "external": {"command": ["a"], "inside": True}},
-                "sandbox": {"providers": [{"type": "e2b"}]},
+                "sandbox": {"providers": [{"type": "fake"}]},
             },
-            "sandboxes of e2b have no way to the policy yet; only local ones have",
+            "sandboxes of fake have no way to the policy; those of local, e2b and daytona have",
         ),
         (
             {"agent": {"task_agent": "external_agent", "external": {"command": ["a"], "inside": True}}},
@@ -483,12 +485,14 @@ INSIDE = textwrap.dedent(
 
 
 @asynccontextmanager
-async def inside(bench: Bench, text: str, **external: Any) -> AsyncIterator[tuple[ExternalAgent, Any]]:
-    """An agent whose program runs in the local provider's sandboxes, and these."""
+async def inside(
+    bench: Bench, text: str, *, config: SandboxConfig | None = None, **external: Any
+) -> AsyncIterator[tuple[ExternalAgent, Any]]:
+    """An agent whose program runs in sandboxes, the local provider's if no other is named, and these."""
     given = {"command": ["python3", "agent.py", "{prompt}"], "timeout_s": 60.0, **external}
     files = {"agent.py": INSIDE + textwrap.dedent(text)}
     async with (
-        open_pool(SandboxConfig(), "t") as (sandboxes, _),
+        open_pool(config or SandboxConfig(), "t") as (sandboxes, _),
         bench.agent(sandboxes=sandboxes, files=files, inside=True, **given) as agent,
     ):
         yield agent, sandboxes
@@ -513,6 +517,73 @@ async def test_a_program_in_its_sandbox_reaches_the_policy_and_its_file_is_score
     assert played.first.agent_output.startswith("double True True ")
     assert "'OWN'" in played.first.agent_output
     assert "PYTHONPATH" not in played.first.agent_output
+
+
+REMOTE = """
+    import openai
+    client = openai.OpenAI(timeout=30)
+    say = lambda **more: client.chat.completions.create(model="any", messages=[{"role": "user", "content": "x"}], **more)
+    parts = [chunk.choices[0].delta.content or "" for chunk in say(stream=True) if chunk.choices]
+    open("solution.py", "w").write("def double(x):\\n    return " + "".join(parts))
+    print(say().choices[0].message.content, json.load(open(os.environ["RAYAPP_TASK_FILE"]))["task"], os.listdir("notes"))
+    """
+
+
+@asynccontextmanager
+async def remote_service(kind: str) -> AsyncIterator[tuple[StubServer, SandboxConfig]]:
+    """A provider's service on loopback, and the configuration that names it."""
+    module = importlib.import_module(f"rayapp.testing.stubs.{kind}_stub")
+    stub: StubServer = module.E2BStub() if kind == "e2b" else module.DaytonaStub()
+    async with stub.running() as url:
+        address = {"api_url": url, "sandbox_url": url} if kind == "e2b" else {"api_url": f"{url}/api"}
+        section = {"type": kind, "api_key_env": "RAYAPP_TEST_KEY", "creation_burst": 10, **address}
+        with pytest.MonkeyPatch.context() as environment:
+            environment.setenv("RAYAPP_TEST_KEY", module.API_KEY)
+            yield stub, SandboxConfig.model_validate({"providers": [section]})
+    assert not stub.boxes.living
+
+
+@pytest.mark.parametrize("kind", ["e2b", "daytona"])
+async def test_an_agent_in_a_remote_sandbox_reaches_the_policy_and_its_sandbox_is_deleted(
+    bench: Any, kind: str
+) -> None:
+    b: Bench = bench("2 * x", "sure")
+    command = [sys.executable, "agent.py"]
+    async with (
+        remote_service(kind) as (stub, config),
+        inside(b, REMOTE, config=config, command=command, answer_file="solution.py") as (agent, sandboxes),
+    ):
+        tasks = await agent.prompted([TASK])
+        request = GroupRequest(group_id=0, policy_version=0)
+        assignment = await TaskGroups(tasks, (), sandboxes, agent).assignment(request, seed=0)
+        played = await b.play(assignment, group_size=2)
+        assert stub.boxes.num_created >= 2
+
+    assert played.summary.rewards.tolist() == [1.0, 1.0], played.first.reward.detail
+    assert played.first.agent_output == "sure double ['read.me']\n"
+    assert [turn.text for turn in played.first.turns] == ["2 * x", "sure"]
+
+
+async def test_a_remote_agent_that_breaks_its_way_out_fails_at_once(bench: Any) -> None:
+    kill = """
+        import time
+        for pid in filter(str.isdigit, os.listdir("/proc")):
+            try:  # of this sandbox alone: a stub's are processes of this machine
+                is_here = os.readlink(f"/proc/{pid}/cwd") == os.path.dirname(os.environ["HOME"])
+                if is_here and "main('rayapp-" in open(f"/proc/{pid}/cmdline").read():
+                    os.kill(int(pid), 9)
+            except OSError:
+                continue
+        time.sleep(600)
+        """
+    b: Bench = bench("#### 42")
+    async with (
+        remote_service("e2b") as (_, config),
+        inside(b, kill, config=config, command=[sys.executable, "agent.py"]) as (agent, sandboxes),
+    ):
+        played = await b.play(assignment_of(ROW, agent, AnswerRewards(), sandboxes))
+
+    assert "the relay in the sandbox has ended" in played.first.reward.detail
 
 
 async def test_from_a_sandbox_neither_other_sessions_nor_other_addresses_are_reached(bench: Any) -> None:

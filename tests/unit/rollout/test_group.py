@@ -13,7 +13,16 @@ import pytest
 from rayapp.config.agent import RewardSection
 from rayapp.core.errors import DeadlineError, EngineDeadError, EngineError, StaleVersionError
 from rayapp.core.protocols import SandboxSource, Tokenizer
-from rayapp.core.types import Completion, Group, GroupSummary, Prompt, Reward, RolloutStatus, SamplingParams
+from rayapp.core.types import (
+    Completion,
+    ExpertArray,
+    Group,
+    GroupSummary,
+    Prompt,
+    Reward,
+    RolloutStatus,
+    SamplingParams,
+)
 from rayapp.engine.vllm_completions import whole_completion
 from rayapp.rollout.group import run_group
 from rayapp.rollout.order import GroupRequest, prompt_index, sampling_seed, scoring_seed
@@ -119,6 +128,16 @@ class QuittingEngine(Engine):
         log_probs = SimpleNamespace(logprobs=[-0.5, -0.5])
         output = SimpleNamespace(token_ids=[7, 7], logprobs=log_probs, text="xx", finish_reason=self.reason)
         return whole_completion(request_id, output, (), 3, 0.0, 0.1)
+
+
+@pytest.mark.parametrize("experts", [None, np.zeros((3, 1, 2), np.uint8)])
+def test_a_completion_without_the_experts_of_each_token_is_the_engines_failure(experts: ExpertArray | None) -> None:
+    log_probs = SimpleNamespace(logprobs=[-0.5, -0.5])
+    output = SimpleNamespace(
+        token_ids=[7, 7], logprobs=log_probs, text="xx", finish_reason="stop", routed_experts=experts
+    )
+    with pytest.raises(EngineError, match=r"to return the experts of 4 tokens of group=1, not of [03]$"):
+        whole_completion("group=1", output, (), 3, 0.0, 0.1, num_routed=4)
 
 
 @pytest.mark.parametrize("reason", ["abort", "error", "repetition"])

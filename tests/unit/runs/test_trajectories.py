@@ -14,7 +14,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rayapp.core.errors import InputError
-from rayapp.core.types import CallRecord, Fork, Group, Prompt, Reward, RolloutStatus, Trajectory, TurnRecord
+from rayapp.core.types import (
+    CallRecord,
+    ExpertArray,
+    Fork,
+    Group,
+    Prompt,
+    Reward,
+    RolloutStatus,
+    Trajectory,
+    TurnRecord,
+)
 from rayapp.runs.trajectories import SCHEMA, read_groups, write_trajectories
 from rayapp.testing.learners import sampled
 
@@ -59,7 +69,14 @@ def trajectories(draw: st.DrawFn, prompt: Prompt) -> Trajectory:
         time_generate_s=draw(FLOATS),
         forks=tuple(Fork(start=start, after=start - 2) for start in draw(st.lists(st.integers(1, 9), max_size=2))),
         agent_output=draw(TEXT),
+        routed_experts=draw(st.none() | experts(num_prompt + len(ids))),
     )
+
+
+def experts(num_tokens: int) -> st.SearchStrategy[ExpertArray]:
+    """(T, 3, 2), of few experts or of many."""
+    few, many = (np.arange(num_tokens * 6).reshape(num_tokens, 3, 2).astype(kind) for kind in (np.uint8, np.uint16))
+    return st.sampled_from([few, 256 + many])
 
 
 def plain(value: object) -> object:

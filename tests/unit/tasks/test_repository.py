@@ -13,14 +13,16 @@ import pytest_asyncio
 from rayapp.cli.main import run
 from rayapp.config.config import Config
 from rayapp.config.sandbox import SandboxConfig
-from rayapp.core.errors import ConfigError, InputError
+from rayapp.core.errors import ConfigError, InputError, SandboxConfigError
 from rayapp.core.protocols import SandboxSource
 from rayapp.core.types import Prompt, Reward
 from rayapp.rollout.check import check_tasks
+from rayapp.sandbox.local.provider import LocalProvider
 from rayapp.sandbox.pool.in_process import open_pool
 from rayapp.tasks.loading import load_source, load_task, shipped_repositories
 from rayapp.tasks.repository.hidden_tests import read_hidden_tests
 from rayapp.tasks.repository.image import why_an_image
+from rayapp.tasks.repository.scripts import without_steering
 from rayapp.tasks.repository.task import RepositoryTask, load_repository
 from rayapp.tasks.repository.work import as_answer, read_answer
 
@@ -52,7 +54,7 @@ def test_ten_tasks_ship_each_with_tests_and_a_solution() -> None:
     for task in tasks:
         assert isinstance(task, RepositoryTask)
         assert len(task.folder.tests) >= 4
-        assert task.solution is not None
+        assert task.folder.solution
         assert not task.folder.image
 
 
@@ -61,9 +63,8 @@ def test_ten_tasks_ship_each_with_tests_and_a_solution() -> None:
 async def test_the_solution_earns_one_and_the_repository_as_it_is_nothing(sandboxes: SandboxSource, name: str) -> None:
     task = load_task(name)
     assert isinstance(task, RepositoryTask)
-    assert task.solution is not None
 
-    for answer, worth in ((task.solution, 1.0), (as_answer({}), 0.0)):
+    for answer, worth in ((await task.solve(sandboxes) or "", 1.0), (as_answer({}), 0.0)):
         reward = await score(task, answer, sandboxes)
         assert (reward.valid, reward.value, reward.terms["solved"]) == (True, worth, worth), reward
 
@@ -108,9 +109,8 @@ async def test_only_the_files_that_the_task_names_count(sandboxes: SandboxSource
     toml = folder / "task.toml"
     toml.write_text(toml.read_text().replace("[verifier]", '[metadata.rayapp]\nanswer = ["other.py"]\n\n[verifier]'))
     task = load_repository(folder, "mine")
-    assert task.solution is not None
 
-    assert (await score(task, task.solution, sandboxes)).value == 0.0
+    assert (await score(task, await task.solve(sandboxes) or "", sandboxes)).value == 0.0
 
 
 @real
@@ -121,6 +121,162 @@ async def test_a_task_may_pay_the_share_of_its_tests(sandboxes: SandboxSource, f
 
     assert (reward.value, reward.terms["solved"]) == (pytest.approx(0.4), 0.0)
     assert reward.detail.startswith("test_hidden.py::test_an_even_number_of_values: wrong value")
+
+
+def spoil(part: str, text: str | None) -> Callable[[Path], None]:
+    def change(folder: Path) -> None:
+        path = folder / part
+        if text is None:
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+        else:
+            path.write_text(text)
+
+    return change
+
+
+TEST_SH = """#!/bin/bash
+if PYTHONPATH=/app python3 -m unittest discover -s /tests -p 'test_*.py'; then echo 1 > /logs/verifier/reward.txt
+else echo 0 > /logs/verifier/reward.txt; fi
+"""
+OUTPUTS = """
+import unittest
+from stats import mean, median
+
+class Outputs(unittest.TestCase):
+    def test_median(self):
+        self.assertEqual([median([4, 1, 3, 2]), median([9, 2, 7]), mean([2, 4, 9])], [2.5, 7, 5])
+"""
+
+
+def trusted(folder: Path, script: str = TEST_SH) -> RepositoryTask:
+    """The task as Harbor has it: scripts judge and solve."""
+    shutil.rmtree(folder / "tests")
+    (folder / "tests").mkdir()
+    (folder / "tests" / "test.sh").write_text(script)
+    (folder / "tests" / "test_outputs.py").write_text(OUTPUTS)
+    (folder / "solution" / "solve.sh").write_text("#!/bin/bash\nset -e\ncp /solution/stats.py /app/stats.py\n")
+    task = load_task(f"{folder}?trust_test_scripts=true")
+    assert isinstance(task, RepositoryTask)
+    return task
+
+
+@real
+async def test_a_task_of_harbors_is_judged_and_solved_by_its_scripts_where_the_user_trusts_them(
+    sandboxes: SandboxSource, folder: Path
+) -> None:
+    task = trusted(folder)
+    solved = await task.solve(sandboxes)
+
+    assert solved == as_answer({"stats.py": (LIBRARY / "fix_median" / "solution" / "stats.py").read_text()})
+    for answer, worth in ((solved, 1.0), (as_answer({}), 0.0), ("I fixed it", 0.0)):
+        reward = await score(task, answer, sandboxes)
+        assert (reward.valid, reward.value, reward.terms["solved"]) == (True, worth, worth), reward
+    assert (await score(task, solved, sandboxes)).terms["verdict/forgeable"] == 1.0
+
+
+@real
+@pytest.mark.parametrize(
+    ("script", "found"),
+    [
+        ("echo 0.25 > /logs/verifier/reward.txt; exit 3", 0.25),
+        ("""echo '{"reward": 0.5, "style": 3}' > /logs/verifier/reward.json""", 0.5),
+        ("""echo '{"accuracy": true}' > /logs/verifier/reward.json""", 1.0),
+        ("""echo '{"speed": 1, "style": 1}' > /logs/verifier/reward.json""", "bad_reward"),
+        ("echo 2 > /logs/verifier/reward.txt", "bad_reward"),
+        ("echo nan > /logs/verifier/reward.txt", "bad_reward"),
+        ("touch /logs/verifier/reward.txt", "bad_reward"),
+        ("true", "no_reward"),
+        ("echo 1 > reward.txt; echo 1 > /logs/reward.txt", "no_reward"),
+        ("echo 1 > /logs/verifier/reward.txt; kill -9 $$", "no_reward"),
+        ("echo 1 > /logs/verifier/reward$1.json", "no_reward"),
+        ("echo 1 > /logs/verifier/reward.txt; while :; do :; done", 0.0),
+        ("[ -x run.sh ] && [ $GRADE = strict ] && ./run.sh > /logs/verifier/reward.txt", 1.0),
+    ],
+)
+async def test_what_a_script_wrote_is_a_reward_or_none_but_never_a_zero_by_default(
+    sandboxes: SandboxSource, folder: Path, script: str, found: float | str
+) -> None:
+    (folder / "task.toml").write_text('[verifier]\ntimeout_sec = 0.4\nenv = { GRADE = "strict" }\n')
+    task = trusted(folder, f"#!/bin/sh\n{script}\n")
+    reward = await score(task, as_answer({"run.sh": "#!/bin/sh\necho 1\n"}), sandboxes)
+
+    assert (reward.value if reward.valid else reward.failure_kind) == found, reward
+
+
+@real
+async def test_tests_and_solution_are_nowhere_in_an_agents_sandbox(sandboxes: SandboxSource, folder: Path) -> None:
+    task = trusted(folder)
+    start = task.agent_start()
+    look = "ls -A /app/ /tests/ /solution/ /logs/; touch /app/new.py"
+    async with sandboxes.lease(task.spec, timeout_s=60.0) as sandbox:
+        for path, text in start.files.items():
+            await sandbox.write_file(path, text.encode())
+        await sandbox.run_command(start.setup, timeout_s=10.0)
+        listed = await sandbox.run_command(("bash", "-c", look), timeout_s=10.0)
+
+        assert listed.stdout.split() == ["/app/:", ".git", ".harbor", "stats.py", "test_stats.py"]
+        assert await task.collect(sandbox) == as_answer({"new.py": ""})
+
+
+def test_files_that_steer_a_test_runner_stay_as_they_were_unless_the_task_names_them() -> None:
+    base = {"a.py": "1", "tox.ini": "old", "json.py": "of the task", "lib/pytest.ini": "old"}
+    changed = {
+        "a.py": "2", "tox.ini": "new", "json.py": "mended", "conftest.py": "", "b/sitecustomize.py": "",
+        "unittest/__init__.py": "", "lib/json.py": "", "pyproject.toml": "wanted", ".harbor/tests/x": "",
+    }  # fmt: skip
+
+    kept, left_out = without_steering(base, changed, ("Add a pyproject.toml.",))
+
+    assert left_out == [
+        ".harbor/tests/x", "b/sitecustomize.py", "conftest.py", "lib/pytest.ini", "tox.ini", "unittest/__init__.py",
+    ]  # fmt: skip
+    assert kept == {
+        "a.py": "2", "tox.ini": "old", "json.py": "mended", "lib/pytest.ini": "old", "lib/json.py": "",
+        "pyproject.toml": "wanted",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        (spoil("environment/Dockerfile", "FROM python:3\nWORKDIR /srv\n"), "its folder is /srv"),
+        (spoil("task.toml", '[environment]\nworkdir = "/srv"\n'), "its folder is /srv"),
+        (spoil("task.toml", '[environment]\ndocker_image = "a/b"\n'), "task.toml names it"),
+        (spoil("environment/docker-compose.yaml", ""), "it has a docker-compose.yaml"),
+        (spoil("tests/test.sh", "#!/bin/bash\n\napt-get update\n"), "tests/test.sh, line 3, `apt-get update`: sand"),
+        (
+            spoil("tests/test.sh", "uvx pytest /tests\n"),
+            "tests/test.sh, line 1, `uvx pytest /tests`: sandboxes have no",
+        ),
+    ],
+)
+def test_a_script_that_local_sandboxes_can_not_honour_is_refused_by_its_line(
+    folder: Path, change: Callable[[Path], None], why: str
+) -> None:
+    trusted(folder)
+    change(folder)
+    config = {"tasks": [f"{folder}?trust_test_scripts=true"], "agent": {"task_agent": "tool_agent"}}
+
+    with pytest.raises(ConfigError, match=f"task mine needs sandboxes of .*{why}.*local provider"):
+        check_tasks(Config.model_validate(config), training=True, has_tokenizer=False)
+
+
+def test_a_verifier_with_an_image_of_its_own_needs_that_for_verdicts_alone(folder: Path) -> None:
+    (folder / "task.toml").write_text('[verifier]\nenvironment_mode = "separate"\n[environment]\nmemory = "2G"\n')
+    trusted(folder)
+    (folder / "tests" / "Dockerfile").write_text("FROM python:3\nRUN pip install pytest\nCOPY . /tests/\n")
+    task = load_repository(folder, "mine", trusts_script=True)
+
+    assert (task.spec.template, task.verdict_spec.template) == ("", "mine-tests")
+    assert (task.spec.memory_mib, task.folder.timeout_s) == (2048, 600.0)
+
+
+@real
+async def test_a_node_without_namespaces_refuses_scripts_with_absolute_paths(folder: Path) -> None:
+    provider = LocalProvider(levels=("ll",))
+    with pytest.raises(SandboxConfigError, match=r"sandboxes \(ll\) have no root folder of their own"):
+        await provider.create(trusted(folder).spec, labels={}, ttl_s=60.0, timeout_s=30.0)
+    await provider.close()
 
 
 @pytest.mark.parametrize(
@@ -138,17 +294,6 @@ async def test_a_task_may_pay_the_share_of_its_tests(sandboxes: SandboxSource, f
 )
 def test_a_text_that_hands_nothing_in_is_no_answer(text: str) -> None:
     assert read_answer(text) is None
-
-
-def spoil(part: str, text: str | None) -> Callable[[Path], None]:
-    def change(folder: Path) -> None:
-        path = folder / part
-        if text is None:
-            shutil.rmtree(path) if path.is_dir() else path.unlink()
-        else:
-            path.write_text(text)
-
-    return change
 
 
 @pytest.mark.parametrize(
@@ -185,11 +330,24 @@ def test_a_folder_that_can_not_be_used_is_refused_by_name(
     assert str(told.value).startswith("task mine: ")
 
 
-def test_a_test_script_is_refused_since_the_code_it_judges_could_forge_it(folder: Path) -> None:
-    (folder / "tests" / "test_hidden.py").rename(folder / "tests" / "test.sh")
+@pytest.mark.parametrize("name", ["test.sh", "test_outputs.py"])
+def test_a_test_script_is_refused_with_its_risk_and_the_way_to_accept_it(folder: Path, name: str) -> None:
+    trusted(folder)
+    if name == "test.sh":
+        (folder / "tests" / "test_outputs.py").unlink()
 
-    with pytest.raises(InputError, match=r"tests/test.sh would be graded beside the code that it judges"):
-        load_repository(folder, "mine")
+    with pytest.raises(InputError, match=r"tests/test.sh would run beside .* could forge its reward") as told:
+        load_task(str(folder))
+    assert "name the folder FOLDER?trust_test_scripts=true, and audit it first" in str(told.value)
+    with pytest.raises(InputError, match=r"has the option trust_test_scripts=true, not 'trust=1'"):
+        load_task(f"{folder}?trust=1")
+
+
+def test_a_script_gets_no_variable_of_this_machine(folder: Path) -> None:
+    (folder / "task.toml").write_text('[verifier.env]\nOPENAI_API_KEY = "${OPENAI_API_KEY}"\n')
+
+    with pytest.raises(InputError, match=r"verifier.env.OPENAI_API_KEY is a variable of this machine's"):
+        trusted(folder)
 
 
 def test_no_expected_value_is_in_what_runs_inside() -> None:
@@ -237,7 +395,7 @@ def test_a_task_that_needs_an_image_is_refused_where_no_provider_has_it(folder: 
         return Config.model_validate({"tasks": [str(folder)], "agent": agent, "sandbox": {"providers": providers}})
 
     with pytest.raises(
-        ConfigError, match="task mine needs sandboxes of mine, and the local provider builds and runs no im"
+        ConfigError, match=r"task mine needs sandboxes of mine .*line 2, `RUN pip .*, and the local provider builds"
     ):
         check_tasks(config({"type": "local"}), training=True)
     with pytest.raises(
@@ -262,6 +420,7 @@ def test_a_folder_of_task_folders_is_all_of_them(tmp_path: Path) -> None:
     for name in ("fix_median", "add_to_roman"):
         shutil.copytree(LIBRARY / name, tmp_path / name)
 
-    assert [task.name for task in load_source(str(tmp_path))] == ["add_to_roman", "fix_median"]
+    for source in (str(tmp_path), f"{tmp_path}?trust_test_scripts=true"):
+        assert [task.name for task in load_source(source)] == ["add_to_roman", "fix_median"]
     with pytest.raises(InputError, match="is no task, and holds none"):
         load_source(str(tmp_path / "fix_median" / "tests"))

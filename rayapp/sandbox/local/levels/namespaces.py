@@ -26,7 +26,7 @@ from rayapp.sandbox.local.levels import kernel, landlock, loopback, rules, secco
 from rayapp.sandbox.local.levels.level import Place
 from rayapp.sandbox.local.levels.limits import MIB, Bounds, Limits, resource_bounds
 from rayapp.sandbox.local.levels.usage import Usage
-from rayapp.sandbox.local.levels.visible_files import DEVICES, SYSTEM, View, spare_mount_point
+from rayapp.sandbox.local.levels.visible_files import DEVICES, LINKS, SYSTEM, View, spare_mount_point
 
 _ALL = (
     kernel.CLONE_NEWUSER | kernel.CLONE_NEWNS | kernel.CLONE_NEWPID | kernel.CLONE_NEWNET
@@ -179,6 +179,9 @@ class Namespaces:
         _write_etc(root)
         for folder in (_TMP, "/proc", "/.old"):
             os.mkdir(root + folder, 0o700)
+        for path, target in LINKS.items():
+            if not os.path.lexists(root + path):
+                os.symlink(target, root + path)
         if self._with_proc:
             _keep_hidden_proc(root)
         self._change_root(root)

@@ -6,6 +6,8 @@
     /dev                null, zero, full, random, urandom
     /tmp                private, in memory, with a quota; the only place to write. Where Python or a package lies below
                         the machine's /tmp, that is there too, read-only
+    /app, /tests…       links to folders in /tmp that are not there unless somebody makes them: Harbor's scripts name
+                        such paths
 
 Nothing of /home, /root, /etc, /var, /run, /proc or /sys.
 """
@@ -19,6 +21,7 @@ from pathlib import Path
 
 DEVICES = ("null", "zero", "full", "random", "urandom")
 SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib64", "/lib32", "/libx32")
+LINKS = {f"/{name}": f"/tmp/.harbor/{name}" for name in ("app", "tests", "solution", "logs")}
 _MOUNT_POINTS = ("/mnt", "/media", "/srv", "/opt", "/sys")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 from hypothesis import given
@@ -82,6 +83,36 @@ def test_a_cut_sample_is_one_of_fewer_tokens() -> None:
     assert (kept.token_ids.tolist(), kept.finish_reason) == ([1], "length")
     assert kept.version_spans == (VersionSpan(policy_version=1, num_tokens=1),)
     assert cut_completion(whole, 4) is whole
+
+
+def test_the_experts_of_a_token_are_those_of_the_turn_that_computed_it_first() -> None:
+    def turn(after: int, read: list[int], sampled: list[int], known: int, number: int) -> int:
+        rows = len(tree.context(after)) + len(read) - known + len(sampled) - 1
+        said = replace(completion(sampled), routed_experts=np.full((rows, 1, 2), number, np.uint8))
+        return tree.add_turn(after, read, said, text="", started_at_s=0.0)[1]
+
+    tree = TokenTree()
+    first = turn(-1, [1, 2], [3, 4], known=0, number=1)
+    assert tree.num_routed(first) == 3  # nothing has read 4 yet
+    again = turn(1, [], [5, 6], known=tree.num_routed(1), number=2)
+    goes_on = turn(first, [7], [8], known=tree.num_routed(first), number=3)
+    # Asked at the same time as the turn before it, and recorded after it.
+    turn(first, [7], [9, 9], known=3, number=4)
+
+    assert tree.num_routed(again) == 3
+    assert tree.num_routed(goes_on) == 5
+    assert tree.token_ids.tolist() == [1, 2, 3, 4, 5, 6, 7, 8, 9, 9]
+    experts = tree.routed_experts
+    assert experts is not None
+    assert experts.shape == (10, 1, 2)
+    assert experts[:, 0, 0].tolist() == [1, 1, 1, 3, 2, 0, 3, 0, 4, 0]
+
+
+def test_a_cut_sample_has_the_experts_of_its_tokens() -> None:
+    whole = replace(completion([1, 2, 3, 4]), routed_experts=np.arange(5, dtype=np.uint8).reshape(5, 1, 1))
+    kept = cut_completion(whole, 2).routed_experts
+    assert kept is not None
+    assert kept.ravel().tolist() == [0, 1, 2]
 
 
 def _fields(value: Completion) -> dict[str, object]:

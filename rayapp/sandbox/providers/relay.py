@@ -1,0 +1,148 @@
+"""The loopback of a remote sandbox: a relay in it carries connections over a command's stdin and stdout.
+
+    program in the sandbox -- TCP --> relay_program.py -- lines --> hear() -- a pair of sockets --> Loopback.accept()
+
+No port of the sandbox is open to anybody, and it needs no network. The lines are written next to hostile code: whoever
+forges them reaches what the loopback leads to, which it may reach anyway. Called by `remote.py`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import zlib
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+from typing import Protocol
+
+from rayapp.core.errors import SandboxDeadlineError, SandboxProtocolError
+from rayapp.sandbox.loopback import Loopback
+from rayapp.sandbox.providers import relay_program
+from rayapp.sandbox.providers.relay_program import MOST_CONNECTIONS, PIECE_BYTES, line_of, parts_of
+from rayapp.sandbox.verdict.program import new_nonce
+
+Hear = Callable[[str], Awaitable[None]]
+Say = Callable[[str], Awaitable[None]]
+
+
+class Converse(Protocol):
+    """Of a channel: run a program with the sandbox's python3, beside other calls, until it ends or this is cancelled.
+
+    Args:
+        hear: gets what it prints, piece by piece.
+        started: gets what writes to its standard input.
+    """
+
+    async def __call__(self, program: str, hear: Hear, started: Callable[[Say], None]) -> None: ...
+
+
+@asynccontextmanager
+async def relayed(converse: Converse, *, timeout_s: float) -> AsyncIterator[Loopback]:
+    """A relay for the length of a block, which is cancelled when the way breaks off.
+
+    Args:
+        timeout_s: until the relay listens.
+    Raises:
+        SandboxError: there is no relay, or not any more.
+    """
+    try:
+        async with asyncio.TaskGroup() as group:
+            relay = _Relay(group)
+            running = group.create_task(relay.run(converse))
+            try:
+                async with asyncio.timeout(timeout_s):
+                    loopback = await relay.ready
+            except TimeoutError:
+                raise SandboxDeadlineError(f"no relay listens in the sandbox after {timeout_s:g} s") from None
+            yield loopback
+            running.cancel()
+            relay.close()
+    except BaseExceptionGroup as errors:
+        raise errors.exceptions[0] from None
+
+
+class _Relay:
+    def __init__(self, group: asyncio.TaskGroup) -> None:
+        self.ready: asyncio.Future[Loopback] = asyncio.get_running_loop().create_future()
+        self._pumps = set[asyncio.Task[None]]()
+        self._group = group
+        self._mark = new_nonce()
+        self._rest = ""
+        self._say: Say | None = None
+        self._saying = asyncio.Lock()  # lines of several connections must not mix
+        self._accepted = asyncio.Queue[socket.socket]()
+        self._writers = dict[int, asyncio.StreamWriter]()
+        self._last = 0
+
+    async def run(self, converse: Converse) -> None:
+        source = Path(relay_program.__file__).read_text()
+        await converse(f"{source}\nasyncio.run(main({self._mark!r}))\n", self._hear, self._started)
+        raise SandboxProtocolError("the relay in the sandbox has ended")
+
+    def close(self) -> None:
+        for pump in self._pumps:
+            pump.cancel()
+        while not self._accepted.empty():
+            self._accepted.get_nowait().close()
+
+    def _started(self, say: Say) -> None:
+        self._say = say
+
+    async def _hear(self, text: str) -> None:
+        *lines, self._rest = (self._rest + text).split("\n")
+        if len(self._rest) > 4 * PIECE_BYTES:
+            raise SandboxProtocolError("the relay in the sandbox writes lines without end")
+        for line in lines:
+            mark, _, rest = line.partition(" ")
+            if mark == self._mark:
+                try:
+                    await self._take(*parts_of(rest))
+                except (ValueError, KeyError, TypeError, zlib.error) as error:
+                    raise SandboxProtocolError(f"the relay in the sandbox writes nonsense: {error}") from None
+
+    async def _take(self, number: int, data: bytes) -> None:
+        if number == 0:
+            self._listens(json.loads(data))
+        elif number > self._last and data:
+            await self._open(number)
+        if (writer := self._writers.get(number)) is None:
+            return
+        with suppress(ConnectionError):
+            if data:
+                writer.write(data)
+                await writer.drain()
+            else:
+                writer.close()
+
+    def _listens(self, told: dict[str, object]) -> None:
+        if not self.ready.done():
+            port, folder = int(str(told["port"])), Path(str(told["folder"]))
+            self.ready.set_result(Loopback(port=port, folder=folder, accept=self._accepted.get))
+
+    async def _open(self, number: int) -> None:
+        self._last = number
+        if len(self._writers) >= MOST_CONNECTIONS:
+            raise SandboxProtocolError("the relay in the sandbox holds more connections than it may")
+        own, other = socket.socketpair()
+        other.setblocking(False)
+        reader, self._writers[number] = await asyncio.open_connection(sock=own)
+        self._accepted.put_nowait(other)
+        pump = self._group.create_task(self._pump(number, reader))
+        self._pumps.add(pump)
+        pump.add_done_callback(self._pumps.discard)
+
+    async def _pump(self, number: int, reader: asyncio.StreamReader) -> None:
+        try:
+            with suppress(ConnectionError):
+                while data := await reader.read(PIECE_BYTES):
+                    await self._send(number, data)
+            await self._send(number, b"")
+        finally:
+            self._writers.pop(number).close()
+
+    async def _send(self, number: int, data: bytes) -> None:
+        assert self._say is not None, "nothing is heard before it has started"
+        async with self._saying:
+            await self._say(line_of(self._mark, number, data).decode())

@@ -1,0 +1,223 @@
+"""Harbor's scripts: `tests/test.sh`, which judges, where the user trusts it, and `solution/solve.sh`.
+
+    changed files -> fresh sandbox: the repository with them at /app, tests at /tests -> test.sh -> its reward file
+
+The script runs the code that it judges, which can write the reward itself: nothing here prevents that. What is cheap is
+done: the sandbox gets nothing of the agent's but changed files, without those that steer a test runner; one file is
+read as the reward, after everything that the script started has ended; a script that was killed has given none.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import PurePosixPath
+
+from rayapp.core.errors import SandboxConfigError, SandboxProtocolError
+from rayapp.core.protocols import Sandbox
+from rayapp.core.types import Reward
+
+WORKDIR = "/app"
+"""Where a repository lies unless its task says otherwise; in local sandboxes nowhere else."""
+FOLDER = ".harbor"
+"""In a local sandbox's own folder: what /app, /tests, /solution and /logs are links to."""
+SOLVE = "solve.sh"
+_LOGS = "/logs/verifier"
+_MAX_REWARD_BYTES = 1 << 16
+_FILL_TIMEOUT_S = 60.0
+_SHOWN_CHARS = 300
+_STEERS = frozenset(
+    {"conftest.py", "pytest.ini", ".pytest.ini", "pytest.toml", ".pytest.toml", "tox.ini", "setup.cfg",
+     "pyproject.toml", "sitecustomize.py", "usercustomize.py", ".coveragerc"}
+)  # fmt: skip
+_SHADOWED = sys.stdlib_module_names | {"pytest", "_pytest", "pluggy"}
+_INSTALLS = re.compile(r"\s*(?:sudo\s+)?(?:apt|apt-get|apk|yum|curl|wget|uvx|npm|(?:uv |python3? -m )?pip3?)\s")
+_FILL = """
+import base64, json, os, subprocess, sys
+job, missing = json.loads(sys.stdin.read()), []
+for given in job['folders']:
+    path = os.path.realpath(given)
+    try:
+        os.makedirs(path, exist_ok=True)
+    except OSError:
+        pass
+    if not os.access(path, os.W_OK):
+        own = 'mkdir -p "$1" && chown -R "$2" "$1"'
+        try:
+            subprocess.run(['sudo', '-n', 'sh', '-c', own, 'sh', path, str(os.getuid())], check=False)
+        except OSError:
+            pass
+    if not os.access(path, os.W_OK):
+        missing.append(given)
+if missing:
+    print(json.dumps(missing))
+    sys.exit()
+for path in job['gone']:
+    if os.path.lexists(path):
+        os.unlink(path)
+for path, data in job['files'].items():
+    data = base64.b64decode(data)
+    os.makedirs(os.path.dirname(path), exist_ok=True)
+    with open(path, 'wb') as file:
+        file.write(data)
+    if data.startswith(b'#!'):
+        os.chmod(path, 0o755)
+print('[]')
+"""
+LINK_WORKDIR = f"""
+root() {{ "$@" 2>/dev/null || sudo -n "$@"; }}
+at=$(readlink "$0" || echo "$0")
+if [ "$at" != "$PWD" ]; then
+  if [ -d "$at" ]; then cp -an "$at/." . && root rm -rf "$at"; fi
+  root mkdir -p "$(dirname "$at")" && root ln -s "$PWD" "$at"
+fi
+git init -q . && echo {FOLDER} >> .git/info/exclude
+"""
+"""Makes the task's folder, given as $0, the sandbox's own; what an image has there is moved."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TestScript:
+    """A `test.sh` that the user trusts, and what it needs."""
+
+    __test__ = False  # no test of pytest's
+    files: Mapping[str, bytes]
+    """Of the folder `tests`, by relative path."""
+    env: tuple[tuple[str, str], ...]
+    image: str
+    """Image or template of the sandboxes that it runs in; empty: any with Python."""
+
+
+def why_a_network(script: str) -> str:
+    """The first line of a script that fetches something, and why that fails; empty where there is none."""
+    for number, line in enumerate(script.splitlines(), start=1):
+        if _INSTALLS.match(line):
+            return f"tests/test.sh, line {number}, `{line.strip()[:80]}`: sandboxes have no network"
+    return ""
+
+
+def without_steering(
+    base: Mapping[str, str], changed: Mapping[str, str], told: Sequence[str]
+) -> tuple[dict[str, str], list[str]]:
+    """The changed repository with files that steer a test runner as they were, and the paths of those.
+
+    Such are its configuration, Python's start-up code, and new modules at the top with the name of one of Python's or
+    pytest's. One that the task's own texts (`told`: instruction, solution) name may change.
+    """
+    words = "\n".join(told)
+    left_out = [
+        path
+        for path in sorted(base.keys() | changed.keys())
+        if base.get(path) != changed.get(path) and _steers(path, base) and PurePosixPath(path).name not in words
+    ]
+    kept = {path: text for path, text in changed.items() if path not in left_out}
+    return kept | {path: base[path] for path in left_out if path in base}, left_out
+
+
+def _steers(path: str, base: Mapping[str, str]) -> bool:
+    parts = PurePosixPath(path).parts
+    is_new_module = path not in base and parts[0].removesuffix(".py") in _SHADOWED and path.endswith(".py")
+    return parts[-1] in _STEERS or is_new_module or parts[0] == FOLDER
+
+
+async def judge_by_script(
+    sandbox: Sandbox,
+    script: TestScript,
+    repository: Mapping[str, str],
+    *,
+    gone: Sequence[str],
+    workdir: str,
+    timeout_s: float,
+) -> tuple[Reward, float]:
+    """The reward that `test.sh` writes, and the seconds that it took.
+
+    Args:
+        gone: files of the image's repository that are deleted.
+    Raises:
+        SandboxConfigError: these sandboxes can't have Harbor's paths.
+        SandboxError: the sandbox failed.
+    """
+    tests = {f"/tests/{path}": data for path, data in script.files.items()}
+    code = {f"{workdir}/{path}": text.encode() for path, text in repository.items()}
+    rewards = [f"{_LOGS}/reward.json", f"{_LOGS}/reward.txt"]
+    missing = [*(f"{workdir}/{path}" for path in gone), *rewards]
+    await _fill(sandbox, {**code, **tests}, folders=(workdir, "/tests", "/logs", _LOGS), gone=missing)
+    argv = ["env", *(f"{name}={value}" for name, value in script.env), *in_folder(workdir, "/tests/test.sh")]
+    ran = await sandbox.run_command(argv, timeout_s=timeout_s)
+    told = " ".join(f"{ran.stdout}\n{ran.stderr}".split())[-_SHOWN_CHARS:]
+    if ran.stopped_for is not None:
+        return replace(_reward(0.0, told), status=ran.stopped_for.value), ran.duration_s
+    if ran.exit_code < 0:
+        return Reward.invalid("no_reward", f"tests/test.sh was ended by signal {-ran.exit_code}"), ran.duration_s
+    # An honest script writes one of the two: the other one is not its word.
+    names_json = any(b"reward.json" in data for data in script.files.values())
+    for path in rewards if names_json else rewards[1:]:
+        try:
+            text = await sandbox.read_file(path, max_bytes=_MAX_REWARD_BYTES)
+        except FileNotFoundError:
+            continue
+        return _read_reward(text, is_json=path.endswith(".json"), told=told), ran.duration_s
+    return Reward.invalid("no_reward", f"tests/test.sh wrote no reward: {told}"), ran.duration_s
+
+
+async def run_solve_script(sandbox: Sandbox, files: Mapping[str, str], *, workdir: str, timeout_s: float) -> None:
+    """Run `solve.sh` in an agent's workspace.
+
+    Raises:
+        SandboxError: as `judge_by_script`.
+    """
+    solution = {f"/solution/{path}": text.encode() for path, text in files.items()}
+    await _fill(sandbox, solution, folders=("/solution",))
+    await sandbox.run_command(in_folder(workdir, f"/solution/{SOLVE}"), timeout_s=timeout_s)
+
+
+def in_folder(folder: str, program: str) -> list[str]:
+    return ["sh", "-c", 'cd "$0" && exec "$1"', folder, program]
+
+
+async def _fill(
+    sandbox: Sandbox, files: Mapping[str, bytes], *, folders: Sequence[str], gone: Sequence[str] = ()
+) -> None:
+    packed = {path: base64.b64encode(data).decode() for path, data in files.items()}
+    job = json.dumps({"folders": folders, "gone": gone, "files": packed})
+    ran = await sandbox.run_code(_FILL, timeout_s=_FILL_TIMEOUT_S, stdin=job)
+    if not ran.ok:
+        why = ran.stopped_for.value if ran.stopped_for else ran.error or "no answer"
+        raise SandboxProtocolError(f"the files for a script of Harbor's could not be written: {why}")
+    if missing := json.loads(ran.stdout):
+        where = f"sandboxes of {sandbox.provider} ({ran.isolation})"
+        raise SandboxConfigError(f"{where} can't hold {', '.join(missing)}, which Harbor's scripts use")
+
+
+def _read_reward(data: bytes, *, is_json: bool, told: str) -> Reward:
+    text = data.decode(errors="replace").strip()
+    try:
+        value = _value_of(json.loads(text)) if is_json else float(text)
+    except (ValueError, TypeError, OverflowError, RecursionError):
+        value = -1.0
+    if not 0.0 <= value <= 1.0:
+        return Reward.invalid("bad_reward", f"tests/test.sh wrote {text[:_SHOWN_CHARS]!r}: a number from 0 to 1 is one")
+    return _reward(value, told if value < 1.0 else "")
+
+
+def _value_of(rewards: object) -> float:
+    """The value called `reward`, or the only one."""
+    match rewards:
+        case {"reward": int() | float() as value}:
+            return float(value)
+        case dict() if len(rewards) == 1:
+            return float(next(iter(rewards.values())))
+    raise ValueError(rewards)
+
+
+def _reward(value: float, detail: str) -> Reward:
+    solved = float(value >= 1.0)
+    return Reward(
+        value=value,
+        terms={"pass_rate": value, "solved": solved, "verdict/forgeable": 1.0},
+        detail=detail[-_SHOWN_CHARS:],
+    )
