@@ -4,6 +4,7 @@ every sync, and sees what it holds."""
 from __future__ import annotations
 
 import asyncio
+import re
 import shutil
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -41,6 +42,7 @@ pytestmark = [
 
 MAX_LOG_PROB_DIFFERENCE = 0.05
 """As in test_vllm_server.py: two orders of summation in bfloat16."""
+DENSE = {"embed_tokens", "lm_head", "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "gate"}
 TOKENS = [72, 75, 84, 85, 86, 28, 2, 89]
 
 
@@ -97,22 +99,31 @@ async def test_experts_are_the_learners_after_every_sync(
     models = [save_model(tmp_path / str(seed), tiny_model, seed=seed) for seed in (0, 1)]
     sent = [exported(model) for model in models]
     assert np.abs(sent[0][1] - sent[1][1]).max() > 4 * MAX_LOG_PROB_DIFFERENCE
-    checksums = {name: value for bucket in sent[0][0] for name, value in bucket.checksums}
-    experts = {name: value for name, value in checksums.items() if is_expert(name)}
-    norms = [name for name in checksums if "norm" in name]
+    sums = [{name: value for bucket in buckets for name, value in bucket.checksums} for buckets, _ in sent]
+    experts = {name: value for name, value in sums[0].items() if is_expert(name)}
     server = VllmServer(with_values(config_of(models[0]), server={"tensor_parallel_size": ranks}), 0)
     try:
         await server.start()
         for version in (0, 1, 0):
             buckets, expected = sent[version]
             facts = await server.load_weights(version, references(buckets))
-            assert facts["num_held"] == len(norms) + len(experts) > len(norms)
+            assert facts["num_held"] == len(sums[version]) > len(experts) > 0
             found = (await server.prompt_log_probs([TOKENS]))[0][3:]
             assert np.abs(found - expected).max() < MAX_LOG_PROB_DIFFERENCE, f"weights {version}"
-        # Sealed without a load before it: what it holds is packed already.
         engine = server._started_engine()
+
+        async def seal(checksums: dict[str, int]) -> None:
+            await engine._transfer("check", engine._engine.collective_rpc("seal_weights", args=(checksums,)))
+
+        # A matrix that a sync left as it was, whatever merges, splits and packs it: embedding, q, k, v, down, router...
+        old = {name: value for name, value in sums[1].items() if not is_expert(name) and value != sums[0][name]}
+        assert {name.rpartition(".")[0].rpartition(".")[2] for name in old} >= DENSE
+        for name, value in old.items():
+            with pytest.raises(WeightSyncError, match=f"have another checksum where they are held.*{re.escape(name)}"):
+                await seal({name: value})
+        # Sealed without a load before it: experts are packed already.
         with pytest.raises(WeightSyncError, match=r"have another checksum where they are held.*mlp\.experts\."):
-            await engine._transfer("check", engine._engine.collective_rpc("seal_weights", args=(experts,)))
+            await seal(experts)
     finally:
         await server.close()
 
