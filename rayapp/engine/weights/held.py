@@ -64,7 +64,10 @@ def _renamed(model: Any, name: str) -> str:
 
 
 def _layer(model: Any, modules: Mapping[str, Any], owner: str, name: str) -> tuple[Any, list[int]] | None:
-    """The layer that a matrix or bias is of, and which of those merged in it: all that the checkpoint merges, too."""
+    """The layer that a matrix or bias is of, and which of those merged in it: all that the checkpoint merges, too.
+
+    None where vLLM puts rows in another order as it loads: heads of q, k and v by turns (GPT-NeoX).
+    """
     own = name.rpartition(".")[0].rpartition(".")[2]
     parent, _, kind = owner.rpartition(".")
     merged = _MERGED | getattr(model, "packed_modules_mapping", {})
@@ -73,7 +76,7 @@ def _layer(model: Any, modules: Mapping[str, Any], owner: str, name: str) -> tup
         if not hasattr(layer, "params_dtype"):
             continue
         sizes = getattr(layer, "output_partition_sizes", [0])
-        if whole == own or len(sizes) == 1:
+        if len(sizes) == 1 or (whole == own and (own in _MERGED or not hasattr(layer, "total_num_kv_heads"))):
             return layer, list(range(len(sizes)))
         parts = list(merged.get(whole, ()))
         return (layer, [parts.index(own)]) if own in parts and len(parts) == len(sizes) else None
