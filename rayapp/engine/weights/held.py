@@ -8,6 +8,7 @@ columns that the checksum is of, with its own kernel, and its ranks' answers are
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -53,8 +54,8 @@ def held_parts(model: Any, names: Iterable[str], *, tied: bool) -> Iterator[tupl
 
 
 def place_of(name: str) -> str:
-    """A name without what families put before their layers, in checkpoints and in vLLM."""
-    return name[max(name.find("layers."), 0) :].removeprefix("language_model.").removeprefix("model.")
+    """A name without what families put before a language model's, in checkpoints and in vLLM."""
+    return re.sub(r"^((language_)?model\.)+", "", name)
 
 
 def _renamed(model: Any, name: str) -> str:
