@@ -45,7 +45,7 @@ def held_parts(model: Any, names: Iterable[str], *, tied: bool) -> Iterator[tupl
                 is_convolution = "conv" in owner and kind == "weight"
                 parts = _convolution(found[0], mixer) if is_convolution else _matrix(*found, kind, name)
                 yield from ((name, part) for part in parts)
-                if tied and "embed" in owner:
+                if tied:
                     yield from ((name, part) for head in _heads(model, found[0]) for part in _head(head, name))
             elif _is_whole(tensor := getattr(modules.get(owner), kind, None), modules.get(owner)):
                 yield name, part_of(name, tensor)
@@ -145,10 +145,14 @@ def _is_split_plainly(layer: Any, which: list[int]) -> bool:
     return getattr(layer, "tp_size", 1) == 1 or (is_own and (len(which) == 1 or layer.prefix.endswith(tuple(_MERGED))))
 
 
-def _heads(model: Any, embedding: Any) -> list[Any]:
-    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+def _heads(model: Any, layer: Any) -> list[Any]:
+    """The output layers, if this is the embedding that they are tied to: the first one."""
+    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 
-    return [layer for layer in model.modules() if isinstance(layer, ParallelLMHead)] or [embedding]
+    tables = [module for module in model.modules() if isinstance(module, VocabParallelEmbedding)]
+    if layer is not tables[0]:
+        return []
+    return [table for table in tables if isinstance(table, ParallelLMHead)] or [layer]
 
 
 def _head(layer: Any, name: str) -> Iterator[Tensor]:
