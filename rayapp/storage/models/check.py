@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from rayapp.config.config import Config
-from rayapp.core.errors import ConfigError, InputError
+from rayapp.core.errors import ConfigError, InputError, first_line
 from rayapp.storage.models.families import FAMILIES, text_type, unserved
 
 MAX_HEADER_BYTES = 100 << 20
@@ -176,9 +176,8 @@ def _hub_config(name: str) -> dict[str, Any]:
     try:
         found: dict[str, Any] = AutoConfig.from_pretrained(name).to_dict()
     except (OSError, ValueError) as error:
-        reason = str(error).strip().splitlines()[0]
         raise InputError(
-            f"model.path {name!r} is neither a local folder nor a model that the hub gives us: {reason}"
+            f"model.path {name!r} is neither a local folder nor a model that the hub gives us: {first_line(error)}"
         ) from None
     return found
 
