@@ -47,7 +47,7 @@ def held_parts(model: Any, names: Iterable[str], *, tied: bool) -> Iterator[tupl
                 yield from ((name, part) for part in parts)
                 if tied:
                     yield from ((name, part) for head in _heads(model, found[0]) for part in _head(head, name))
-            elif _is_whole(tensor := getattr(modules.get(owner), kind, None), modules.get(owner)):
+            elif (tensor := _whole(modules.get(owner), kind)) is not None:
                 yield name, part_of(name, tensor)
             elif kind == "A_log" and get_tp_group().world_size == 1:
                 yield name, (-modules[owner].A).log()  # so mamba's mixers hold it, in float32
@@ -71,7 +71,7 @@ def _layer(model: Any, modules: Mapping[str, Any], owner: str, name: str) -> tup
     """
     own = name.rpartition(".")[0].rpartition(".")[2]
     parent, _, kind = owner.rpartition(".")
-    merged = _MERGED | getattr(model, "packed_modules_mapping", {})
+    merged = {**_MERGED, **getattr(model, "packed_modules_mapping", {})}
     for whole in (kind, *(whole for whole, parts in merged.items() if kind in parts)):
         layer = modules.get(f"{parent}.{whole}" if parent else whole)
         if not hasattr(layer, "params_dtype"):
@@ -107,7 +107,7 @@ def _matrix(layer: Any, which: list[int], kind: str, name: str) -> Iterator[Tens
 def _units(layer: Any, name: str, width: int) -> Tensor:
     """(columns, width): the unit vector of each column that the checksum is of."""
     columns = columns_of(name, width)
-    units = layer.weight.new_zeros(len(columns), width, dtype=layer.params_dtype)
+    units: Tensor = layer.weight.new_zeros(len(columns), width, dtype=layer.params_dtype)
     units[range(len(columns)), columns] = 1
     return units
 
@@ -125,7 +125,8 @@ def _columns_over_inputs(layer: Any, name: str) -> Tensor:
     if layer.tp_size == 1:
         return _computed(layer, units).t()
     own = units.chunk(layer.tp_size, dim=-1)[layer.tp_rank].contiguous()
-    return get_tp_group().all_reduce(_computed(layer, own)).t()
+    summed: Tensor = get_tp_group().all_reduce(_computed(layer, own))
+    return summed.t()
 
 
 def _over_outputs(layer: Any, part: Tensor, *, is_key_or_value: bool) -> Tensor:
@@ -150,9 +151,9 @@ def _heads(model: Any, layer: Any) -> list[Any]:
     from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 
     tables = [module for module in model.modules() if isinstance(module, VocabParallelEmbedding)]
-    if layer is not tables[0]:
-        return []
-    return [table for table in tables if isinstance(table, ParallelLMHead)] or [layer]
+    heads = [table for table in tables if isinstance(table, ParallelLMHead)]
+    embedding = next((table for table in tables if table not in heads), None)
+    return (heads or [layer]) if layer is embedding else []
 
 
 def _head(layer: Any, name: str) -> Iterator[Tensor]:
@@ -174,13 +175,14 @@ def _gathered(part: Tensor, dim: int, num_ranks: int) -> Tensor:
     return part if num_ranks == 1 else get_tp_group().all_gather(part.contiguous(), dim)
 
 
-def _is_whole(tensor: Any, owner: Any) -> bool:
-    """True of what each rank holds as it was sent: norms, scales, a router that is a layer of torch's."""
+def _whole(owner: Any, kind: str) -> Tensor | None:
+    """What each rank holds as it was sent, if this is: norms, scales, a router that is a layer of torch's."""
     from vllm.distributed import get_tp_group
     from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 
+    tensor = getattr(owner, kind, None)
     if not isinstance(tensor, Tensor) or tensor.dtype not in EXACT:
-        return False
+        return None
     is_plain = tensor.ndim == 1 or isinstance(owner, torch.nn.Linear)
     loader = getattr(tensor, "weight_loader", default_weight_loader)
-    return is_plain and (get_tp_group().world_size == 1 or loader is default_weight_loader)
+    return tensor if is_plain and (get_tp_group().world_size == 1 or loader is default_weight_loader) else None
