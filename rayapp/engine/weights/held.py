@@ -181,7 +181,7 @@ def _whole(owner: Any, kind: str) -> Tensor | None:
     from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 
     tensor = getattr(owner, kind, None)
-    if not isinstance(tensor, Tensor) or tensor.dtype not in EXACT:
+    if not isinstance(tensor, Tensor) or tensor.dtype not in EXACT or hasattr(owner, "params_dtype"):
         return None
     is_plain = tensor.ndim == 1 or isinstance(owner, torch.nn.Linear)
     loader = getattr(tensor, "weight_loader", default_weight_loader)
