@@ -110,7 +110,10 @@ FAMILIES: Mapping[str, Family] = {
     "phi3": Family(
         needs=("longrope",), parsers=("phi4_mini_json",), tiny={"pad_token_id": 0, "rope_parameters": _LONGROPE}
     ),
-    "phimoe": Family(needs=("experts",), tiny=_EXPERTS | {"moe_intermediate_size": 128}),
+    "phimoe": Family(
+        needs=("experts",),
+        tiny=_EXPERTS | {"moe_intermediate_size": 128, "attention_bias": True, "lm_head_bias": True},
+    ),
     "gpt_oss": Family(
         needs=("experts", "windows", "sinks"),
         parsers=("openai",),
