@@ -28,6 +28,7 @@ from rayapp.config.sandbox import SandboxConfig
 from rayapp.core.aio import run_until_done
 from rayapp.core.errors import SandboxError, StorageError, UserError
 from rayapp.core.location import Location
+from rayapp.core.machine import available_memory
 from rayapp.core.terminal import visible
 from rayapp.core.types import SandboxSpec
 from rayapp.storage.models.prefetch import check_remote_model, is_remote_model
@@ -174,17 +175,6 @@ def _gpus() -> Finding:
     except ImportError:
         names = []
     return Finding(level="ok", what="GPUs", detail=f"{len(names)}: {', '.join(names)}" if names else "none")
-
-
-def available_memory() -> int:
-    """Bytes that a new process can have: what the machine or this container's limit leaves."""
-    import psutil
-
-    free = int(psutil.virtual_memory().available)
-    limit, used = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
-    if limit.is_file() and used.is_file() and limit.read_text().strip() != "max":
-        free = min(free, int(limit.read_text()) - int(used.read_text()))
-    return free
 
 
 def _sandbox(config: SandboxConfig, *, level_if_none: Level) -> Finding:

@@ -16,7 +16,6 @@ from pathlib import Path
 from rayapp.core.errors import SandboxConfigError
 from rayapp.core.protocols import Sandbox
 
-
 Accept = Callable[[], Awaitable[socket.socket]]
 """Waits for the next connection, of a hostile program maybe."""
 

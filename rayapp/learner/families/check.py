@@ -21,7 +21,7 @@ from rayapp.learner.families import trial
 from rayapp.learner.families.rope import pin_positions
 from rayapp.learner.family import small_config
 from rayapp.learner.state.export import export_hf
-from rayapp.storage.models.families import FAMILIES, TINY, Family, text_type
+from rayapp.storage.models.families import FAMILIES, TINY, Family, text_type, unserved
 
 VOCABULARY = 61
 EXACT_GRADIENT = {"gemma4_text": 2 * trial.MAX_GRADIENT_ERROR}
@@ -162,8 +162,8 @@ def _final(folder: Path, final: Path, groups: Any) -> tuple[bool, str]:
 def _engine(subject: Subject, models: list[Path], groups: Any, final: Path) -> tuple[bool, str]:
     from rayapp.learner.families.engine_trial import MAX_ENGINE_ERROR, engine_errors
 
-    if subject.family.no_cpu_engine:
-        return False, f"not on a CPU: {subject.family.no_cpu_engine}"
+    if why := unserved(subject.kind, device="cpu"):
+        return False, why
     # vLLM's CPU kernels have sinks, and convolutions along the sequence, in bfloat16 only.
     dtype = "bfloat16" if {"sinks", "borders"} & set(subject.family.needs) else "float32"
     first, second = (trial.trial_config(model, server={"dtype": dtype}) for model in models)

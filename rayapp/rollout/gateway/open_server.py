@@ -11,11 +11,12 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 
 from aiohttp import web
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 
 from rayapp.core.protocols import RolloutEngine
 from rayapp.core.types import SamplingParams
@@ -23,57 +24,32 @@ from rayapp.rollout.gateway.formats import Formats
 from rayapp.rollout.gateway.server import Api, Listening, check_key
 from rayapp.rollout.gateway.session import MOST_CHOICES, Session, SessionLimits
 
-_CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _BUCKETS_S = (0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0)
-_HELP = {
-    "requests": ("counter", "Calls that were answered, by path and status."),
-    "prompt_tokens": ("counter", "Tokens that the policy read."),
-    "generation_tokens": ("counter", "Tokens that the policy sampled."),
-    "requests_running": ("gauge", "Calls that are being answered."),
-    "policy_version": ("gauge", "Training steps of the weights that sampled last."),
-    "request_seconds": ("histogram", "From a call's arrival to the end of its answer."),
-}
 
 
 class Numbers:
-    """What `/metrics` tells."""
+    """What `/metrics` tells, in a registry of its own: there may be several servers in a process."""
 
     def __init__(self) -> None:
-        self.requests: Counter[tuple[str, int]] = Counter()
-        """By path and status."""
-        self.prompt_tokens = self.generation_tokens = self.requests_running = self.policy_version = 0
-        self._seconds: Counter[float] = Counter()
-        """Calls by the bucket that they took at most."""
-        self._sum_s = 0.0
-
-    def took(self, seconds: float) -> None:
-        self._sum_s += seconds
-        self._seconds[next((bucket for bucket in _BUCKETS_S if seconds <= bucket), float("inf"))] += 1
-
-    def text(self) -> str:
-        """In Prometheus' form."""
-        return "".join(f"{line}\n" for line in self._lines())
-
-    def _lines(self) -> Iterator[str]:
-        for name, (kind, told) in _HELP.items():
-            whole = f"rayapp_serve_{name}{'_total' if kind == 'counter' else ''}"
-            yield f"# HELP {whole} {told}"
-            yield f"# TYPE {whole} {kind}"
-            if name == "requests":
-                for (path, status), number in sorted(self.requests.items()):
-                    yield f'{whole}{{path="{path}",status="{status}"}} {number}'
-            elif name == "request_seconds":
-                yield from self._histogram(whole)
-            else:
-                yield f"{whole} {getattr(self, name)}"
-
-    def _histogram(self, name: str) -> Iterator[str]:
-        number = 0
-        for bucket in (*_BUCKETS_S, float("inf")):
-            number += self._seconds[bucket]
-            yield f'{name}_bucket{{le="{"+Inf" if bucket == float("inf") else bucket}"}} {number}'
-        yield f"{name}_sum {self._sum_s:.6f}"
-        yield f"{name}_count {number}"
+        self.registry = registry = CollectorRegistry()
+        name = "rayapp_serve"
+        self.requests = Counter(
+            f"{name}_requests", "Calls that were answered, by path and status.", ("path", "status"), registry=registry
+        )
+        self.prompt_tokens = Counter(f"{name}_prompt_tokens", "Tokens that the policy read.", registry=registry)
+        self.generation_tokens = Counter(
+            f"{name}_generation_tokens", "Tokens that the policy sampled.", registry=registry
+        )
+        self.running = Gauge(f"{name}_requests_running", "Calls that are being answered.", registry=registry)
+        self.policy_version = Gauge(
+            f"{name}_policy_version", "Training steps of the weights that sampled last.", registry=registry
+        )
+        self.seconds = Histogram(
+            f"{name}_request_seconds",
+            "From a call's arrival to the end of its answer.",
+            registry=registry,
+            buckets=_BUCKETS_S,
+        )
 
 
 class _OpenDoor:
@@ -105,10 +81,10 @@ class _OpenDoor:
     def _note(self, session: Session) -> None:
         turns = session.tree.turns
         num_sampled = sum(turn.end - turn.start for turn in turns)
-        self.numbers.generation_tokens += num_sampled
-        self.numbers.prompt_tokens += session.tree.size - num_sampled
+        self.numbers.generation_tokens.inc(num_sampled)
+        self.numbers.prompt_tokens.inc(session.tree.size - num_sampled)
         for turn in turns[-1:]:
-            self.numbers.policy_version = turn.max_policy_version
+            self.numbers.policy_version.set(turn.max_policy_version)
 
     @web.middleware
     async def count(
@@ -117,16 +93,15 @@ class _OpenDoor:
         # By the path of the route: others would each be a name of their own.
         resource = request.match_info.route.resource
         path, status, started_s = resource.canonical if resource is not None else "other", 499, time.monotonic()
-        self.numbers.requests_running += 1
         try:
-            response = await handler(request)
+            with self.numbers.running.track_inprogress():
+                response = await handler(request)
             status = response.status
             return response
         finally:
-            self.numbers.requests_running -= 1
             if path.startswith("/v1/"):
-                self.numbers.requests[path, status] += 1
-                self.numbers.took(time.monotonic() - started_s)
+                self.numbers.requests.labels(path, status).inc()
+                self.numbers.seconds.observe(time.monotonic() - started_s)
 
 
 @asynccontextmanager
@@ -157,7 +132,9 @@ async def open_to_all(
     app.middlewares.append(door.count)
 
     async def metrics(request: web.Request) -> web.Response:
-        return web.Response(text=door.numbers.text(), headers={"Content-Type": _CONTENT_TYPE})
+        return web.Response(
+            body=generate_latest(door.numbers.registry), headers={"Content-Type": CONTENT_TYPE_PLAIN_0_0_4}
+        )
 
     async def health(request: web.Request) -> web.Response:
         return web.json_response({"status": "ok"})

@@ -23,6 +23,7 @@ from rayapp.sandbox.providers import relay_program
 from rayapp.sandbox.providers.relay_program import MOST_CONNECTIONS, PIECE_BYTES, line_of, parts_of
 from rayapp.sandbox.verdict.program import new_nonce
 
+_SOURCE = Path(relay_program.__file__).read_text()
 Hear = Callable[[str], Awaitable[None]]
 Say = Callable[[str], Awaitable[None]]
 
@@ -77,8 +78,7 @@ class _Relay:
         self._last = 0
 
     async def run(self, converse: Converse) -> None:
-        source = Path(relay_program.__file__).read_text()
-        await converse(f"{source}\nasyncio.run(main({self._mark!r}))\n", self._hear, self._started)
+        await converse(f"{_SOURCE}\nasyncio.run(main({self._mark!r}))\n", self._hear, self._started)
         raise SandboxProtocolError("the relay in the sandbox has ended")
 
     def close(self) -> None:

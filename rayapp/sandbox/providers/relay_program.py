@@ -2,8 +2,8 @@
 
     program -- TCP --> this -- lines on stdout --> relay.py        this <-- lines on stdin -- relay.py
 
-A line is `MARK NUMBER DATA`: number of the connection, from 1 on, and a piece of it, zlib in base64; without data it has
-ended. Line 0 tells where this listens, and a folder of its own. Self-contained (standard library only, Python 3.9):
+A line is `MARK NUMBER DATA`: number of the connection, from 1 on, and a piece of it, zlib in base64; without data it
+has ended. Line 0 tells where this listens, and a folder of its own. Self-contained (standard library only, Python 3.9):
 `relay.py` sends its source.
 """
 

@@ -7,6 +7,7 @@ computation would give, and how to make it small. `rayapp models check` tries al
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -187,3 +188,14 @@ def text_type(architecture: Mapping[str, Any]) -> str:
     """`model_type` of the language model in a config.json."""
     text = architecture.get("text_config") or architecture
     return str(text.get("model_type") or architecture.get("model_type"))
+
+
+def unserved(kind: str, *, device: str) -> str:
+    """Why vLLM does not serve a family on this machine; empty where it does, or nobody has tried."""
+    family = FAMILIES.get(kind, Family())
+    if family.no_cpu_engine and device == "cpu":
+        return f"not on a CPU: {family.no_cpu_engine}. Run it on GPUs: cluster.device=gpu."
+    missing = [name for name in family.packages if importlib.util.find_spec(name) is None]
+    if missing:
+        return f"vLLM imports {', '.join(missing)}: not installed here. Install the release that fits this torch."
+    return ""

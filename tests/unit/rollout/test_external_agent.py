@@ -522,10 +522,12 @@ async def test_a_program_in_its_sandbox_reaches_the_policy_and_its_file_is_score
 REMOTE = """
     import openai
     client = openai.OpenAI(timeout=30)
-    say = lambda **more: client.chat.completions.create(model="any", messages=[{"role": "user", "content": "x"}], **more)
+    asked = {"model": "any", "messages": [{"role": "user", "content": "x"}]}
+    say = lambda **more: client.chat.completions.create(**asked, **more)
     parts = [chunk.choices[0].delta.content or "" for chunk in say(stream=True) if chunk.choices]
     open("solution.py", "w").write("def double(x):\\n    return " + "".join(parts))
-    print(say().choices[0].message.content, json.load(open(os.environ["RAYAPP_TASK_FILE"]))["task"], os.listdir("notes"))
+    task = json.load(open(os.environ["RAYAPP_TASK_FILE"]))["task"]
+    print(say().choices[0].message.content, task, os.listdir("notes"))
     """
 
 
