@@ -61,6 +61,8 @@ class OpenEnvEnvironment(_Environment):
     """Of the first prompt."""
     reset: dict[str, Any] = Field(default_factory=dict)
     """Further arguments of `reset`."""
+    text_field: str = ""
+    """Of an action: what the policy says in a turn is this field. Empty: it calls the tool `step`."""
     reward: Literal["sum", "last"] = "sum"
     """Of the rewards of a trajectory's steps."""
 
