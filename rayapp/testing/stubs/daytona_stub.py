@@ -193,10 +193,12 @@ class DaytonaStub(StubServer):
 
         listening: asyncio.Future[Any] = asyncio.ensure_future(socket.receive())
         running: asyncio.Future[Any] = asyncio.gather(pump(b"\1\1\1", process.stdout), pump(b"\2\2\2", process.stderr))
-        await asyncio.wait({listening, running}, return_when=asyncio.FIRST_COMPLETED)
-        for task in (listening, running):
-            task.cancel()
-        await asyncio.gather(listening, running, return_exceptions=True)
+        try:
+            await asyncio.wait({listening, running}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for task in (listening, running):
+                task.cancel()
+            await asyncio.gather(listening, running, return_exceptions=True)
         await socket.close()
         return socket
 
