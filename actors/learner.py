@@ -20,7 +20,7 @@ from actors.handles import VllmServerHandle
 from actors.spawn import free_address
 from actors.weight_client import ServersClient
 from rayapp.config.config import Config
-from rayapp.core.errors import LearnerError
+from rayapp.core.errors import LearnerError, first_line
 from rayapp.core.imports import large_imports
 from rayapp.core.logs import about, label_logs
 from rayapp.core.types import FloatArray, Group, GroupSummary, Trajectory
@@ -61,7 +61,7 @@ class Learner:
         except DistError as error:
             raise LearnerError(
                 f"learner {rank} of {world_size} did not find the others at {master_address}:{master_port}: "
-                f"{str(error).strip().splitlines()[0]}. If that port was taken meanwhile, start the run again: it "
+                f"{first_line(error)}. If that port was taken meanwhile, start the run again: it "
                 "takes another. Else look for the others' end in Ray's logs (dashboard, Actors)."
             ) from None
         try:

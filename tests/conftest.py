@@ -267,6 +267,14 @@ CONTROL_TOKENS: dict[str, tuple[str, str]] = {
             "<｜tool▁call▁end｜> <｜tool▁calls▁end｜>"
         ),
     ),
+    "deepseek_v31": (
+        "<｜begin▁of▁sentence｜> <｜end▁of▁sentence｜>",
+        (
+            "<｜User｜> <｜Assistant｜> <｜tool▁sep｜> <｜tool▁calls▁begin｜> <｜tool▁call▁begin｜> "
+            "<｜tool▁call▁end｜> <｜tool▁calls▁end｜> <think> </think>"
+        ),
+    ),
+    "pythonic": ("<|begin_of_text|> <|start_header_id|> <|end_header_id|> <|eom_id|> <|eot_id|>", ""),
     "glm45": (
         "<|user|> <|assistant|> <|observation|> <|endoftext|>",
         "<think> </think> <tool_call> </tool_call> <arg_key> </arg_key> <arg_value> </arg_value>",

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from rayapp.config.config import Config
-from rayapp.core.errors import WRONG_TOKEN, ConfigError
+from rayapp.core.errors import WRONG_TOKEN, ConfigError, first_line
 from rayapp.core.logs import hand_over, label_logs
 
 log = logging.getLogger(__name__)
@@ -132,7 +132,7 @@ def _connect(config: Config) -> tuple[Any, bool]:
         except (OSError, ValueError, RuntimeError) as error:
             # Ray tells of a token that it refuses in its log only: the error is the same as for no Ray at all.
             raise ConfigError(
-                f"no Ray answers at {address!r} ({_first_line(error)}). Start one there with `ray start --head`, "
+                f"no Ray answers at {address!r} ({first_line(error)}). Start one there with `ray start --head`, "
                 "correct cluster.address or RAY_ADDRESS, or leave both empty to start a local one. If something "
                 "listens there, its `ray start` may have failed (rayapp doctor: is the metrics port taken?), or "
                 f"it may refuse the token. {WRONG_TOKEN}"
@@ -181,7 +181,7 @@ def session_of_run(config: Config, report: Callable[[str], None]) -> Iterator[No
                 ray.init(address=address, **_options(config))
             ray.get_actor(server_names(config)[0])
         except (OSError, ValueError, RuntimeError) as error:
-            log.info("no run %s in the Ray at %s: %s", config.run.name, address, _first_line(error))
+            log.info("no run %s in the Ray at %s: %s", config.run.name, address, first_line(error))
             ray.shutdown()
             continue
         hand_over()
@@ -312,7 +312,3 @@ def _prometheus_answers(dashboard_url: str) -> bool:
         return error.code != HTTPStatus.INTERNAL_SERVER_ERROR
     except OSError:
         return True
-
-
-def _first_line(error: BaseException) -> str:
-    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

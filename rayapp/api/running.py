@@ -17,7 +17,7 @@ from rayapp.api.arguments import ConfigLike, Job, Overrides, RewardLike, TaskLik
 from rayapp.api.run import Run
 from rayapp.config.config import with_values
 from rayapp.core.names.given import giving
-from rayapp.core.own_thread import work_apart, work_awaited
+from rayapp.core.own_thread import awaited, work_apart
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -57,7 +57,8 @@ def train(
         tasks: in place of the config's: names, files, or task objects (`rayapp.CodingTask`).
         reward: scores the answers to rows of data: a function, or the name of one.
         agent: who plays: single_turn_agent, tool_agent, or the name of a plug-in.
-        on_step: called with each step's number and metrics, in between; may be a coroutine function.
+        on_step: called with each step's number and metrics, in between; may be a coroutine function. Of a run that is
+            awaited it is called in another thread.
     Returns:
         The run, to be read.
     Raises:
@@ -68,18 +69,7 @@ def train(
     return work_apart(lambda: train_job(job, on_step))
 
 
-async def train_async(
-    config: ConfigLike = None,
-    overrides: Overrides = (),
-    *,
-    tasks: Sequence[TaskLike] | TaskLike | None = None,
-    reward: RewardLike | None = None,
-    agent: str | None = None,
-    on_step: OnStep | None = None,
-) -> Run:
-    """`train`, awaited; a cancellation ends it as Ctrl-C would. `on_step` is called in another thread."""
-    job = make_job(config, overrides, tasks=tasks, reward=reward, agent=agent)
-    return await work_awaited(lambda: train_job(job, on_step))
+train_async = awaited(train)
 
 
 def sft(config: ConfigLike = None, overrides: Overrides = (), *, tasks: Sequence[TaskLike] | None = None) -> Run:
@@ -94,12 +84,7 @@ def sft(config: ConfigLike = None, overrides: Overrides = (), *, tasks: Sequence
     return work_apart(lambda: sft_job(job))
 
 
-async def sft_async(
-    config: ConfigLike = None, overrides: Overrides = (), *, tasks: Sequence[TaskLike] | None = None
-) -> Run:
-    """`sft`, awaited."""
-    job = make_job(config, overrides, tasks=tasks)
-    return await work_awaited(lambda: sft_job(job))
+sft_async = awaited(sft)
 
 
 def evaluate(
@@ -126,20 +111,7 @@ def evaluate(
     return work_apart(lambda: evaluate_job(job, out))
 
 
-async def evaluate_async(
-    config: ConfigLike = None,
-    overrides: Overrides = (),
-    *,
-    model: str | Path | None = None,
-    tasks: Sequence[TaskLike] | TaskLike | None = None,
-    reward: RewardLike | None = None,
-    agent: str | None = None,
-    samples: int | None = None,
-    out: str | Path | None = None,
-) -> Evaluation:
-    """`evaluate`, awaited."""
-    job = _evaluation_job(config, overrides, model, samples, tasks=tasks, reward=reward, agent=agent)
-    return await work_awaited(lambda: evaluate_job(job, out))
+evaluate_async = awaited(evaluate)
 
 
 def train_job(job: Job, on_step: OnStep | None = None) -> Run:

@@ -13,7 +13,7 @@ import os
 import secrets
 import threading
 from collections.abc import Coroutine, Iterator, Sequence
-from contextlib import AsyncExitStack, contextmanager
+from contextlib import AsyncExitStack, ExitStack, contextmanager
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
@@ -176,41 +176,29 @@ class Sandbox:
     ) -> None:
         self._pool = SandboxPool(config, overrides)
         self._spec = SandboxSpec(packages=tuple(packages), memory_mib=memory_mib)
-        self._held: Any = None
+        self._held = ExitStack()
+        self._held_async = AsyncExitStack()
 
     def __enter__(self) -> BlockingSandbox:
-        self._pool.__enter__()
-        try:
-            self._held = self._pool.lease(self._spec)
-            box: BlockingSandbox = self._held.__enter__()
-        except BaseException:
-            self._pool.__exit__(None, None, None)
-            raise
+        with ExitStack() as entered:
+            box = entered.enter_context(entered.enter_context(self._pool).lease(self._spec))
+            self._held = entered.pop_all()
         return box
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        try:
-            self._held.__exit__(None, None, None)
-        finally:
-            self._pool.__exit__(None, None, None)
+        self._held.close()
 
     async def __aenter__(self) -> protocols.Sandbox:
-        source = await self._pool.__aenter__()
-        try:
-            self._held = source.lease(self._spec, timeout_s=LEASE_TIMEOUT_S)
-            box: protocols.Sandbox = await self._held.__aenter__()
-        except BaseException:
-            await self._pool.__aexit__()
-            raise
+        async with AsyncExitStack() as entered:
+            source = await entered.enter_async_context(self._pool)
+            box = await entered.enter_async_context(source.lease(self._spec, timeout_s=LEASE_TIMEOUT_S))
+            self._held_async = entered.pop_all()
         return box
 
     async def __aexit__(self, *raised: object) -> None:
-        try:
-            await self._held.__aexit__(None, None, None)
-        finally:
-            await self._pool.__aexit__()
+        await self._held_async.aclose()
 
 
 class _LoopThread:

@@ -3,7 +3,6 @@ of sandboxes is in this process."""
 
 from __future__ import annotations
 
-import asyncio
 import os
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import replace
@@ -12,9 +11,8 @@ import numpy as np
 
 from rayapp.api.arguments import ConfigLike, Overrides, TaskLike, load
 from rayapp.config.sandbox import SandboxConfig
-from rayapp.core.aio import run_until_done
-from rayapp.core.errors import first_error
-from rayapp.core.own_thread import work_apart, work_awaited
+from rayapp.core.aio import run_until_done, side_by_side
+from rayapp.core.own_thread import awaited, work_apart
 from rayapp.core.protocols import SandboxSource, Task
 from rayapp.core.types import Prompt, Reward
 from rayapp.sandbox.pool.in_process import open_pool
@@ -49,16 +47,7 @@ def score(
     return work_apart(lambda: _scored(task, completions, seed, load(config, overrides).sandbox))
 
 
-async def score_async(
-    task: TaskLike,
-    completions: str | Sequence[str],
-    *,
-    seed: int = 0,
-    config: ConfigLike = None,
-    overrides: Overrides = (),
-) -> list[Reward]:
-    """`score`, awaited."""
-    return await work_awaited(lambda: _scored(task, completions, seed, load(config, overrides).sandbox))
+score_async = awaited(score)
 
 
 def _scored(task: TaskLike, completions: str | Sequence[str], seed: int, sandbox: SandboxConfig) -> list[Reward]:
@@ -91,16 +80,9 @@ async def _verdicts(
 ) -> AsyncIterator[tuple[int, Reward]]:
     for start in range(0, len(texts), _AT_ONCE):
         batch = texts[start : start + _AT_ONCE]
-        try:
-            async with asyncio.TaskGroup() as running:
-                verdicts = [
-                    running.create_task(task.score(prompt_for(task, text), text, sandboxes, seed=seed))
-                    for text in batch
-                ]
-        except BaseExceptionGroup as group:
-            raise first_error(group) from None
+        verdicts = await side_by_side(task.score(prompt_for(task, text), text, sandboxes, seed=seed) for text in batch)
         for place, verdict in enumerate(verdicts, start):
-            yield place, verdict.result()
+            yield place, verdict
 
 
 def prompt_for(task: Task, text: str) -> Prompt:

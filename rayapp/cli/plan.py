@@ -14,6 +14,7 @@ from rayapp.cli.arguments import EXIT_FAILED, ConfigFile, ModelConfig, Overrides
 from rayapp.config.config import Config, bundles_of, gpu_arithmetic
 from rayapp.config.model_servers import ModelServerSection
 from rayapp.core.errors import InputError
+from rayapp.core.machine import available_memory
 from rayapp.learner.memory.gpus import GIB, GPUS, Gpu, gpu_called, gpu_here
 from rayapp.learner.memory.nearest import largest_micro_batch, nearest_that_fits, overrides_between
 from rayapp.learner.memory.plan import (
@@ -169,8 +170,6 @@ def _gib(num_bytes: int) -> str:
 
 def plan_on_cpu(config: Config) -> bool:
     """Print what a run on this machine's CPU takes. Returns whether it fits."""
-    from rayapp.cli.doctor import available_memory
-
     shape, have = model_shape(config), available_memory()
     plan = plan_host(shape, config, have)
     for line in host_lines(shape, config, plan, have):

@@ -19,7 +19,7 @@ from omegaconf.errors import OmegaConfBaseException
 from pydantic import ValidationError
 
 from rayapp.config.config import Config
-from rayapp.core.errors import ConfigError
+from rayapp.core.errors import ConfigError, first_line
 from rayapp.core.names.plugins import Kind, is_plugin
 from rayapp.core.validation import explain
 
@@ -47,7 +47,7 @@ def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> Confi
         values = OmegaConf.to_container(merged, resolve=True)
         config = Config.model_validate(values)
     except OmegaConfBaseException as error:
-        raise ConfigError(f"{where}: {_first_line(error)}") from error
+        raise ConfigError(f"{where}: {first_line(error)}") from error
     except ValidationError as error:
         raise ConfigError(f"{where}:{_indented(explain(error, Config))}") from error
     _check_names(config)
@@ -126,10 +126,6 @@ def _check_names(config: Config) -> None:
             near = difflib.get_close_matches(name, known, n=1)
             hint = f"did you mean {near[0]}? " if near else ""
             raise ConfigError(f"{key} = {name!r}: {hint}It must be one of {', '.join(known)}")
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().splitlines()[0]
 
 
 def _indented(lines: str) -> str:

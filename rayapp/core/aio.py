@@ -6,6 +6,7 @@ finish_then_cancel       work that must not be left half done; a second cancella
 finish_despite_cancels   cleanup that runs to its end, however often it is cancelled
 end_process_after        the last way out, when cleanup hangs
 together                 the same work for many items; the first failure ends the others
+side_by_side             the results of several coroutines; likewise
 as_they_end              results in batches: all that finished since the last one
 """
 
@@ -190,10 +191,15 @@ async def together(work: Callable[[T], Awaitable[None]], items: Iterable[T], *, 
         async with slots:
             return await work(item)
 
+    await side_by_side(one(item) for item in items)
+
+
+async def side_by_side(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+    """The results of all, in their order; the first error ends the others and comes out as itself."""
     with one_error():
-        async with asyncio.TaskGroup() as group:
-            for item in items:
-                group.create_task(one(item))
+        async with asyncio.TaskGroup() as tasks:
+            running = [tasks.create_task(each) for each in work]
+    return [task.result() for task in running]
 
 
 async def as_they_end(coroutines: Sequence[Coroutine[Any, Any, T]]) -> AsyncIterator[list[tuple[int, T | Exception]]]:

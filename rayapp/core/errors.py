@@ -61,6 +61,17 @@ class UserError(RayappError):
     """Something the user can correct. The CLI prints the message without a traceback and exits with 2."""
 
 
+class KindError(RayappError):
+    """An error that is counted by its kind, a short word."""
+
+    def __init__(self, message: str, kind: str) -> None:
+        super().__init__(message)
+        self.kind = kind
+
+    def __reduce__(self) -> tuple[type[KindError], tuple[str, str]]:
+        return type(self), (str(self), self.kind)
+
+
 class ConfigError(UserError, ValueError):
     """A configuration key or value is wrong, or two values contradict each other."""
 
@@ -240,6 +251,11 @@ def one_error() -> Iterator[None]:
         yield
     except BaseExceptionGroup as group:
         raise first_error(group) from group
+
+
+def first_line(error: BaseException) -> str:
+    """What an error says first; its type where it says nothing."""
+    return str(error).strip().partition("\n")[0] or type(error).__name__
 
 
 def first_error(error: BaseException) -> BaseException:

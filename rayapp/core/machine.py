@@ -1,4 +1,4 @@
-"""What a process takes of its machine: memory that it freed, cores to compute on, a network interface.
+"""What a process takes of its machine: memory, cores to compute on, a network interface.
 
 glibc can keep freed memory or give it back to the system; elsewhere the functions here do nothing. The two processes
 that allocate much want opposite things of it: a learner on CPU keeps it for the next step, the driver gives it back
@@ -13,6 +13,7 @@ import os
 import socket
 import struct
 from collections.abc import Callable
+from pathlib import Path
 
 SIOCGIFADDR = 0x8915
 """Of ioctl, from sockios.h: an interface's IPv4 address."""
@@ -48,6 +49,17 @@ def _function(name: str) -> Callable[..., int] | None:
     """The C library's function of that name, if it has one."""
     found: Callable[..., int] | None = getattr(ctypes.CDLL(None), name, None)
     return found
+
+
+def available_memory() -> int:
+    """Bytes that a new process can have: what the machine, or the cgroup of this container (v2, v1), leaves."""
+    lines = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
+    free = int(lines["MemAvailable"].split()[0]) * 1024
+    root, old = Path("/sys/fs/cgroup"), "memory/memory"
+    for limit, usage in (("memory.max", "memory.current"), (f"{old}.limit_in_bytes", f"{old}.usage_in_bytes")):
+        if (root / limit).exists() and (most := (root / limit).read_text().strip()) != "max":
+            return min(free, max(0, int(most) - int((root / usage).read_text())))
+    return free
 
 
 def share_of_cores(num_processes: int, *, is_synchronous: bool) -> int:

@@ -11,12 +11,14 @@ from __future__ import annotations
 import asyncio
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from contextvars import ContextVar, copy_context
-from typing import TypeVar
+from functools import wraps
+from typing import Any, ParamSpec, TypeVar
 
+P = ParamSpec("P")
 T = TypeVar("T")
 
 
@@ -141,6 +143,17 @@ async def work_awaited(work: Callable[[], T]) -> T:
             raise
         except _WorkStoppedError:
             raise asyncio.CancelledError from None
+
+
+def awaited(function: Callable[P, T]) -> Callable[P, Coroutine[Any, Any, T]]:
+    """The function in a thread of its own, to be awaited; a cancellation stops it as Ctrl-C would."""
+
+    @wraps(function)
+    async def call(*args: P.args, **kwargs: P.kwargs) -> T:
+        return await work_awaited(lambda: function(*args, **kwargs))
+
+    call.__name__ = call.__qualname__ = f"{function.__name__}_async"
+    return call
 
 
 async def _ended(waiting: asyncio.Future[T], stopper: Stopper) -> None:

@@ -26,7 +26,7 @@ FinishReason = Literal["stop", "length"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """How one completion is sampled. Only what changes the distribution, its length, or its randomness."""
+    """How one completion is sampled. Only what changes the distribution, its length, its randomness, or its record."""
 
     max_tokens: int
     """Most tokens to sample."""

@@ -15,8 +15,8 @@ from typing import Any
 
 from rayapp.config.config import Config, sources_of
 from rayapp.config.loading import to_yaml
-from rayapp.core.aio import run_until_done
-from rayapp.core.errors import InputError, LearnersLostError, one_error
+from rayapp.core.aio import run_until_done, side_by_side
+from rayapp.core.errors import InputError, LearnersLostError
 from rayapp.core.files import write_text
 from rayapp.core.logs import start_logs
 from rayapp.core.types import Group, GroupSummary
@@ -89,11 +89,7 @@ async def evaluate(
         together = cluster.is_synchronous
         cohorts = [Cohort(place=place, size=len(wave)) if together else None for place in range(len(wave))]
         # A group of tasks: when one fails, none of the others may still be on the servers once the run goes on.
-        with one_error():
-            async with asyncio.TaskGroup() as tasks:
-                evaluate_prompt = partial(_evaluate_prompt, cluster, version, watchdog)
-                running = [tasks.create_task(work) for work in map(evaluate_prompt, wave, cohorts)]
-        found = [task.result() for task in running]
+        found = await side_by_side(map(partial(_evaluate_prompt, cluster, version, watchdog), wave, cohorts))
         summaries += [group.summary for group in found]
         if record is not None:
             await _record(cluster, found, record)

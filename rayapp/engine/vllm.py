@@ -94,13 +94,16 @@ class VllmEngine:
             from vllm import AsyncEngineArgs
             from vllm.v1.engine.async_llm import AsyncLLM
 
+            from rayapp.engine.processes import small_processes
+
         output = EngineOutput()
         try:
             gate = Gate(ConcurrencyLimit(ceiling=config.server.max_num_seqs))
             in_hand = InHand()
             load = EngineLoad(lambda kv_used, num: gate.observe(kv_used=kv_used, num_preempted=num), in_hand.moved)
             args = AsyncEngineArgs(**vllm_args(config) | engine_args)
-            engine = AsyncLLM.from_engine_args(args, stat_loggers=[load.factory])
+            with small_processes():
+                engine = AsyncLLM.from_engine_args(args, stat_loggers=[load.factory])
             await engine.collective_rpc("die_with", args=(os.getpid(),))
         except Exception as error:  # boundary: vLLM raises whatever its dependencies raise
             raise EngineError(

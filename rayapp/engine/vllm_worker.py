@@ -10,15 +10,18 @@ import os
 import select
 import signal
 import threading
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from rayapp.engine.vllm_adapter import is_adapter, load_adapter
 from rayapp.engine.weights import vllm_gloo
 from rayapp.engine.weights.buckets import TensorEntry, unpack
-from rayapp.engine.weights.checksum import checksum_of
+from rayapp.engine.weights.checksum import checksum_of, part_of
 from rayapp.engine.weights.experts import held_experts, pack_experts
 from rayapp.engine.weights.gpt_oss import copy_sinks, mend_reload
+from rayapp.engine.weights.held import held_parts
+from rayapp.engine.weights.mamba import copy_convolutions
 
 # This module is imported in every worker before it makes its weight-transfer engine.
 vllm_gloo.register()
@@ -47,8 +50,8 @@ class WeightUpdateExtension:
 
         size = Path(path).stat().st_size
         data = torch.from_file(path, shared=True, size=size, dtype=torch.uint8)
-        sampled = {name: tensor for name, tensor in unpack(entries, data) if name in checksums}
-        _check("arrive", sampled, checksums)
+        arrived = ((name, part_of(name, t)) for name, t in unpack(entries, data) if name in checksums)
+        _check("arrive", arrived, checksums)
         if is_adapter(entries):
             return load_adapter(self.model_runner, unpack(entries, data))
         # Layer-wise reload and not load_weights: on CPU vLLM repacks parameters after the first load, and a second
@@ -58,36 +61,20 @@ class WeightUpdateExtension:
         return self.seal_weights(checksums)
 
     def seal_weights(self, checksums: dict[str, int]) -> int:
-        """After new weights are in the model: pack and tie again what vLLM does not, and compare what the model holds
-        with checksums of the learner's. Returns how many tensors those are.
-
-        Compared are tensors in bfloat16 that it keeps apart under their own names and whole (norms, and on one GPU
-        biases), and experts.
+        """After new weights are in the model: pack and tie again what vLLM does not, and compare what the model
+        computes with to checksums of the learner's. Returns how many tensors those are.
 
         Raises:
             ValueError: one differs, or experts compute something else than they hold.
         """
-        model = self.model_runner.get_model()
+        model, architecture = self.model_runner.get_model(), self.model_runner.model_config.hf_text_config
         copy_sinks(model)
-        held = self._whole_tensors(checksums) | held_experts(model, checksums)
-        _check("are held", held, checksums)
+        copy_convolutions(model)
+        held = _check("are held", held_experts(model, checksums), checksums)
         pack_experts(model)
-        _tie_again(model, self.model_runner.model_config.hf_text_config)
-        return len(held)
-
-    def _whole_tensors(self, checksums: dict[str, int]) -> dict[str, Any]:
-        import torch
-        from vllm.model_executor.model_loader.weight_utils import default_weight_loader
-
-        parameters = dict(self.model_runner.get_model().named_parameters())
-        held = {name: p for name, p in parameters.items() if name in checksums and p.dtype == torch.bfloat16}
-        # By name and not by shape: on CPU vLLM repacks some matrices into one dimension.
-        whole = {name: p for name, p in held.items() if "norm" in name or name.endswith(".bias")}
-        if self.parallel_config.tensor_parallel_size > 1:
-            # What is split over the ranks has a loader of its own, which takes this rank's part.
-            loaders = {name: getattr(p, "weight_loader", default_weight_loader) for name, p in whole.items()}
-            whole = {name: p for name, p in whole.items() if loaders[name] is default_weight_loader}
-        return whole
+        _tie_again(model, architecture)
+        tied = architecture.tie_word_embeddings
+        return len(held | _check("are held", held_parts(model, checksums, tied=tied), checksums))
 
     def leave_weight_group(self) -> None:
         """Before another is joined. Destroys it, if there is one: vLLM would forget it with its GPU memory."""
@@ -113,13 +100,16 @@ class WeightUpdateExtension:
         threading.Thread(target=_end_engine_after, args=(pidfd, server_pid), daemon=True).start()
 
 
-def _check(what: str, tensors: dict[str, Any], checksums: dict[str, int]) -> None:
-    wrong = [name for name, tensor in tensors.items() if checksum_of(tensor) != checksums[name]]
+def _check(what: str, parts: Iterable[tuple[str, Any]], checksums: dict[str, int]) -> set[str]:
+    """The names of what was compared, one after the other."""
+    found = [(name, checksum_of(part)) for name, part in parts]
+    wrong = [name for name, value in found if value != checksums[name]]
     if wrong:
         raise ValueError(
-            f"{len(wrong)} of {len(tensors)} sampled tensors have another checksum where they {what} than where the "
+            f"{len(wrong)} of {len(found)} sampled tensors have another checksum where they {what} than where the "
             f"learner sent them: {', '.join(wrong[:3])}"
         )
+    return {name for name, _ in found}
 
 
 def _tie_again(model: Any, architecture: Any) -> None:

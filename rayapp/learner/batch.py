@@ -121,7 +121,8 @@ def _experts_of(items: Sequence[TrainItem]) -> NDArray[np.int16] | None:
             read = path[: responses[-1]]
             nothing = np.full((read.size, *known[0].shape[1:]), -1, np.int16)
             parts.append(nothing if chosen is None else chosen[read].astype(np.int16))
-    return np.concatenate(parts)
+    experts: NDArray[np.int16] = np.concatenate(parts)
+    return experts
 
 
 def _pack_routed(

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from rayapp.config.config import Config
-from rayapp.core.errors import LearnerError
+from rayapp.core.errors import LearnerError, first_line
 from rayapp.core.machine import keep_freed_memory, share_of_cores, use_interface_towards
 from rayapp.learner.compute.sequence import SequenceGroup
 
@@ -158,7 +158,7 @@ def learner_device(config: Config) -> torch.device:
     except (RuntimeError, AssertionError) as error:
         raise LearnerError(
             f"this learner was to compute on a GPU, but torch {torch.__version__} can use none: "
-            f"{str(error).strip().splitlines()[0]}. nvidia-smi has the driver: CUDA 13 needs 580 or later. Was "
+            f"{first_line(error)}. nvidia-smi has the driver: CUDA 13 needs 580 or later. Was "
             "the CPU build installed? Use `make venv DEVICE=gpu`, or cluster.device=cpu."
         ) from error
     return torch.device("cuda", 0)

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
@@ -104,14 +105,13 @@ def to_device(batch: MicroBatch, device: torch.device, group: SequenceGroup | No
         row_pairs=moved(batch.row_pairs),
         row_heads=moved(batch.row_heads),
         mask=moved(batch.mask),
-        routed_experts=None if batch.routed_experts is None else moved(_padded_experts(batch, packing)[tokens]),
+        routed_experts=None if batch.routed_experts is None else moved(_padded(batch.routed_experts, packing)[tokens]),
         part=part,
     )
 
 
-def _padded_experts(batch: MicroBatch, packing: Packing) -> Any:
-    missing = packing.num_tokens - batch.packing.num_tokens
-    return np.pad(batch.routed_experts, ((0, missing), (0, 0), (0, 0)), constant_values=-1)
+def _padded(experts: NDArray[np.int16], packing: Packing) -> NDArray[np.int16]:
+    return np.pad(experts, ((0, packing.num_tokens - len(experts)), (0, 0), (0, 0)), constant_values=-1)
 
 
 class TokenScores(NamedTuple):

@@ -18,7 +18,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from rayapp.core.errors import DeadlineError, EngineDeadError, EngineError, StaleVersionError, first_error
+from rayapp.core.aio import side_by_side
+from rayapp.core.errors import DeadlineError, EngineDeadError, EngineError, StaleVersionError
 from rayapp.core.protocols import RolloutEngine
 from rayapp.core.summaries import summarize_group
 from rayapp.core.types import (
@@ -92,22 +93,12 @@ async def run_group(
         seat = _CohortSeat(engine, request_id, assignment.prompt, own)
         return await _trajectory(request, assignment, seat, deadline_s - assignment.compare_timeout_s)
 
-    trajectories = await _side_by_side([one(index) for index in range(group_size)])
+    trajectories = await side_by_side(one(index) for index in range(group_size))
     if assignment.compare is not None:
         left_s = deadline_s - (time.monotonic() - started)
         trajectories = await _compared(assignment.compare, trajectories, left_s)
     group = Group(group_id=request.group_id, prompt=assignment.prompt, trajectories=tuple(trajectories))
     return group, summarize_group(group, time_total_s=time.monotonic() - started)
-
-
-async def _side_by_side(coroutines: Sequence[Coroutine[Any, Any, Trajectory]]) -> list[Trajectory]:
-    """All of them, side by side; the first error ends the others and comes out as itself."""
-    try:
-        async with asyncio.TaskGroup() as tasks:
-            running = [tasks.create_task(coroutine) for coroutine in coroutines]
-    except BaseExceptionGroup as group:
-        raise first_error(group) from None
-    return [task.result() for task in running]
 
 
 async def _trajectory(

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from rayapp.core.errors import StorageConfigError, StorageCredentialsError
 
@@ -91,21 +91,11 @@ def _aws(env: Mapping[str, str], transfer: Transfer) -> S3Settings:
 
 
 def _minio(env: Mapping[str, str], transfer: Transfer) -> S3Settings:
-    endpoint = _endpoint(env)
-    if endpoint is None:
+    if _endpoint(env) is None:
         raise StorageConfigError("RAYAPP_S3_PRESET=minio needs AWS_ENDPOINT_URL, e.g. http://minio:9000")
-    key_id, secret, token = _aws_keys(env)
-    return S3Settings(
-        preset="minio",
-        endpoint_url=endpoint,
-        # MinIO signs for this region unless configured otherwise, and has no DNS name per bucket.
-        region=_region(env) or "us-east-1",
-        access_key_id=key_id,
-        secret_access_key=secret,
-        session_token=token,
-        addressing_style="path",
-        transfer=transfer,
-    )
+    own = _aws(env, transfer)
+    # MinIO signs for this region unless configured otherwise, and has no DNS name per bucket.
+    return replace(own, preset="minio", region=own.region or "us-east-1", addressing_style="path")
 
 
 def _oss(env: Mapping[str, str], transfer: Transfer) -> S3Settings:

@@ -156,7 +156,7 @@ async def _by_rule(answer: Answer, rewards: AnswerRewards) -> Reward:
         terms = await on_text(score_by_rule, answer.completion_text, truth, file, options, plain)
     except TextTooCostlyError as error:
         terms = {"score": rule.wrong_score, "solved": 0.0, "pass_rate": 0.0, "format": 0.0}
-        return Reward(value=rule.wrong_score, terms=terms, status=error.status, detail=str(error))
+        return Reward(value=rule.wrong_score, terms=terms, status=error.kind, detail=str(error))
     return Reward(value=terms["score"], terms={"pass_rate": terms["solved"], **terms})
 
 

@@ -281,7 +281,7 @@ class CodingTask(BaseModel):
             )
             verdict = failure(status, detail) if status else await self._tested(code, sandboxes, seed=seed)
         except TextTooCostlyError as error:
-            verdict = failure(error.status, str(error))
+            verdict = failure(error.kind, str(error))
         except TextReadingFailedError as error:
             verdict = Reward.invalid(error.kind, str(error))
         return replace(verdict, time_score_s=time.monotonic() - started)

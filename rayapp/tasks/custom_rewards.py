@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rayapp.core.errors import ConfigError, RayappError
+from rayapp.core.errors import ConfigError, KindError
 from rayapp.core.names.given import given, is_given
 from rayapp.core.names.plugins import is_plugin, load_plugin
 from rayapp.core.own_thread import in_thread
@@ -28,19 +28,11 @@ _MOST = 3.4028234e38
 """The largest 32-bit float."""
 
 
-class RewardFailedError(RayappError):
+class RewardFailedError(KindError):
     """A custom function raised, took too long, or returned nonsense: no verdict on the policy.
 
-    Args:
-        kind: reward_error, reward_timeout or reward_nonsense.
+    Its kind is reward_error, reward_timeout or reward_nonsense.
     """
-
-    def __init__(self, message: str, kind: str) -> None:
-        super().__init__(message)
-        self.kind = kind
-
-    def __reduce__(self) -> tuple[type[RewardFailedError], tuple[str, str]]:
-        return type(self), (str(self), self.kind)
 
 
 @dataclass(slots=True, kw_only=True)

@@ -21,7 +21,7 @@ import numpy as np
 
 from rayapp.core.errors import InputError
 from rayapp.core.protocols import Sandbox, SandboxSource, Tokenizer
-from rayapp.core.types import AgentStart, Prompt, Reward, SandboxSpec
+from rayapp.core.types import AgentStart, CallResult, ExecResult, Prompt, Reward, SandboxSpec
 from rayapp.tasks.sandboxed import judged_in_sandbox
 
 GENERATED = "reasoning_gym:"
@@ -96,15 +96,20 @@ class GeneratedTask:
         return replace(verdict, time_score_s=time.monotonic() - started)
 
     async def _judge(self, answer: str, sandbox: Sandbox) -> Reward:
-        inputs = [[self.name, json.loads(self.options), self.index, answer]]
-        report = await sandbox.call_function(_INSIDE, _ENTRY, inputs, timeout_s=_TIMEOUT_S)
-        (call,), ran = report.calls, report.exec
+        call, ran = await self._call(answer, sandbox)
         if ran.error.startswith("ModuleNotFoundError"):
             return Reward.invalid("no_package", f"{ran.error}: it has to be in the provider's template")
         value = call.value if call.ok and isinstance(call.value, float) and 0.0 <= call.value <= 1.0 else 0.0
         why = f"stopped for {ran.stopped_for.value}" if ran.stopped_for else ran.error or call.error
+        if why and not (await self._call(self.answer, sandbox))[0].ok:
+            return Reward.invalid("no_score", f"the right answer can't be scored either: {why}")
         reward = _reward(value)
         return replace(reward, terms={**reward.terms, "verdict/forgeable": 1.0}, detail=why)
+
+    async def _call(self, answer: str, sandbox: Sandbox) -> tuple[CallResult, ExecResult]:
+        inputs = [[self.name, json.loads(self.options), self.index, answer]]
+        report = await sandbox.call_function(_INSIDE, _ENTRY, inputs, timeout_s=_TIMEOUT_S)
+        return report.calls[0], report.exec
 
 
 def _answer_in(text: str) -> str | None:

@@ -26,7 +26,7 @@ from io import BufferedRWPair
 from pathlib import Path
 from typing import Any
 
-from rayapp.core.errors import RayappError
+from rayapp.core.errors import KindError
 from rayapp.tasks.text_child import read_frame, write_frame
 
 MAX_TEXT_CHARS = 1 << 20
@@ -39,34 +39,18 @@ _ENDED_BY_OTHERS = (-signal.SIGKILL, -signal.SIGTERM, -signal.SIGHUP)
 _PACKAGE_ROOT = Path(__file__).parents[2]
 
 
-class TextTooCostlyError(RayappError):
+class TextTooCostlyError(KindError):
     """A text is too long, takes too much time, or ends the process that reads it: the text's doing, so a verdict.
 
-    Args:
-        status: too_long or unreadable, for `Reward.status`.
+    Its kind is too_long or unreadable, for `Reward.status`.
     """
 
-    def __init__(self, message: str, status: str) -> None:
-        super().__init__(message)
-        self.status = status
 
-    def __reduce__(self) -> tuple[type[TextTooCostlyError], tuple[str, str]]:
-        return type(self), (str(self), self.status)
-
-
-class TextReadingFailedError(RayappError):
+class TextReadingFailedError(KindError):
     """The function raised, or the text process can't do its work: no verdict on the text.
 
-    Args:
-        kind: reward_error or text_process.
+    Its kind is reward_error or text_process.
     """
-
-    def __init__(self, message: str, kind: str) -> None:
-        super().__init__(message)
-        self.kind = kind
-
-    def __reduce__(self) -> tuple[type[TextReadingFailedError], tuple[str, str]]:
-        return type(self), (str(self), self.kind)
 
 
 @dataclass(slots=True)

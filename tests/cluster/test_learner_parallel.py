@@ -27,6 +27,7 @@ ROOT = Path(__file__).parents[2]
 RANKS = '''
 """Imports once and forks the ranks of each world. Every rank goes through all cases of its world."""
 import json, logging, multiprocessing, socket, sys, time
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -43,7 +44,8 @@ from rayapp.runs.trajectories import read_groups
 models, trajectories, out = json.loads(sys.argv[1]), sys.argv[2], Path(sys.argv[3])
 CASES = {
     1: [("tiny", "one", {}), ("six_heads", "one", {}), ("experts", "one", {}), ("tiny", "resumed", {}),
-        ("gpt_oss", "one", {}), ("gemma2", "one", {}), ("tiny", "taught", {"taught": "vocabulary"}),
+        ("gpt_oss", "one", {}), ("gemma2", "one", {}), ("experts", "routed", {"router_replay": True}),
+        ("tiny", "taught", {"taught": "vocabulary"}),
         ("tiny", "sampled", {"taught": "sampled"})],
     2: [("tiny", "two", {}), ("tiny", "tokens", {"sequence_parallel": 2, "max_tokens_per_microbatch": 16}),
         ("six_heads", "tokens", {"sequence_parallel": 2}), ("experts", "two", {}),
@@ -51,12 +53,22 @@ CASES = {
         ("tiny", "checkpointed", {"sequence_parallel": 2, "activation_checkpointing": True}),
         ("tiny", "taught", {"taught": "vocabulary"}),
         ("tiny", "taught_by_tokens", {"taught": "vocabulary", "sequence_parallel": 2}),
-        ("tiny", "sampled", {"taught": "sampled"})],
+        ("tiny", "sampled", {"taught": "sampled"}), ("experts", "routed", {"router_replay": True}),
+        ("experts", "routed_tokens", {"router_replay": True, "sequence_parallel": 2})],
     4: [("tiny", "tokens", {"sequence_parallel": 4, "max_tokens_per_microbatch": 16}),
         ("tiny", "replicas", {"replicas": 2}), ("tiny", "both", {"replicas": 2, "sequence_parallel": 2}),
         ("experts", "four", {}), ("tiny", "saved", {"replicas": 2})],
 }
-groups = read_groups(Path(trajectories))
+def experts_of(token_ids):
+    """Of three layers, by place and token: the same for tokens that are shared."""
+    seeds = enumerate(token_ids.tolist())
+    return np.array([[np.random.default_rng(seed).permutation(7)[:2] for _ in range(3)] for seed in seeds], np.uint8)
+
+
+groups = [
+    replace(group, trajectories=tuple(replace(t, routed_experts=experts_of(t.token_ids)) for t in group.trajectories))
+    for group in read_groups(Path(trajectories))
+]
 summaries = tuple(summarize_group(group, time_total_s=0.0) for group in groups)
 
 
@@ -159,9 +171,12 @@ BY_TOKENS = [
     ("tiny-tokens-4", "tiny-one-1"),
     ("tiny-both-4", "tiny-one-1"),
     ("tiny-taught_by_tokens-2", "tiny-taught-1"),
+    ("experts-routed-2", "experts-routed-1"),
+    ("experts-routed_tokens-2", "experts-routed-1"),
 ]
 """Two ranks and two key heads; as many ranks as make two ranks share one; three key heads on two ranks; windows with
-sinks, and with caps on scores and logits; tokens and replicas at once; a teacher."""
+sinks, and with caps on scores and logits; tokens and replicas at once; a teacher; experts that a server chose, also
+where each rank has a micro-batch of its own."""
 
 BY_RANKS = [("tiny", "two", 2), ("experts", "two", 2), ("experts", "four", 4)]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -10,12 +11,15 @@ from typing import Any
 import numpy as np
 import pytest
 import pytest_asyncio
+from safetensors.torch import load_file
 
 from actors.learner import Learner
 from actors.vllm_server import VllmServer
 from rayapp.config.config import Config
+from rayapp.core.errors import WeightSyncError
 from rayapp.core.types import Group, Prompt, SamplingParams
 from rayapp.engine.weights.buckets import WeightBucket
+from rayapp.engine.weights.checksum import checksum_of, part_of
 from rayapp.testing.learners import sampled
 
 References = Callable[[Iterable[WeightBucket]], list[Any]]
@@ -66,13 +70,13 @@ def as_group(prompt: list[int], completion: np.ndarray) -> Group:
 
 
 async def test_two_ranks_take_the_learners_weights_and_sample_with_its_log_probs(
-    server: VllmServer, moved_model: Path, references: References
+    server: VllmServer, tiny_model: Path, moved_model: Path, references: References
 ) -> None:
     learner = Learner(config(moved_model), 0, 1, "", 0)
-    prompt = [72, 75, 84, 85]
+    prompt, found = [72, 75, 84, 85], set()
     try:
         buckets = list(learner.export_weights(100_000))
-        await server.load_weights(1, references(buckets))
+        facts = await server.load_weights(1, references(buckets))
         sampled = await server.generate(
             "group=0/trajectory=0", prompt, SamplingParams(max_tokens=24, seed=7), min_policy_version=1
         )
@@ -83,3 +87,13 @@ async def test_two_ranks_take_the_learners_weights_and_sample_with_its_log_probs
     assert sampled.policy_version == 1
     assert sampled.token_ids.size == expected.size
     assert np.abs(sampled.log_probs - expected).max() < MAX_LOG_PROB_DIFFERENCE
+    # Every sampled tensor is seen, over the ranks; one that a sync left as it was is found, whichever it is.
+    checksums = {name: value for bucket in buckets for name, value in bucket.checksums}
+    assert facts["num_held"] == len(checksums)
+    engine = server._started_engine()
+    for name, tensor in load_file(tiny_model / "model.safetensors").items():
+        if (old := checksum_of(part_of(name, tensor.bfloat16()))) != checksums.get(name, old):
+            with pytest.raises(WeightSyncError, match=f"another checksum where they are held.*{re.escape(name)}"):
+                await engine._transfer("check", engine._engine.collective_rpc("seal_weights", args=({name: old},)))
+            found.add(name.removesuffix(".weight").rpartition(".")[2])
+    assert found > {"embed_tokens", "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}

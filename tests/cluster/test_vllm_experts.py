@@ -3,6 +3,8 @@ every sync, and sees what it holds."""
 
 from __future__ import annotations
 
+import asyncio
+import re
 import shutil
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -12,13 +14,22 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from transformers import CONFIG_MAPPING
 
 from actors.learner import Learner
 from actors.vllm_server import VllmServer
 from rayapp.config.config import Config, with_values
 from rayapp.core.errors import WeightSyncError
-from rayapp.core.types import Group, Prompt
-from rayapp.engine.weights.buckets import WeightBucket
+from rayapp.core.types import FloatArray, Group, Prompt, Reward, SamplingParams, Trajectory
+from rayapp.engine.vllm import VllmEngine
+from rayapp.engine.weights.buckets import WeightBucket, pack
+from rayapp.learner.families import engine_trial, trial
+from rayapp.learner.scoring import log_probs_of
+from rayapp.learner.state.export import sent_weights
+from rayapp.rollout.agent.episode import EpisodeEnd
+from rayapp.rollout.agent.outcome import to_trajectory
+from rayapp.rollout.agent.transcript import Transcript
+from rayapp.storage.models.families import FAMILIES, TINY
 from rayapp.testing.learners import sampled
 
 References = Callable[[Iterable[WeightBucket]], list[Any]]
@@ -31,6 +42,7 @@ pytestmark = [
 
 MAX_LOG_PROB_DIFFERENCE = 0.05
 """As in test_vllm_server.py: two orders of summation in bfloat16."""
+DENSE = {"embed_tokens", "lm_head", "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "gate"}
 TOKENS = [72, 75, 84, 85, 86, 28, 2, 89]
 
 
@@ -87,22 +99,31 @@ async def test_experts_are_the_learners_after_every_sync(
     models = [save_model(tmp_path / str(seed), tiny_model, seed=seed) for seed in (0, 1)]
     sent = [exported(model) for model in models]
     assert np.abs(sent[0][1] - sent[1][1]).max() > 4 * MAX_LOG_PROB_DIFFERENCE
-    checksums = {name: value for bucket in sent[0][0] for name, value in bucket.checksums}
-    experts = {name: value for name, value in checksums.items() if is_expert(name)}
-    norms = [name for name in checksums if "norm" in name]
+    sums = [{name: value for bucket in buckets for name, value in bucket.checksums} for buckets, _ in sent]
+    experts = {name: value for name, value in sums[0].items() if is_expert(name)}
     server = VllmServer(with_values(config_of(models[0]), server={"tensor_parallel_size": ranks}), 0)
     try:
         await server.start()
         for version in (0, 1, 0):
             buckets, expected = sent[version]
             facts = await server.load_weights(version, references(buckets))
-            assert facts["num_held"] == len(norms) + len(experts) > len(norms)
+            assert facts["num_held"] == len(sums[version]) > len(experts) > 0
             found = (await server.prompt_log_probs([TOKENS]))[0][3:]
             assert np.abs(found - expected).max() < MAX_LOG_PROB_DIFFERENCE, f"weights {version}"
-        # Sealed without a load before it: what it holds is packed already.
         engine = server._started_engine()
+
+        async def seal(checksums: dict[str, int]) -> None:
+            await engine._transfer("check", engine._engine.collective_rpc("seal_weights", args=(checksums,)))
+
+        # A matrix that a sync left as it was, whatever merges, splits and packs it: embedding, q, k, v, down, router...
+        old = {name: value for name, value in sums[1].items() if not is_expert(name) and value != sums[0][name]}
+        assert {name.rpartition(".")[0].rpartition(".")[2] for name in old} >= DENSE
+        for name, value in old.items():
+            with pytest.raises(WeightSyncError, match=f"have another checksum where they are held.*{re.escape(name)}"):
+                await seal({name: value})
+        # Sealed without a load before it: experts are packed already.
         with pytest.raises(WeightSyncError, match=r"have another checksum where they are held.*mlp\.experts\."):
-            await engine._transfer("check", engine._engine.collective_rpc("seal_weights", args=(experts,)))
+            await seal(experts)
     finally:
         await server.close()
 
@@ -130,3 +151,57 @@ def test_a_kernel_that_reads_experts_in_another_order_than_they_are_packed_in_is
     check([cpu_prepack_moe_weight(matrices, "vec") for matrices in (gate_up, down)])
     with pytest.raises(ValueError, match="expert 1 computes something else than its matrices say: off by"):
         check([gate_up, down])
+
+
+async def play(engine: VllmEngine, number: int) -> Trajectory:
+    """Two turns with the result of a tool between them."""
+    transcript = Transcript(TOKENS)
+    for turn in range(2):
+        sampling = SamplingParams(max_tokens=60, seed=2 * number + turn)
+        await transcript.sample_turn(
+            engine, f"group=0/trajectory={number}/turn={turn}", sampling, lambda said: said.text
+        )
+        transcript.add_read([5, 6, 7, number + 8] if turn == 0 else [])
+    return to_trajectory(transcript.finished(EpisodeEnd.ANSWERED), Reward(value=0.0))
+
+
+@pytest.mark.long
+async def test_a_learner_that_replays_the_servers_experts_is_nearer_to_its_log_probs(tmp_path: Path) -> None:
+    """With a cache so small that requests are preempted, weights that arrive while they run, and a second turn."""
+    values = {"num_local_experts": 16, "num_experts": 16, "num_experts_per_tok": 4, "num_hidden_layers": 4}
+    architecture = CONFIG_MAPPING["qwen3_moe"](**TINY | {"vocab_size": 97} | FAMILIES["qwen3_moe"].tiny | values)
+    trial.save_tiny(architecture, tmp_path)
+    server = {"dtype": "bfloat16", "max_num_seqs": 16, "kv_block_tokens": 32}
+    config = with_values(
+        trial.trial_config(tmp_path, server=server, router_replay=True, max_tokens_per_microbatch=4096),
+        rollout={"max_prompt_tokens": 96, "max_completion_tokens": 100},
+    )
+    with trial.learner_of(config) as learner:
+        (bucket,) = pack(list(sent_weights(learner.model, config.learner.lora)), 1 << 30)
+        engine = await VllmEngine.start(config, num_gpu_blocks_override=20)
+        try:
+            playing = [asyncio.create_task(play(engine, number)) for number in range(12)]
+            while not engine._versions.num_open:
+                await asyncio.sleep(0)
+            await engine_trial._load(engine, 1, bucket)
+            rows = await asyncio.gather(*playing)
+            assert engine.load()["preempted"] > 0
+        finally:
+            engine.close()
+        assert {row.max_policy_version for row in rows} == {1}
+        group = Group(
+            group_id=0, prompt=Prompt(task="t", text="", token_ids=np.array(TOKENS, np.int32)), trajectories=rows
+        )
+        replayed = mean_difference(log_probs_of(learner, group), group)
+        assert learner.model.replay is not None
+        alike, taken = learner.model.replay.take_agreement()
+    with trial.learner_of(with_values(config, learner={"router_replay": False})) as learner:
+        own = mean_difference(log_probs_of(learner, group), group)
+    print(f"with replay {replayed:.5f}, without {own:.5f}, {alike / taken:.4f} of the choices alike")
+    assert 0.95 < alike / taken < 1
+    assert replayed < own < MAX_LOG_PROB_DIFFERENCE
+
+
+def mean_difference(found: list[FloatArray], group: Group) -> float:
+    expected = np.concatenate([row.rollout_log_probs[row.response_mask] for row in group.trajectories])
+    return float(np.abs(np.concatenate(found) - expected).mean())

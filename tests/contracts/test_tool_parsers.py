@@ -107,6 +107,8 @@ def probed(family: Any, parser: str) -> ToolCallParser:
     [
         ("llama", "llama3_json", '{"name": "add", "parameters": {"a": 1}}'),
         ("deepseek_v3", "deepseek_v3", None),
+        ("deepseek_v31", "deepseek_v31", None),
+        ("pythonic", "pythonic", None),
         ("qwen3_coder", "qwen3_coder", None),
         ("glm45", "glm45", None),
         ("mistral", "mistral", '[TOOL_CALLS] [{"name": "add", "arguments": {"a": 1}}]'),
@@ -114,6 +116,8 @@ def probed(family: Any, parser: str) -> ToolCallParser:
         ("gpt_oss", "auto", HARMONY_CALL),
         ("llama", "auto", '{"name": "add", "parameters": {"a": 1}}'),
         ("deepseek_v3", "auto", None),
+        ("deepseek_v31", "auto", None),
+        ("pythonic", "auto", None),
         ("qwen3_coder", "auto", None),
         ("glm45", "auto", None),
         ("mistral", "auto", '[TOOL_CALLS] [{"name": "add", "arguments": {"a": 1}}]'),
@@ -161,11 +165,11 @@ def test_a_turn_that_a_parser_would_read_for_minutes_is_a_malformed_call(
     chat_family: Any, vllm_parser: ToolCallParser, family: str, parser: str, said: str
 ) -> None:
     found = probed(chat_family(family), parser)
-    started = time.perf_counter()
+    started = time.process_time()  # of the processor: other work of the machine doesn't count
 
     calls = found.parse(said)
 
-    assert time.perf_counter() - started < 5.0
+    assert time.process_time() - started < 5.0
     assert [bool(call.problem) for call in calls] == [True]
     assert sys.getprofile() is None
 
@@ -211,6 +215,8 @@ class Add(ToolBase):
 TURNS = {
     "llama": ('{"name": "add", "parameters": {"a": 3}}', "<|eom_id|>"),
     "deepseek_v3": ("", "<｜end▁of▁sentence｜>"),
+    "deepseek_v31": ("", "<｜end▁of▁sentence｜>"),
+    "pythonic": ("", "<|eom_id|>"),
     "qwen3_coder": ("", "<|im_end|>"),
     "glm45": ("", "<|observation|>"),
     "mistral": ('[TOOL_CALLS] [{"name": "add", "arguments": {"a": 3}}]', "</s>"),

@@ -23,7 +23,7 @@ import yaml
 
 from rayapp.config.config import Config
 from rayapp.config.loading import load_config, to_yaml
-from rayapp.core.errors import WRONG_TOKEN, ConfigError, DeadlineError, InputError, RayappError
+from rayapp.core.errors import WRONG_TOKEN, ConfigError, DeadlineError, InputError, RayappError, first_line
 
 RUNTIME_ENV = Path(__file__).with_name("job.yaml")
 RUN_NAME, CONFIG = "run_name", "config"
@@ -169,7 +169,7 @@ def _state(job: Any, at: datetime) -> JobState:
         run_name=(job.metadata or {}).get(RUN_NAME, ""),
         status=str(job.status.value),
         seconds=max(0.0, (end_ms - job.start_time) / 1000) if job.start_time else 0.0,
-        message=_first_line(Exception(job.message or "-")),
+        message=first_line(Exception(job.message or "-")),
     )
 
 
@@ -222,7 +222,7 @@ def _explained(address: str) -> Iterator[None]:
         yield
     except ConnectionError as error:
         raise ConfigError(
-            f"no Ray dashboard answers at {address} ({_first_line(error)}). Is the address that of the dashboard (port "
+            f"no Ray dashboard answers at {address} ({first_line(error)}). Is the address that of the dashboard (port "
             "8265), and does Ray run? With KubeRay: kubectl port-forward service/NAME-head-svc 8265"
         ) from None
     except Exception as error:  # boundary: Ray raises RuntimeError, or AuthenticationError for a wrong token
@@ -230,13 +230,8 @@ def _explained(address: str) -> Iterator[None]:
             raise
         text = str(error)
         if any(sign in text for sign in ("401", "403", "Unauthori", "uthentica", "token")):
-            raise ConfigError(f"{address} refuses the token ({_first_line(error)}). {WRONG_TOKEN}") from None
-        raise ConfigError(f"{address} refused: {_first_line(error)}") from None
-
-
-def _first_line(error: BaseException) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__
+            raise ConfigError(f"{address} refuses the token ({first_line(error)}). {WRONG_TOKEN}") from None
+        raise ConfigError(f"{address} refused: {first_line(error)}") from None
 
 
 def now() -> datetime:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from rayapp.engine.weights.checksum import checksum, is_sampled
+from rayapp.engine.weights.checksum import Sampler, checksum_of, part_of
 
 if TYPE_CHECKING:
     import torch
@@ -44,7 +44,7 @@ def pack(tensors: Iterable[tuple[str, torch.Tensor]], bucket_bytes: int) -> Iter
     Args:
         tensors: on the host; each is copied before the next one is asked for, and may be freed then.
     """
-    filling: _Filling | None = None
+    filling, sampler = None, Sampler()
     for name, tensor in tensors:
         nbytes = _aligned(tensor.numel() * tensor.element_size())
         if filling is not None and filling.size + nbytes > bucket_bytes:
@@ -52,7 +52,7 @@ def pack(tensors: Iterable[tuple[str, torch.Tensor]], bucket_bytes: int) -> Iter
             filling = None
         if filling is None:
             filling = _Filling(max(bucket_bytes, nbytes))
-        filling.add(name, tensor)
+        filling.add(name, tensor, is_sampled=sampler.takes(name))
     if filling is not None:
         yield filling.bucket()
 
@@ -70,9 +70,10 @@ class _Filling:
     def __init__(self, capacity: int) -> None:
         self._data = np.empty(capacity, np.uint8)
         self._entries: list[TensorEntry] = []
+        self._checksums: list[tuple[str, int]] = []
         self.size = 0
 
-    def add(self, name: str, tensor: torch.Tensor) -> None:
+    def add(self, name: str, tensor: torch.Tensor, *, is_sampled: bool) -> None:
         import torch
 
         nbytes = tensor.numel() * tensor.element_size()
@@ -81,15 +82,14 @@ class _Filling:
         dtype = str(tensor.dtype).removeprefix("torch.")
         self._entries.append((name, dtype, tuple(tensor.shape), self.size, nbytes))
         self.size += _aligned(nbytes)
+        if is_sampled:
+            self._checksums.append((name, checksum_of(part_of(name, tensor))))
 
     def bucket(self) -> WeightBucket:
         """The bucket, with what has been added by now."""
-        checksums = tuple(
-            (name, checksum(self._data[offset : offset + nbytes]))
-            for name, _, _, offset, nbytes in self._entries
-            if is_sampled(name, nbytes)
+        return WeightBucket(
+            entries=tuple(self._entries), data=self._data[: self.size], checksums=tuple(self._checksums)
         )
-        return WeightBucket(entries=tuple(self._entries), data=self._data[: self.size], checksums=checksums)
 
 
 def unpack(entries: Iterable[TensorEntry], data: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:

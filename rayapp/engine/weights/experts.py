@@ -6,7 +6,7 @@ are compared where they lie plainly, and on CPU, once packed, one expert of each
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -14,23 +14,43 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from rayapp.engine.weights.checksum import part_of
+from rayapp.engine.weights.held import EXACT, place_of
+
 MAX_ERROR = 0.05
 """Of what an expert computes in bfloat16, relative to its largest output; read in another order: about 1."""
+
+
+def _gated(activation: Callable[[Tensor], Tensor], hidden: Tensor) -> Tensor:
+    gate, up = hidden.chunk(2, dim=-1)
+    return activation(gate) * up
+
+
+def _swiglu_of_gpt_oss(hidden: Tensor) -> Tensor:
+    gate, up = hidden[..., ::2].clamp(max=7.0), hidden[..., 1::2].clamp(-7.0, 7.0)
+    return (up + 1) * gate * torch.sigmoid(1.702 * gate)
+
+
 _ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
-    "silu": functional.silu,
-    "gelu": functional.gelu,
-    "gelu_tanh": partial(functional.gelu, approximate="tanh"),
+    "silu": partial(_gated, functional.silu),
+    "gelu": partial(_gated, functional.gelu),
+    "gelu_tanh": partial(_gated, partial(functional.gelu, approximate="tanh")),
+    "swigluoai": _swiglu_of_gpt_oss,
 }
 
 
-def held_experts(model: Any, names: Mapping[str, int]) -> dict[str, Tensor]:
-    """Matrices of experts by those of these names that they have, whole and in bfloat16. Before `pack_experts`.
+def held_experts(model: Any, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
+    """(name, part of the tensor) of experts' matrices, of those of these names that they have. Before `pack_experts`.
 
     Collective among the tensor-parallel ranks. Nothing of a layer whose kernel keeps its experts in another order.
     """
-    by_place = {_place(name): name for name in names}
-    parts = ((by_place.get(_place(name)), part, dim) for layer in _layers(model) for name, part, dim in _parts(layer))
-    return {name: _gathered(part, dim) for name, part, dim in parts if name and part.dtype == torch.bfloat16}
+    by_place = {place_of(name): name for name in names}
+    for layer in _layers(model):
+        for place, parts, dim in _parts(layer):
+            name = by_place.get(place_of(place))
+            if name is not None and parts[0].dtype in EXACT:
+                whole = [_gathered(part, dim) for part in parts]
+                yield name, part_of(name, torch.cat(whole, dim) if len(whole) > 1 else whole[0])
 
 
 def _layers(model: Any) -> Iterator[Any]:
@@ -39,22 +59,27 @@ def _layers(model: Any) -> Iterator[Any]:
             yield layer
 
 
-def _place(name: str) -> str:
-    """A name without what families put before their layers, in checkpoints and in vLLM."""
-    return name[name.find("layers.") :]
-
-
-def _parts(layer: Any) -> Iterator[tuple[str, Tensor, int]]:
-    """(name, this rank's part, dimension along which ranks split it) of each matrix."""
+def _parts(layer: Any) -> Iterator[tuple[str, list[Tensor], int]]:
+    """(name, this rank's part of what is merged in it, dimension along which ranks split each) of each tensor."""
     backend = getattr(getattr(layer.quant_method, "unquantized_backend", None), "name", "")
     if backend not in ("CPU", "TRITON") or not layer.moe_config.is_act_and_mul or layer.expert_map is not None:
         return
-    for number, (gate_up, down) in enumerate(zip(layer.w13_weight, layer.w2_weight, strict=True)):
-        gate, up = gate_up.chunk(2)
-        place = f"{layer.layer_name}.{number}"
-        yield f"{place}.{layer.ckpt_gate_proj_name}.weight", gate, 0
-        yield f"{place}.{layer.ckpt_up_proj_name}.weight", up, 0
-        yield f"{place}.{layer.ckpt_down_proj_name}.weight", down, 1
+    place, gate_up, down = layer.layer_name, layer.w13_weight.detach(), layer.w2_weight.detach()
+    if hasattr(layer, "w13_bias"):  # gpt-oss: stacked, gate and up by turns, and transposed
+        yield f"{place}.gate_up_proj", [gate_up.transpose(1, 2)], 2
+        yield f"{place}.gate_up_proj_bias", [layer.w13_bias.detach()], 1
+        yield f"{place}.down_proj", [down.transpose(1, 2)], 1
+        if layer.moe_config.moe_parallel_config.tp_size == 1:
+            yield f"{place}.down_proj_bias", [layer.w2_bias.detach()], 1  # else the first rank's alone
+        return
+    gates, ups = gate_up.chunk(2, dim=1)
+    block = place.rpartition(".")[0]
+    yield f"{block}.input_linear.weight", [gates, ups], 1  # Granite: stacked
+    yield f"{block}.output_linear.weight", [down], 2
+    for number in range(len(gate_up)):
+        yield f"{place}.{number}.{layer.ckpt_gate_proj_name}.weight", [gates[number]], 0
+        yield f"{place}.{number}.{layer.ckpt_up_proj_name}.weight", [ups[number]], 0
+        yield f"{place}.{number}.{layer.ckpt_down_proj_name}.weight", [down[number]], 1
 
 
 def _gathered(part: Tensor, dim: int) -> Tensor:
@@ -80,16 +105,24 @@ def pack_experts(model: Any) -> None:
     for layer in _layers(model):
         number = layer.w13_weight.shape[0] - 1
         matrices = layer.w13_weight[number].float(), layer.w2_weight[number].float()
+        biases = (layer.w13_bias[number].float(), layer.w2_bias[number].float()) if hasattr(layer, "w13_bias") else ()
         layer.quant_method.moe_kernel.fused_experts.process_weights_after_loading(layer)
-        if layer.activation.value in _ACTIVATIONS and not hasattr(layer, "w13_bias"):
-            check_computes(layer, number, *matrices)
+        if layer.activation.value in _ACTIVATIONS:
+            check_computes(layer, number, *matrices, *biases)
 
 
-def check_computes(layer: Any, number: int, gate_up: Tensor, down: Tensor) -> None:
+def check_computes(
+    layer: Any,
+    number: int,
+    gate_up: Tensor,
+    down: Tensor,
+    gate_up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
+) -> None:
     """Compare what the layer computes with what these matrices of one of its experts do. Raises as `pack_experts`."""
     probe = torch.randn(1, down.shape[0], generator=torch.Generator().manual_seed(0)).to(layer.w13_weight.dtype)
-    gate, up = (probe.float() @ gate_up.t()).chunk(2, dim=-1)
-    expected = (_ACTIVATIONS[layer.activation.value](gate) * up) @ down.t()
+    hidden = _ACTIVATIONS[layer.activation.value](functional.linear(probe.float(), gate_up, gate_up_bias))
+    expected = functional.linear(hidden, down, down_bias)
     weights, experts = torch.ones(1, 1), torch.full((1, 1), number, dtype=torch.int32)
     found = layer.quant_method.forward_native(layer, probe, weights, experts, None, None).float()
     error = (found - expected).abs().max() / expected.abs().max().clamp_min(1e-30)

@@ -121,7 +121,7 @@ class _Choosing(TorchFunctionMode):
     """Within, `topk` over all experts of a layer finds what it is told. Others, over groups of experts, stay."""
 
     def __init__(self, layer: _Layer) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._layer = layer
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -152,7 +152,7 @@ def check_replay(causal_lm: Any) -> None:
     k, num_experts = text.num_experts_per_tok, num_experts_of(text)
     first, last = (_told(causal_lm, torch.arange(start, start + k), replay) for start in (0, num_experts - k))
     deaf = [layer.number for layer in replay.routed if layer.counts is None]
-    if deaf or torch.equal(first, last):
+    if deaf or (k < num_experts and torch.equal(first, last)):
         raise InputError(
             f"{refused} chooses its experts by other means than the best k of their scores (layers {deaf or 'all'}), "
             "which nothing can be put in the place of. Set it to false."

@@ -64,8 +64,8 @@ def _with_smaller_micro_batch(shape: ModelShape, config: Config, gpu: Gpu) -> Co
     return with_values(config, learner={"max_tokens_per_microbatch": max(most, config.max_learner_tokens)})
 
 
-def _recompute(shape: ModelShape, config: Config, gpu: Gpu) -> Config:
-    return with_values(config, learner={"activation_checkpointing": True})
+def _with(section: str, **values: Any) -> Change:
+    return lambda shape, config, gpu: with_values(config, **{section: values})
 
 
 def _small_chunks(shape: ModelShape, config: Config, gpu: Gpu) -> Config:
@@ -97,16 +97,8 @@ def _wider_servers(shape: ModelShape, config: Config, gpu: Gpu) -> Config:
     return _with_learners(wider, 2) if config.cluster.placement == "colocated" else wider
 
 
-def _offload(shape: ModelShape, config: Config, gpu: Gpu) -> Config:
-    return with_values(config, learner={"cpu_offload": True})
-
-
-def _more_learners(shape: ModelShape, config: Config, gpu: Gpu) -> Config:
-    return _with_servers(_with_learners(config, 2), 2)
-
-
-def _many_more_learners(shape: ModelShape, config: Config, gpu: Gpu) -> Config:
-    return _with_servers(_with_learners(config, 4), 4)
+def _more_learners(factor: int) -> Change:
+    return lambda shape, config, gpu: _with_servers(_with_learners(config, factor), factor)
 
 
 def _with_learners(config: Config, factor: int) -> Config:
@@ -121,7 +113,7 @@ def _with_servers(config: Config, factor: int) -> Config:
 
 
 CHANGES: tuple[Change, ...] = (
-    _recompute, _small_chunks, _smaller_server, _larger_server, _wider_servers, _more_learners, _offload,
-    _many_more_learners,
+    _with("learner", activation_checkpointing=True), _small_chunks, _smaller_server, _larger_server, _wider_servers,
+    _more_learners(2), _with("learner", cpu_offload=True), _more_learners(4),
 )  # fmt: skip
 """Those that cost least first."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -17,6 +16,7 @@ from numpy.typing import NDArray
 
 from rayapp.config.config import Config
 from rayapp.core.errors import LearnerError
+from rayapp.core.machine import available_memory
 from rayapp.learner.batch import MicroBatch
 from rayapp.learner.distributed import Ranks, local_part
 from rayapp.learner.log_probs import HeadOptions
@@ -155,21 +155,5 @@ def free_bytes(ranks: Ranks, model: PolicyModel) -> int:
         free, _ = torch.cuda.mem_get_info(ranks.device)
         free += torch.cuda.memory_reserved(ranks.device) - torch.cuda.memory_allocated(ranks.device)
     else:
-        free = available_bytes() // ranks.world_size
+        free = available_memory() // ranks.world_size
     return int(ROOM_SHARE[ranks.device.type] * (free - ADAM * trained))
-
-
-def available_bytes() -> int:
-    """Free memory of this machine, or of the cgroup where that allows less."""
-    lines = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
-    machine = int(lines["MemAvailable"].split()[0]) * 1024
-    return min([machine, *_cgroup_bytes()])
-
-
-def _cgroup_bytes() -> list[int]:
-    """Memory that the cgroup (v2, v1) leaves; an empty list where it sets no limit."""
-    root, old = Path("/sys/fs/cgroup"), "memory/memory"
-    for limit, usage in (("memory.max", "memory.current"), (f"{old}.limit_in_bytes", f"{old}.usage_in_bytes")):
-        if (root / limit).exists() and (text := (root / limit).read_text().strip()) != "max":
-            return [max(0, int(text) - int((root / usage).read_text()))]
-    return []

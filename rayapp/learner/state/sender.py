@@ -20,7 +20,7 @@ import torch
 from rayapp.config.learner import LoraSection
 from rayapp.core.errors import ConfigError, WeightSyncError
 from rayapp.engine.weights.background import in_background
-from rayapp.engine.weights.checksum import checksum_of, is_sampled
+from rayapp.engine.weights.checksum import Sampler, checksum_of, part_of
 from rayapp.engine.weights.transfer_plan import TransferPlan
 from rayapp.learner.policy import PolicyModel
 from rayapp.learner.state.export import device_weights, weight_shapes
@@ -53,12 +53,11 @@ class LearnerSource:
         return max(shape.numel() for _, shape in weight_shapes(self._model)) * WIRE_DTYPE.itemsize
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-        self.checksums, self.num_bytes = {}, 0
+        self.checksums, self.num_bytes, sampler = {}, 0, Sampler()
         for name, tensor in gathered_in_order(device_weights(self._model, self._lora, self._device), self._device):
-            nbytes = tensor.numel() * tensor.element_size()
-            self.num_bytes += nbytes
-            if is_sampled(name, nbytes):
-                self.checksums[name] = checksum_of(tensor)
+            self.num_bytes += tensor.numel() * tensor.element_size()
+            if sampler.takes(name):
+                self.checksums[name] = checksum_of(part_of(name, tensor))
             yield name, tensor
 
 

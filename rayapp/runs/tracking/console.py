@@ -115,39 +115,27 @@ class LineConsole:
         """Phases change too often for a log."""
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        self.note(step_line(step, self._num_steps, metrics, seconds_left=self._pace.seconds_left(step, metrics)))
+        self.note(self._line(step, metrics))
+
+    def _line(self, step: int, metrics: Mapping[str, float]) -> str:
+        return step_line(step, self._num_steps, metrics, seconds_left=self._pace.seconds_left(step, metrics))
 
     def close(self) -> None:
         """Nothing is held."""
 
 
-class LogConsole:
-    """The lines of `LineConsole` as log records, whose format is the logs'; a step's numbers go with its line.
-
-    Args:
-        num_steps: of the whole run.
-    """
-
-    def __init__(self, num_steps: int) -> None:
-        self._num_steps = num_steps
-        self._pace = Pace(num_steps)
+class LogConsole(LineConsole):
+    """The lines of `LineConsole` as log records, whose format is the logs'; a step's numbers go with its line."""
 
     def note(self, text: str) -> None:
         log.info(text)
 
-    def phase(self, name: str) -> None:
-        """Phases change too often for a log."""
-
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        line = step_line(step, self._num_steps, metrics, seconds_left=self._pace.seconds_left(step, metrics))
         # Not-a-number would make the line no JSON.
         read = {
             key: metrics[key] for key, _ in formats_of(metrics).values() if math.isfinite(metrics.get(key, math.nan))
         }
-        log.info(line, extra={"step": step, "metrics": read})
-
-    def close(self) -> None:
-        """Nothing is held."""
+        log.info(self._line(step, metrics), extra={"step": step, "metrics": read})
 
 
 def step_line(step: int, num_steps: int, metrics: Mapping[str, float], *, seconds_left: float | None) -> str:

@@ -38,7 +38,7 @@ class RunTracker:
         console: shows phases as well; None without the console tracker.
     """
 
-    def __init__(self, trackers: Mapping[str, Tracker], console: LineConsole | LiveConsole | LogConsole | None) -> None:
+    def __init__(self, trackers: Mapping[str, Tracker], console: LineConsole | LiveConsole | None) -> None:
         self._trackers = dict(trackers)
         self._console = console
         self._num_failed: dict[str, int] = {}
@@ -105,7 +105,7 @@ def _make(config: Config, path: Path) -> RunTracker:
     chosen = config.tracking.trackers
     check_packages(chosen)
     trackers: dict[str, Tracker] = {}
-    console: LineConsole | LiveConsole | LogConsole | None = None
+    console: LineConsole | LiveConsole | None = None
     if "jsonl" in chosen:
         trackers["jsonl"] = JsonlTracker(path / "metrics.jsonl")
     if "console" in chosen:
@@ -184,7 +184,7 @@ def flattened(config: Config) -> dict[str, str]:
     return flat
 
 
-def _console(config: Config) -> LineConsole | LiveConsole | LogConsole:
+def _console(config: Config) -> LineConsole | LiveConsole:
     """Live only where somebody watches both streams: `rayapp train | tee log` must leave its lines in the log."""
     if config.tracking.log_format == "json":
         return LogConsole(config.train.num_steps)

@@ -12,7 +12,7 @@ from rayapp.core.errors import SandboxConfigError
 def locate(packages: Sequence[str]) -> tuple[str, ...]:
     """Folders and files of these packages, with the folder of libraries that a wheel puts beside one (numpy.libs).
 
-    Nothing of a package's dependencies: name those too.
+    What a package imports in turn is found where it is imported (`inside/boot.py`).
 
     Raises:
         SandboxConfigError: a package is not installed here.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import importlib.util
 import json
 import os
 import struct
@@ -11,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from rayapp.config.config import Config
-from rayapp.core.errors import ConfigError, InputError
-from rayapp.storage.models.families import FAMILIES, text_type
+from rayapp.core.errors import ConfigError, InputError, first_line
+from rayapp.storage.models.families import FAMILIES, text_type, unserved
 
 MAX_HEADER_BYTES = 100 << 20
 HUB_TIMEOUT_S = 5.0
@@ -52,17 +51,8 @@ def _check_family(architecture: dict[str, Any], config: Config) -> None:
     kind = text_type(architecture)
     if (family := FAMILIES.get(kind)) is not None and family.refused:
         raise InputError(f"model.path {config.model.path!r} is a {kind}, which can't be trained: {family.refused}.")
-    if family is not None and family.no_cpu_engine and config.cluster.device == "cpu":
-        raise InputError(
-            f"model.path {config.model.path!r} is a {kind}, which servers on a CPU don't serve: "
-            f"{family.no_cpu_engine}. Run it on GPUs: cluster.device=gpu."
-        )
-    missing = [name for name in family.packages if importlib.util.find_spec(name) is None] if family else []
-    if missing:
-        raise InputError(
-            f"model.path {config.model.path!r} is a {kind}, for which vLLM imports {', '.join(missing)}: not installed "
-            "here. Install the release that fits this torch."
-        )
+    if why := unserved(kind, device=config.cluster.device):
+        raise InputError(f"model.path {config.model.path!r} is a {kind}, which servers here can't serve: {why}")
     if architecture.get("quantization_config"):
         method = architecture["quantization_config"].get("quant_method", "unknown")
         raise InputError(
@@ -186,9 +176,8 @@ def _hub_config(name: str) -> dict[str, Any]:
     try:
         found: dict[str, Any] = AutoConfig.from_pretrained(name).to_dict()
     except (OSError, ValueError) as error:
-        reason = str(error).strip().splitlines()[0]
         raise InputError(
-            f"model.path {name!r} is neither a local folder nor a model that the hub gives us: {reason}"
+            f"model.path {name!r} is neither a local folder nor a model that the hub gives us: {first_line(error)}"
         ) from None
     return found
 

@@ -84,7 +84,7 @@ class CodeProblem:
             else:
                 verdict = await judged_in_sandbox(sandboxes, self._spec, partial(self._judge, candidate, tests, seed))
         except TextTooCostlyError as error:
-            verdict = _failed(error.status, str(error))
+            verdict = _failed(error.kind, str(error))
         except TextReadingFailedError as error:
             verdict = Reward.invalid(error.kind, str(error))
         return replace(verdict, time_score_s=time.monotonic() - started)

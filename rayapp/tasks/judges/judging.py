@@ -13,10 +13,10 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 from rayapp.config.agent import RewardSection
 from rayapp.config.judges import JudgeSection
+from rayapp.core.aio import side_by_side
 from rayapp.core.errors import one_error
 from rayapp.core.types import Prompt, Reward
 from rayapp.tasks.custom_rewards import RewardFailedError
@@ -95,8 +95,8 @@ class Judging:
         started = time.perf_counter()
         reward = replace(verdict, value=self._verdict_weight * verdict.value)
         asked = [Asked.of(prompt, completion_text, judge.section) for judge, _ in self._alone]
-        opinions = await _side_by_side(
-            *(_scored(judge, each, reward) for (judge, _), each in zip(self._alone, asked, strict=True))
+        opinions = await side_by_side(
+            _scored(judge, each, reward) for (judge, _), each in zip(self._alone, asked, strict=True)
         )
         for (judge, weight), opinion in zip(self._alone, opinions, strict=True):
             reward = _with_opinion(reward, judge, weight, opinion)
@@ -162,7 +162,7 @@ async def _compared(judge: Judge, asked: Mapping[int, Asked], solved: Sequence[b
     responses = list(asked.values())
     opinions = [_Opinion() for _ in responses]
     pairs = list(_pairs(len(responses), judge.section.num_opponents))
-    results = await _side_by_side(*(_pair(judge, responses[a], responses[b]) for a, b in pairs))
+    results = await side_by_side(_pair(judge, responses[a], responses[b]) for a, b in pairs)
     seen: list[list[dict[str, float]]] = [[] for _ in responses]
     for (a, b), result in zip(pairs, results, strict=True):
         opinions[a].bill += result.bill
@@ -188,7 +188,7 @@ async def _pair(judge: Judge, first: Asked, second: Asked) -> _Opinion:
     if first.response == second.response:
         return _Opinion(score=0.5)
     try:
-        there, back = await _side_by_side(judge.compare(first, second), judge.compare(second, first))
+        there, back = await side_by_side([judge.compare(first, second), judge.compare(second, first)])
     except RewardFailedError as error:
         return _failed(error)
     shown_first, shown_last = _WON[there[0]], 1.0 - _WON[back[0]]
@@ -213,11 +213,3 @@ def _pairs(number: int, num_opponents: int) -> Iterator[tuple[int, int]]:
 
 def _mean(values: Sequence[float]) -> float:
     return sum(values) / len(values)
-
-
-async def _side_by_side(*work: Any) -> list[Any]:
-    """All of it, side by side; the first error ends the others and comes out as itself."""
-    with one_error():
-        async with asyncio.TaskGroup() as tasks:
-            running = [tasks.create_task(each) for each in work]
-    return [task.result() for task in running]

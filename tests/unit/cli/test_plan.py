@@ -27,12 +27,12 @@ def test_a_config_for_gpus_asks_which_where_there_are_none(
 def test_a_config_for_cpu_is_planned_for_this_machines_memory(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("rayapp.cli.doctor.available_memory", lambda: 40 << 30)
+    monkeypatch.setattr("rayapp.cli.plan.available_memory", lambda: 40 << 30)
     assert run(["plan", "configs/coding_cpu.yaml", "--model-config", SMALL]) == 0
     printed = capsys.readouterr().out
     assert "494.0M parameters in 24 layers, on this machine's CPU" in printed
     assert "h200" in printed.splitlines()[-1]
-    monkeypatch.setattr("rayapp.cli.doctor.available_memory", lambda: 4 << 30)
+    monkeypatch.setattr("rayapp.cli.plan.available_memory", lambda: 4 << 30)
     assert run(["plan", "configs/coding_cpu.yaml", "--model-config", SMALL]) == 1
     assert "DOES NOT FIT" in capsys.readouterr().out
 
@@ -41,7 +41,7 @@ def test_plan_and_doctor_need_no_more_than_a_config_json(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("rayapp.cli.doctor.machine", lambda: iter(()))
-    monkeypatch.setattr("rayapp.cli.doctor.available_memory", lambda: 64 << 30)
+    monkeypatch.setattr("rayapp.cli.plan.available_memory", lambda: 64 << 30)
     gpus = ["cluster.num_gpus=8"]
     assert run(["plan", "configs/coding_8gpu.yaml", *gpus, "--gpu", "h100", "--model-config", SMALL]) == 0
     assert "largest micro-batch that fits" in capsys.readouterr().out

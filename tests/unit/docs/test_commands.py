@@ -154,6 +154,7 @@ ELSEWHERE = (
     How(begins="python -m pytest", why_not="runs tests"),
     How(begins="python -m scripts.check_wheel", test="tests/unit/test_wheel.py"),
     How(begins="python -m scripts.config_docs", test="tests/unit/docs/test_configure.py"),
+    How(begins="python -m scripts.model_table", test="tests/unit/docs/test_models.py"),
     How(begins="python -m scripts.problems", test="tests/unit/tasks/test_data_problems.py"),
     How(begins="python -m scripts.monitoring.write", test="tests/unit/runs/test_monitoring.py"),
     How(begins="python -m rayapp train", test="tests/cluster/test_jobs.py"),

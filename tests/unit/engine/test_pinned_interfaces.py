@@ -76,7 +76,8 @@ CALLS = {
         "PyNcclCommunicator.destroy": "",
     },
     "sampling_params.py": {
-        "SamplingParams": "max_tokens temperature top_p top_k seed stop logprobs flat_logprobs output_kind",
+        "SamplingParams": "max_tokens temperature top_p top_k seed stop logprobs flat_logprobs output_kind "
+        "routed_experts_prompt_start",
         "RequestOutputKind": "FINAL_ONLY",
     },
     "model_executor/layers/vocab_parallel_embedding.py": {

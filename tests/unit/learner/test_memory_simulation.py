@@ -27,7 +27,14 @@ def make_config(tmp_path: Path) -> MakeConfig:
     """A config of a checked-in architecture, with other layers in its config.json where asked for."""
 
     def make(
-        name: str, num_learners: int, *, layers: int = 0, kl: float = 0.0, teacher: str = "", **learner: Any
+        name: str,
+        num_learners: int,
+        *,
+        layers: int = 0,
+        kl: float = 0.0,
+        teacher: str = "",
+        prompt_tokens: int = 1024,
+        **learner: Any,
     ) -> Config:
         architecture = json.loads((ARCHITECTURES / f"{name}.json").read_text())
         architecture["num_hidden_layers"] = layers or architecture["num_hidden_layers"]
@@ -37,7 +44,7 @@ def make_config(tmp_path: Path) -> MakeConfig:
                 "model": {"path": str(tmp_path)},
                 "algorithm": {"kl_loss_coef": kl},
                 "distillation": {"teacher": str(tmp_path), "kl_over": teacher} if teacher else {},
-                "rollout": {"group_size": 8, "max_prompt_tokens": 1024, "max_completion_tokens": 3072},
+                "rollout": {"group_size": 8, "max_prompt_tokens": prompt_tokens, "max_completion_tokens": 3072},
                 "learner": {"num_learners": num_learners, "max_tokens_per_microbatch": 8192, **learner},
             }
         )
@@ -60,7 +67,8 @@ CHANGES: dict[str, dict[str, Any]] = {
     "reference": {"kl": 0.01, "activation_checkpointing": True},
     "teacher": {"teacher": "sampled", "activation_checkpointing": True},
     "teacher-of-the-vocabulary": {"teacher": "vocabulary", "activation_checkpointing": True},
-    "whole-heads": {"log_prob_chunk_tokens": 8192, "activation_checkpointing": True},
+    # The plan counts a logit row for each token: prompts, which have none, may be as short as this.
+    "whole-heads": {"log_prob_chunk_tokens": 8192, "activation_checkpointing": True, "prompt_tokens": 64},
 }
 
 

@@ -14,6 +14,7 @@ import torch
 
 from rayapp.config.config import Config
 from rayapp.core.errors import LearnerError
+from rayapp.core.machine import available_memory
 from rayapp.core.summaries import summarize_group
 from rayapp.core.types import Group, Prompt
 from rayapp.learner.memory.meter import memory_meter
@@ -27,7 +28,6 @@ from rayapp.learner.memory.shape import ModelShape, model_shape
 from rayapp.learner.memory.token_budget import (
     LARGEST,
     MemoryNeed,
-    available_bytes,
     find_token_budget,
     free_bytes,
     measure_need,
@@ -161,7 +161,7 @@ def test_a_learner_trains_with_what_it_found_and_nothing_else_has_changed(tiny_m
         assert learner.config.learner.token_budget == LARGEST
         assert all(parameter.grad is None for parameter in learner.model.parameters())
         auto_rng, auto = torch.get_rng_state(), whole_weights(learner)
-        assert 0 < free_bytes(ranks, learner.model) < available_bytes()
+        assert 0 < free_bytes(ranks, learner.model) < available_memory()
         after_probe = trained_weights(learner)
     with learner_alone(config_of(tiny_model, max_tokens_per_microbatch=LARGEST)) as (learner, _):
         assert torch.equal(auto_rng, torch.get_rng_state())

@@ -74,6 +74,36 @@ async def test_an_answer_that_the_package_would_evaluate_is_scored_in_a_sandbox(
     assert not file.exists()
 
 
+STAND_IN = """
+class Data:
+    def __getitem__(self, index):
+        return "wanted"
+    def score_answer(self, answer, entry):
+        if MISSES_A_FILE or answer == "1/0":
+            raise FileNotFoundError("a font")
+        return float(answer == entry)
+
+def create_dataset(name, size):
+    return Data()
+"""
+
+
+@pytest.mark.parametrize("misses_a_file", [True, False])
+async def test_an_answer_earns_no_zero_where_the_right_one_can_not_be_scored_either(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, misses_a_file: bool
+) -> None:
+    (tmp_path / "reasoning_gym.py").write_text(STAND_IN.replace("MISSES_A_FILE", str(misses_a_file)))
+    monkeypatch.syspath_prepend(tmp_path)
+    task = GeneratedTask(name="any", prompt="?", answer="wanted", options='{"size": 1}', index=0, is_compared=False)
+
+    async with open_pool(SandboxConfig(max_leases=1), "test-stand-in") as (source, _):
+        broken = await score(task, "<answer>1/0</answer>", source)
+        right = await score(task, task.solution, source)
+
+    assert (broken.valid, broken.failure_kind, broken.value) == (not misses_a_file, "no_score" * misses_a_file, 0.0)
+    assert (right.valid, right.value) == (not misses_a_file, float(not misses_a_file))
+
+
 @pytest.mark.usefixtures("package")
 @pytest.mark.parametrize(
     ("source", "message"),

@@ -61,7 +61,7 @@ async def test_a_text_that_takes_too_long_is_given_up_and_the_next_one_is_read(
     with pytest.raises(TextTooCostlyError, match=r"over 0\.1 s of CPU time") as caught:
         await process.call(functions.for_ever, ENDLESS)
 
-    assert caught.value.status == "unreadable"
+    assert caught.value.kind == "unreadable"
     assert (await process.call(screen, GOOD, "f", "", []))[0] == GOOD
 
 
@@ -118,7 +118,7 @@ async def test_a_text_that_is_too_long_is_not_looked_at(process: TextProcess) ->
     with pytest.raises(TextTooCostlyError) as caught:
         await process.call(screen, "x" * (MAX_TEXT_CHARS + 1), "f", "", [])
 
-    assert (caught.value.status, process.pid) == ("too_long", None)
+    assert (caught.value.kind, process.pid) == ("too_long", None)
 
 
 async def test_texts_of_many_callers_are_read_in_turn() -> None:

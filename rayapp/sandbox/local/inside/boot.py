@@ -74,7 +74,7 @@ def _prepare(settings: dict[str, object]) -> levels.Level:
     for name in WARM_MODULES:
         importlib.import_module(name)
     sys.path[:] = [entry for entry in sys.path if entry != settings["code_path"]]
-    _import_packages(packages, paths)
+    paths = _import_packages(packages, paths)
     # After the packages: they have loaded libraries of their own, which the view has to show.
     here = visible_files.of_this_interpreter(paths)
     level = make_level(str(settings["level"]), here)
@@ -90,15 +90,33 @@ def _prepare(settings: dict[str, object]) -> levels.Level:
     return level
 
 
-def _import_packages(packages: Sequence[str], paths: Sequence[str]) -> None:
-    """Import them from the folders that hold them; of those folders only `paths` will be visible inside."""
+def _import_packages(packages: Sequence[str], paths: Sequence[str]) -> list[str]:
+    """Import them from the folders that hold them.
+
+    Returns:
+        `paths` and those of the packages that were imported with them: of those folders this alone will be visible
+        inside. A package that is loaded without its files fails where it reads or imports another one of them.
+    """
     # One thread: a zygote with more can't enter a user namespace, and its forks would lack them.
     os.environ.update(dict.fromkeys(("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS"), "1"))
-    sys.path += sorted({os.path.dirname(path) for path in paths})
+    folders, before = {os.path.dirname(path) for path in paths}, _top_modules()
+    sys.path += sorted(folders)
     for name in packages:
         importlib.import_module(name)
     os.environ.clear()
     os.environ.update(HASH_SEED)
+    with_them = [path for name in _top_modules() - before for path in _files_of(sys.modules.get(name))]
+    return [*paths, *sorted(path for path in {*with_them} - {*paths} if os.path.dirname(path) in folders)]
+
+
+def _top_modules() -> set[str]:
+    return {name.partition(".")[0] for name in sys.modules}
+
+
+def _files_of(module: object) -> list[str]:
+    """Folders of a package, or the file of a module."""
+    file = getattr(module, "__file__", None)
+    return list(getattr(module, "__path__", [])) or [file for file in (file,) if file]
 
 
 def make_level(name: str, here: visible_files.View) -> levels.Level:

@@ -570,6 +570,28 @@ async def test_a_package_below_tmp_is_there_read_only_in_a_tmp_of_the_sandboxs_o
     assert script.stdout == "7\n"
 
 
+async def test_a_package_finds_the_files_of_what_it_imported_and_of_nothing_else(
+    provider: LocalProvider, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, text in {"outer": "import needed, single", "needed": "", "unnamed": ""}.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").write_text(text)
+        (tmp_path / name / "data.txt").write_text("7")
+    (tmp_path / "single.py").write_text("")
+    monkeypatch.syspath_prepend(tmp_path)
+    sandbox = await new(provider, SandboxSpec(packages=("outer",)))
+    code = (
+        "import os, needed, single\n"
+        "def f(name):\n"
+        "    folder = os.path.dirname(os.path.dirname(needed.__file__))\n"
+        "    return open(os.path.join(folder, name, 'data.txt')).read()\n"
+    )
+
+    report = await sandbox.call_function(code, "f", [["needed"], ["unnamed"]], timeout_s=5)
+
+    assert [call.value for call in report.calls] == ["7", None], report
+
+
 async def test_a_package_that_is_not_there_is_a_config_error(provider: LocalProvider) -> None:
     with pytest.raises(SandboxConfigError, match="nosuchpackage"):
         await new(provider, SandboxSpec(packages=("nosuchpackage",)))

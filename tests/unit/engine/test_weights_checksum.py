@@ -1,0 +1,42 @@
+"""A sample of every kind of tensor, and checksums that see every row of a matrix, however it is held."""
+
+from __future__ import annotations
+
+import torch
+
+from rayapp.engine.weights.checksum import NUM_COLUMNS, Sampler, checksum_of, columns_of, part_of
+
+
+def test_the_first_tensor_of_every_kind_all_norms_and_one_in_eight_of_the_rest_are_sampled() -> None:
+    kinds = ("self_attn.q_proj", "mlp.experts.7.down_proj", "input_layernorm")
+    layers = [[f"model.layers.{i}.{kind}.weight" for kind in kinds] for i in range(400)]
+    sampler = Sampler()
+    assert all(sampler.takes(name) for name in ("model.embed_tokens.weight", *layers[0]))
+    taken = [[sampler.takes(name) for name in layer] for layer in layers[1:]]
+    assert all(norm for _, _, norm in taken)
+    assert all(30 < sum(column) < 70 for column in list(zip(*taken, strict=True))[:2])  # 400 / 8 = 50
+
+
+def test_one_wrong_row_of_a_wide_matrix_is_seen_and_its_part_is_small() -> None:
+    matrix = torch.randn(50, 4000).bfloat16()
+    part = part_of("q", matrix)
+    assert part.shape == (50, NUM_COLUMNS)
+    assert torch.equal(part, matrix[:, columns_of("q", 4000)])
+    for row in range(50):
+        wrong = matrix.clone()
+        wrong[row] = -wrong[row]
+        assert checksum_of(part_of("q", wrong)) != checksum_of(part)
+
+
+def test_columns_are_others_for_every_tensor_and_the_same_for_everybody() -> None:
+    assert columns_of("a", 4000) == columns_of("a", 4000) != columns_of("b", 4000)
+    assert columns_of("a", 5) == [0, 1, 2, 3, 4]
+
+
+def test_a_checksum_is_of_values_whatever_holds_them() -> None:
+    tensor = torch.tensor([[1.5, -0.0], [2.0, 3.0]]).bfloat16()
+    expected = checksum_of(tensor)
+    assert checksum_of(tensor.float()) == checksum_of(tensor.t().contiguous().t()) == expected
+    assert checksum_of(tensor.abs()) == expected  # a layer that adds products has no -0
+    assert checksum_of(tensor.t()) != expected
+    assert checksum_of(torch.empty(0, 3)) == 0
