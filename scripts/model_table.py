@@ -19,13 +19,9 @@ CHECKS = ("learner", "adapters", "final/", "engine")
 
 def render(record: Mapping[str, Mapping[str, Any]]) -> str:
     """The table, with what made it."""
-    found = [check for checks in record.values() for check in checks.values()]
-    versions = ", ".join(
-        f"{package} {' and '.join(sorted({check[package] for check in found}))}"
-        for package in ("transformers", "vllm", "torch")
-    )
+    versions = "; ".join(sorted({check["with"] for checks in record.values() for check in checks.values()}))
     lines = [
-        "Made by `rayapp models check --record docs/models.json` and `python -m scripts.model_table`, on CPU with",
+        "Made by `rayapp models check --record docs/models.json`, then `python -m scripts.model_table`, on CPU with",
         f"{versions}. The figures are in `docs/models.json`. Engine: vLLM with `final/` and after",
         "two syncs. Parsers are those that `agent.tool_parser: auto` tries first.",
         "",

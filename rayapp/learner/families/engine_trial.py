@@ -29,6 +29,8 @@ class EngineErrors:
     """With what the learner has written as `final/`."""
     after_syncs: tuple[float, ...]
     """Of other weights, and of those that it began with."""
+    unseen: int
+    """Sampled tensors of a sync that the engine's check of what it holds does not see."""
 
     @property
     def largest(self) -> float:
@@ -49,13 +51,13 @@ async def engine_errors(configs: tuple[Config, Config], groups: list[Group], fin
     engine = await VllmEngine.start(with_values(configs[0], model={"path": str(final)}))
     try:
         at_start = await _error(engine, groups, first[1])
-        after = []
+        after, unseen = [], 0
         for version, (bucket, expected) in enumerate((second, first), start=1):
-            await _load(engine, version, bucket)
+            unseen = len(bucket.checksums) - await _load(engine, version, bucket)
             after.append(await _error(engine, groups, expected))
     finally:
         engine.close()
-    return EngineErrors(at_start=at_start, after_syncs=tuple(after))
+    return EngineErrors(at_start=at_start, after_syncs=tuple(after), unseen=unseen)
 
 
 def _sent(config: Config, groups: list[Group], final: Path | None = None) -> tuple[WeightBucket, list[FloatArray]]:
@@ -70,10 +72,10 @@ def _sent(config: Config, groups: list[Group], final: Path | None = None) -> tup
     return next(pack(tensors, num_bytes)), log_probs
 
 
-async def _load(engine: VllmEngine, version: int, bucket: WeightBucket) -> None:
+async def _load(engine: VllmEngine, version: int, bucket: WeightBucket) -> int:
     with tempfile.NamedTemporaryFile() as file:
         bucket.data.tofile(file.name)
-        await engine.load_weights(version, file.name, bucket.entries, dict(bucket.checksums))
+        return await engine.load_weights(version, file.name, bucket.entries, dict(bucket.checksums))
 
 
 async def _error(engine: VllmEngine, groups: list[Group], expected: list[FloatArray]) -> float:

@@ -38,6 +38,8 @@ class Family:
     """What vLLM imports for it beside its own dependencies on a CPU."""
     refused: str = ""
     """Why it can't be trained; empty where it can."""
+    no_engine: str = ""
+    """Why vLLM does not serve it at all."""
     no_cpu_engine: str = ""
     """Why vLLM does not serve it on a CPU; empty where it does, or nobody has tried."""
     tiny: Mapping[str, Any] = field(default_factory=dict)
@@ -72,6 +74,7 @@ _LONGROPE = {
     "long_factor": [1.0 + i / 2 for i in range(16)],
 }  # fmt: skip
 _NARROW_CONV = "the CPU kernel of vLLM 0.30 for short convolutions knows those over 4 tokens only, and these are over 3"
+_COARSE_LATENT = "the latent attention of vLLM 0.30 on a CPU is off by 0.1 in log-probs and more, before any sync"
 _ALIBI = "its attention adds a bias by distance (ALiBi), which packed attention does not do"
 
 FAMILIES: Mapping[str, Family] = {
@@ -114,12 +117,15 @@ FAMILIES: Mapping[str, Family] = {
         tiny=_EXPERTS | _SLIDING,
     ),
     "deepseek_v2": Family(
-        needs=("experts", "latent attention"), parsers=("deepseek_v3",), tiny=_LATENT | {"topk_method": "greedy"}
+        needs=("experts", "latent attention"),
+        parsers=("deepseek_v3",),
+        no_cpu_engine=_COARSE_LATENT,
+        tiny=_LATENT | {"topk_method": "greedy"},
     ),
     "deepseek_v3": Family(
         needs=("experts", "latent attention"),
         parsers=("deepseek_v31", "deepseek_v3", "kimi_k2"),
-        no_cpu_engine="the latent attention of vLLM 0.30 on a CPU is off by 0.1 in log-probs and more, before any sync",
+        no_cpu_engine=_COARSE_LATENT,
         tiny=_LATENT | {"topk_method": "noaux_tc", "scoring_func": "sigmoid"},
     ),
     "glm": Family(tiny={"pad_token_id": 0}),
@@ -129,7 +135,12 @@ FAMILIES: Mapping[str, Family] = {
         parsers=("glm45", "glm47"),
         tiny=_LATENT | {"head_dim": 32, "num_key_value_heads": 2},
     ),
-    "glm4_moe_lite": Family(needs=("experts", "latent attention"), parsers=("glm47", "glm45"), tiny=_LATENT),
+    "glm4_moe_lite": Family(
+        needs=("experts", "latent attention"),
+        parsers=("glm47", "glm45"),
+        no_cpu_engine=_COARSE_LATENT,
+        tiny=_LATENT,
+    ),
     "granite": Family(needs=("logit scale",), parsers=("granite", "granite4"), tiny={"logits_scaling": 4.0}),
     "granitemoe": Family(needs=("experts",), parsers=("granite",), tiny=_EXPERTS),
     "granitemoehybrid": Family(
@@ -147,10 +158,15 @@ FAMILIES: Mapping[str, Family] = {
         tiny=_EXPERTS | _CONV | {"num_dense_layers": 1},
     ),
     "falcon_h1": Family(refused="its layers don't hand their attention what packing needs (transformers 5.10)"),
-    "bamba": Family(needs=("borders",), tiny=_MAMBA | {"attn_layer_indices": [1]}),
+    "bamba": Family(
+        needs=("borders",),
+        no_engine="vLLM 0.30 leaves it to transformers, of which it can't serve mamba layers",
+        tiny=_MAMBA | {"attn_layer_indices": [1]},
+    ),
     "nemotron_h": Family(
         needs=("experts", "borders"),
         parsers=("qwen3_coder",),
+        no_cpu_engine="its experts have no gate, which vLLM 0.30 computes on GPUs only",
         tiny=_LATENT
         | {
             "layers_block_type": ["mamba", "attention", "moe"],
@@ -193,6 +209,8 @@ def text_type(architecture: Mapping[str, Any]) -> str:
 def unserved(kind: str, *, device: str) -> str:
     """Why vLLM does not serve a family on this machine; empty where it does, or nobody has tried."""
     family = FAMILIES.get(kind, Family())
+    if family.no_engine:
+        return f"{family.no_engine}."
     if family.no_cpu_engine and device == "cpu":
         return f"not on a CPU: {family.no_cpu_engine}. Run it on GPUs: cluster.device=gpu."
     missing = [name for name in family.packages if importlib.util.find_spec(name) is None]
