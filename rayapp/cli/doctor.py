@@ -95,11 +95,11 @@ def fitness(config: Config, *, has_weights: bool = True) -> Iterator[Finding]:
     """Findings on whether this config can run here: all that is wrong, or one line that nothing is."""
     from rayapp.runs.tracking.trackers import check_packages
 
-    problems = [*_device_fits(config), *_problem("model", partial(_check_model, config, has_weights=has_weights))]
-    problems += [*_memory_fits(config), *_gpu_memory_fits(config), *_folder_fits(config)]
+    model = [*_problem("model", partial(_check_model, config, has_weights=has_weights))]
+    problems = [*_device_fits(config), *model, *_memory_fits(config), *_gpu_memory_fits(config), *_folder_fits(config)]
     problems += [*_storage_answers(config), *_problem("trackers", partial(check_packages, config.tracking.trackers))]
     if has_weights:  # and with them a tokenizer
-        tokenizer = _tokenizer(config)
+        tokenizer = _tokenizer(config, is_found=not model)
         problems += [*_inputs_fit(config, tokenizer), *_demonstrations_fit(config, has_tokenizer=tokenizer is not None)]
     sandbox = _sandbox(config.sandbox, level_if_none="problem")
     problems += [sandbox] if sandbox.level != "ok" else []
@@ -259,11 +259,15 @@ def _problem(what: str, check: Callable[[], object]) -> Iterator[Finding]:
         yield Finding("problem", what, str(error))
 
 
-def _tokenizer(config: Config) -> Any:
-    """The model's; None where the model is not on this machine, or its own check has told what is wrong with it."""
+def _tokenizer(config: Config, *, is_found: bool) -> Any:
+    """The model's; None where the model is not on this machine, or its own check has told what is wrong with it.
+
+    Args:
+        is_found: by that check; a path that is no folder is not looked for on the hub once more, for a minute.
+    """
     from rayapp.storage.models.tokenizer import load_tokenizer
 
-    if is_remote_model(config):
+    if is_remote_model(config) or not (is_found or Path(config.model.path).is_dir()):
         return None
     try:
         return load_tokenizer(config)
