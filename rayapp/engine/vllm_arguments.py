@@ -53,7 +53,7 @@ def vllm_args(config: Config) -> dict[str, Any]:
         # Ignore the model's generation_config.json: it may hold top_k or a repetition penalty that biases log-probs.
         "generation_config": "vllm",
         "disable_log_stats": False,
-        "hf_overrides": with_windows_of_transformers,
+        "hf_overrides": as_vllm_reads_it,
         "enable_return_routed_experts": config.learner.router_replay,
         "enable_sleep_mode": config.cluster.placement == "colocated" and _has_gpu(),
         **_transfer_args(config),
@@ -61,12 +61,14 @@ def vllm_args(config: Config) -> dict[str, Any]:
     }
 
 
-def with_windows_of_transformers(architecture: Any) -> Any:
+def as_vllm_reads_it(architecture: Any) -> Any:
     """The model's config as vLLM is to read it.
 
     In Command R7B (cohere2) vLLM 0.30 attends to one token more than `sliding_window` says, transformers and the
-    learner do not: 0.1 in log-probs where a window is short.
+    learner do not: 0.1 in log-probs where a window is short. Phi-3.5-MoE it knows by the hub's name alone.
     """
+    if architecture.architectures == ["PhimoeForCausalLM"]:
+        architecture.architectures = ["PhiMoEForCausalLM"]
     if architecture.model_type == "cohere2" and architecture.sliding_window:
         architecture.sliding_window -= 1
     return architecture

@@ -29,15 +29,15 @@ class _Context:
     Queue = _forking.Queue
 
     @staticmethod
-    def Process(*, target: Callable[..., None], name: str, kwargs: dict[str, Any]) -> Any:  # noqa: N802
-        return _forking.Process(target=_begin, args=(dict(os.environ), target), name=name, kwargs=kwargs)
+    def Process(*, target: Callable[..., None], args: tuple[Any, ...], **options: Any) -> Any:  # noqa: N802
+        return _forking.Process(target=_begin, args=(dict(os.environ), target, *args), **options)
 
 
-def _begin(environment: dict[str, str], target: Callable[..., None], **kwargs: Any) -> None:
+def _begin(environment: dict[str, str], target: Callable[..., None], *args: Any) -> None:
     """In the environment of who starts the engine, as a spawned one would be."""
     os.environ.clear()
     os.environ.update(environment)
-    target(**kwargs)
+    target(*args)
 
 
 @contextmanager

@@ -8,6 +8,7 @@ columns that the checksum is of, with its own kernel, and its ranks' answers are
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -44,17 +45,17 @@ def held_parts(model: Any, names: Iterable[str], *, tied: bool) -> Iterator[tupl
                 is_convolution = "conv" in owner and kind == "weight"
                 parts = _convolution(found[0], mixer) if is_convolution else _matrix(*found, kind, name)
                 yield from ((name, part) for part in parts)
-                if tied and "embed" in owner:
+                if tied:
                     yield from ((name, part) for head in _heads(model, found[0]) for part in _head(head, name))
-            elif _is_whole(tensor := getattr(modules.get(owner), kind, None), modules.get(owner)):
+            elif (tensor := _whole(modules.get(owner), kind)) is not None:
                 yield name, part_of(name, tensor)
             elif kind == "A_log" and get_tp_group().world_size == 1:
                 yield name, (-modules[owner].A).log()  # so mamba's mixers hold it, in float32
 
 
 def place_of(name: str) -> str:
-    """A name without what families put before their layers, in checkpoints and in vLLM."""
-    return name[max(name.find("layers."), 0) :].removeprefix("language_model.").removeprefix("model.")
+    """A name without what families put before a language model's, in checkpoints and in vLLM."""
+    return re.sub(r"^((language_)?model\.)+", "", name)
 
 
 def _renamed(model: Any, name: str) -> str:
@@ -64,16 +65,19 @@ def _renamed(model: Any, name: str) -> str:
 
 
 def _layer(model: Any, modules: Mapping[str, Any], owner: str, name: str) -> tuple[Any, list[int]] | None:
-    """The layer that a matrix or bias is of, and which of those merged in it: all that the checkpoint merges, too."""
+    """The layer that a matrix or bias is of, and which of those merged in it: all that the checkpoint merges, too.
+
+    None where vLLM puts rows in another order as it loads: heads of q, k and v by turns (GPT-NeoX).
+    """
     own = name.rpartition(".")[0].rpartition(".")[2]
     parent, _, kind = owner.rpartition(".")
-    merged = _MERGED | getattr(model, "packed_modules_mapping", {})
+    merged = {**_MERGED, **getattr(model, "packed_modules_mapping", {})}
     for whole in (kind, *(whole for whole, parts in merged.items() if kind in parts)):
         layer = modules.get(f"{parent}.{whole}" if parent else whole)
         if not hasattr(layer, "params_dtype"):
             continue
         sizes = getattr(layer, "output_partition_sizes", [0])
-        if whole == own or len(sizes) == 1:
+        if len(sizes) == 1 or (whole == own and (own in _MERGED or not hasattr(layer, "total_num_kv_heads"))):
             return layer, list(range(len(sizes)))
         parts = list(merged.get(whole, ()))
         return (layer, [parts.index(own)]) if own in parts and len(parts) == len(sizes) else None
@@ -103,7 +107,7 @@ def _matrix(layer: Any, which: list[int], kind: str, name: str) -> Iterator[Tens
 def _units(layer: Any, name: str, width: int) -> Tensor:
     """(columns, width): the unit vector of each column that the checksum is of."""
     columns = columns_of(name, width)
-    units = layer.weight.new_zeros(len(columns), width, dtype=layer.params_dtype)
+    units: Tensor = layer.weight.new_zeros(len(columns), width, dtype=layer.params_dtype)
     units[range(len(columns)), columns] = 1
     return units
 
@@ -121,7 +125,8 @@ def _columns_over_inputs(layer: Any, name: str) -> Tensor:
     if layer.tp_size == 1:
         return _computed(layer, units).t()
     own = units.chunk(layer.tp_size, dim=-1)[layer.tp_rank].contiguous()
-    return get_tp_group().all_reduce(_computed(layer, own)).t()
+    summed: Tensor = get_tp_group().all_reduce(_computed(layer, own))
+    return summed.t()
 
 
 def _over_outputs(layer: Any, part: Tensor, *, is_key_or_value: bool) -> Tensor:
@@ -141,10 +146,14 @@ def _is_split_plainly(layer: Any, which: list[int]) -> bool:
     return getattr(layer, "tp_size", 1) == 1 or (is_own and (len(which) == 1 or layer.prefix.endswith(tuple(_MERGED))))
 
 
-def _heads(model: Any, embedding: Any) -> list[Any]:
-    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+def _heads(model: Any, layer: Any) -> list[Any]:
+    """The output layers, if this is the embedding that they are tied to: the first one."""
+    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 
-    return [layer for layer in model.modules() if isinstance(layer, ParallelLMHead)] or [embedding]
+    tables = [module for module in model.modules() if isinstance(module, VocabParallelEmbedding)]
+    heads = [table for table in tables if isinstance(table, ParallelLMHead)]
+    embedding = next((table for table in tables if table not in heads), None)
+    return (heads or [layer]) if layer is embedding else []
 
 
 def _head(layer: Any, name: str) -> Iterator[Tensor]:
@@ -166,13 +175,14 @@ def _gathered(part: Tensor, dim: int, num_ranks: int) -> Tensor:
     return part if num_ranks == 1 else get_tp_group().all_gather(part.contiguous(), dim)
 
 
-def _is_whole(tensor: Any, owner: Any) -> bool:
-    """True of what each rank holds as it was sent: norms, scales, a router that is a layer of torch's."""
+def _whole(owner: Any, kind: str) -> Tensor | None:
+    """What each rank holds as it was sent, if this is: norms, scales, a router that is a layer of torch's."""
     from vllm.distributed import get_tp_group
     from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 
-    if not isinstance(tensor, Tensor) or tensor.dtype not in EXACT:
-        return False
+    tensor = getattr(owner, kind, None)
+    if not isinstance(tensor, Tensor) or tensor.dtype not in EXACT or hasattr(owner, "params_dtype"):
+        return None
     is_plain = tensor.ndim == 1 or isinstance(owner, torch.nn.Linear)
     loader = getattr(tensor, "weight_loader", default_weight_loader)
-    return is_plain and (get_tp_group().world_size == 1 or loader is default_weight_loader)
+    return tensor if is_plain and (get_tp_group().world_size == 1 or loader is default_weight_loader) else None

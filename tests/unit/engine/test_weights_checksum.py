@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from rayapp.engine.weights.checksum import NUM_COLUMNS, Sampler, checksum_of, columns_of, part_of
+from rayapp.engine.weights.held import place_of
 
 
 def test_the_first_tensor_of_every_kind_all_norms_and_one_in_eight_of_the_rest_are_sampled() -> None:
@@ -40,3 +41,9 @@ def test_a_checksum_is_of_values_whatever_holds_them() -> None:
     assert checksum_of(tensor.abs()) == expected  # a layer that adds products has no -0
     assert checksum_of(tensor.t()) != expected
     assert checksum_of(torch.empty(0, 3)) == 0
+
+
+def test_a_layer_is_found_whatever_comes_before_it_and_never_that_of_an_image_tower() -> None:
+    names = ("model.layers.0.mlp", "model.language_model.layers.0.mlp", "language_model.model.layers.0.mlp")
+    assert {place_of(name) for name in names} == {"layers.0.mlp"}
+    assert place_of("model.vision_tower.encoder.layers.0.mlp") == "vision_tower.encoder.layers.0.mlp"

@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import textwrap
+import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
@@ -498,16 +499,38 @@ asyncio.run(main())
 """
 
 
-def test_a_verifiers_process_ends_with_a_worker_that_is_killed(sums: Callable[..., Bench]) -> None:
+STARTS_OTHERS = """
+import json, subprocess, sys
+if json.loads(sys.argv[1])["plays"]:
+    subprocess.Popen(["sleep", "600"], start_new_session=True)
+"""
+
+
+def lives(process: psutil.Process) -> bool:
+    try:
+        return process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def test_a_verifiers_process_and_all_that_it_started_end_with_a_worker_that_is_killed(
+    sums: Callable[..., Bench], tmp_path: Path
+) -> None:
+    with (tmp_path / "sums.py").open("a") as module:
+        module.write(STARTS_OTHERS)
     worker = subprocess.Popen([sys.executable, "-c", STARTS, str(sums().file)], stdout=subprocess.PIPE)
     assert worker.stdout is not None
-    pid = int(worker.stdout.readline())
+    worker.stdout.readline()
+    started = psutil.Process(worker.pid).children(recursive=True)
 
     worker.kill()
     worker.communicate()
 
-    process = psutil.Process(pid) if psutil.pid_exists(pid) else None
-    assert process is None or process.status() == psutil.STATUS_ZOMBIE or process.wait(timeout=20) is None
+    assert len(started) == 3  # the keeper, the environment, and what that started
+    deadline = time.monotonic() + 20
+    while any(map(lives, started)):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
 
 
 def test_a_verifiers_environment_that_does_not_exist_is_told_with_the_way_out(
