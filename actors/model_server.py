@@ -23,9 +23,9 @@ from rayapp.config.config import Config, alone
 from rayapp.config.model_servers import ModelServerSection
 from rayapp.core.errors import EngineDeadError, EngineError
 from rayapp.core.logs import label_logs
+from rayapp.core.programs.kept import kept
 from rayapp.engine.vllm_arguments import set_process_environment
 from rayapp.engine.vllm_output import EngineOutput
-from rayapp.rollout.external.program import KEEPER
 
 log = logging.getLogger(__name__)
 POLL_S = 0.5
@@ -138,9 +138,7 @@ class ModelServer:
 
 def _kept(command: Sequence[str]) -> subprocess.Popen[bytes]:
     """The keeper of a command. It ends that when its standard input does: with this process, however that ends."""
-    return subprocess.Popen(
-        [sys.executable, "-I", "-S", KEEPER, *command], stdin=subprocess.PIPE, start_new_session=True
-    )
+    return subprocess.Popen(kept(command), stdin=subprocess.PIPE, start_new_session=True)
 
 
 def _answers(url: str, timeout_s: float) -> bool:

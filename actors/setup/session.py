@@ -143,7 +143,12 @@ def _connect(config: Config) -> tuple[Any, bool]:
     if started_here:
         return ray.init(address=started_here, **common), False
     with _processes_in_a_session_of_their_own():
-        return ray.init(address="local", object_store_memory=config.cluster.object_store_mib * MIB, **common), True
+        cluster = config.cluster
+        own = {
+            "object_store_memory": cluster.object_store_mib * MIB,
+            "include_dashboard": None if cluster.dashboard else False,  # None: where what it needs is installed
+        }
+        return ray.init(address="local", **own, **common), True
 
 
 def _options(config: Config) -> dict[str, Any]:

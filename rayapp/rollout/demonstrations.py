@@ -11,7 +11,6 @@ template renders it, then the answer encoded apart from it, ended as the policy 
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -22,6 +21,7 @@ import numpy as np
 
 from rayapp.config.config import Config, all_tasks
 from rayapp.core.errors import InputError
+from rayapp.core.files import json_lines
 from rayapp.core.types import Fork, Reward, Trajectory
 from rayapp.rollout.agent.chat import ChatTokenizer, load_template
 from rayapp.storage.models.tokenizer import load_tokenizer
@@ -121,20 +121,11 @@ def _raw_rows(path: Path) -> Iterator[Any]:
                     yield from batch.to_pylist()
             return
         with path.open(encoding="utf-8") as lines:
-            for number, line in enumerate(lines):
-                if line.strip():
-                    yield _json(line, path, number)
+            yield from (row for _, row in json_lines(lines, str(path)))
     except FileNotFoundError:
         raise InputError(f"{path}: there is no such file") from None
     except (OSError, UnicodeDecodeError) as error:  # pyarrow's errors are ValueErrors or OSErrors
         raise InputError(f"{path} can't be read: {error}") from error
-
-
-def _json(line: str, path: Path, number: int) -> Any:
-    try:
-        return json.loads(line)
-    except ValueError as error:
-        raise InputError(f"{path}: row {number} is no JSON: {error}") from None
 
 
 def _of_row(row: Any, tokenizer: ChatTokenizer, template: str | None) -> Iterator[Trajectory]:

@@ -9,7 +9,6 @@ name and the problem's number. There the answer's code could forge its score, so
 
 from __future__ import annotations
 
-import difflib
 import json
 import time
 from collections.abc import Mapping
@@ -20,6 +19,7 @@ from urllib.parse import parse_qsl
 import numpy as np
 
 from rayapp.core.errors import InputError
+from rayapp.core.names.near import did_you_mean
 from rayapp.core.protocols import Sandbox, SandboxSource, Tokenizer
 from rayapp.core.types import AgentStart, CallResult, ExecResult, Prompt, Reward, SandboxSpec
 from rayapp.tasks.sandboxed import judged_in_sandbox
@@ -165,9 +165,8 @@ def _dataset(source: str, name: str, options: Mapping[str, Any]) -> Any:
             f"{source} needs the package reasoning-gym on every node: pip install 'reasoning-gym>=0.1.25' ({error})"
         ) from error
     if name not in DATASETS:
-        near = difflib.get_close_matches(name, DATASETS, n=1)
-        hint = f"did you mean {near[0]}? " if near else ""
-        raise InputError(f"{source}: there is no generator {name!r}: {hint}There are {', '.join(sorted(DATASETS))}")
+        meant = did_you_mean(name, DATASETS)
+        raise InputError(f"{source}: there is no generator {name!r}{meant} There are {', '.join(sorted(DATASETS))}")
     try:
         return reasoning_gym.create_dataset(name, **options)
     except (TypeError, ValueError, AssertionError) as error:

@@ -10,7 +10,6 @@ user's own.
 
 from __future__ import annotations
 
-import difflib
 import sys
 from collections.abc import Sequence
 from importlib import resources
@@ -24,6 +23,7 @@ from pydantic import ValidationError
 
 from rayapp.core.errors import InputError
 from rayapp.core.names.given import given, is_given
+from rayapp.core.names.near import did_you_mean
 from rayapp.core.names.plugins import is_plugin, load_plugin, plugin_names
 from rayapp.core.protocols import Task
 from rayapp.core.validation import explain
@@ -156,10 +156,8 @@ def _of_plugin(name: str) -> Task:
 
 def _unknown(source: str) -> str:
     names = [*shipped_tasks(), *shipped_repositories(), *plugin_names("tasks")]
-    near = difflib.get_close_matches(source, names, n=1)
-    hint = f"did you mean {near[0]}? " if near else ""
     paths = "the path of a .yaml or .py file, or of a task folder"
-    return f"no task {source!r}: {hint}It is one of {', '.join(names)}, or {paths}."
+    return f"no task {source!r}{did_you_mean(source, names)} It is one of {', '.join(names)}, or {paths}."
 
 
 def _read(path: Path) -> str:

@@ -84,6 +84,7 @@ def _scalars(random: np.random.Generator, step: int, rows: int) -> dict[str, Any
             "stop": pa.array([[]] * rows, SCHEMA.field("stop").type),
             "turns": pa.array([[]] * rows, SCHEMA.field("turns").type),
             "forks": pa.array([[]] * rows, SCHEMA.field("forks").type),
+            "routed_experts": pa.nulls(rows, SCHEMA.field("routed_experts").type),
             "reward_terms": pa.array(terms, SCHEMA.field("reward_terms").type),
             "reward_status": pa.array(np.array(STATUSES)[random.integers(0, len(STATUSES), rows)]),
             "valid": pa.array([True] * rows),

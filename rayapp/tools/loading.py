@@ -7,7 +7,6 @@ Such a file runs in this process: it is the user's own.
 from __future__ import annotations
 
 import asyncio
-import difflib
 import importlib
 import sys
 import time
@@ -18,6 +17,7 @@ from types import ModuleType
 from typing import Any
 
 from rayapp.core.errors import ConfigError, UserError
+from rayapp.core.names.near import did_you_mean
 from rayapp.core.names.plugins import is_plugin, load_plugin, plugin_names
 from rayapp.sandbox.pool.bucket import TokenBucket
 from rayapp.tools.base import Tool, ToolContext, ToolSchema
@@ -164,7 +164,7 @@ def load_class(name: str, folder: Path, where: str) -> Callable[..., Any]:
         try:
             module = importlib.import_module(module_name)
         except (ImportError, ValueError) as error:
-            raise ConfigError(f"{where}: it can't be imported ({error}). {_hint(name)}") from error
+            raise ConfigError(f"{where}: it can't be imported ({error}){_hint(name)}") from error
     kind: Callable[..., Any] | None = getattr(module, attribute, None)
     if kind is None:
         raise ConfigError(f"{where}: there is no class {attribute} in {file or module.__name__}")
@@ -172,10 +172,9 @@ def load_class(name: str, folder: Path, where: str) -> Callable[..., Any]:
 
 
 def _hint(name: str) -> str:
-    near = difflib.get_close_matches(name, [*SHIPPED, *plugin_names("tools")], n=1)
-    mean = f"Did you mean {near[0]}? " if near else ""
+    meant = did_you_mean(name, [*SHIPPED, *plugin_names("tools")])
     verls = [known for known in KNOWN if known not in SHIPPED]
-    return f"{mean}Shipped are {', '.join(SHIPPED)}; known class names of verl: {', '.join(verls)}"
+    return f"{meant} Shipped are {', '.join(SHIPPED)}; known class names of verl: {', '.join(verls)}"
 
 
 def _run_file(path: Path, where: str) -> ModuleType:

@@ -1,7 +1,6 @@
 """Writes what Prometheus and Grafana read: `python -m scripts.monitoring.write`. A test says when it must run again.
 
 They are in the Helm chart, which can only read files below itself; configs/monitoring/prometheus.yml names them there.
-The table of alerts in docs/operate.md comes from here too.
 """
 
 from __future__ import annotations
@@ -11,12 +10,10 @@ from pathlib import Path
 
 import yaml
 
-from scripts.monitoring.alerts import ALERTS, rule_file
+from scripts.monitoring.alerts import rule_file
 from scripts.monitoring.dashboard import dashboard
 
 CONFIGS = Path(__file__).parents[2] / "configs"
-GUIDE = CONFIGS.parent / "docs" / "operate.md"
-BEGIN, END = "<!-- alerts: made by scripts.monitoring.write -->\n", "<!-- end of alerts -->\n"
 NOTE = "# Made by `python -m scripts.monitoring.write`; what is in it is decided in scripts/monitoring/.\n"
 
 
@@ -26,18 +23,9 @@ def files() -> dict[Path, str]:
     board = json.dumps(dashboard(), indent=1) + "\n"
     chart = CONFIGS / "kuberay" / "chart" / "files"
     return {
-        GUIDE: _with_table(GUIDE.read_text()),
         chart / "alerts.yaml": alerts,
         chart / "grafana-dashboard.json": board,
     }
-
-
-def _with_table(guide: str) -> str:
-    """The guide with its table of alerts made anew."""
-    before, rest = guide.split(BEGIN)
-    rows = [f"| `{a.name}` | {a.severity} | {' '.join(a.runbook)} |" for a in ALERTS]
-    table = "\n".join(["| alert | severity | what to do |", "|---|---|---|", *rows])
-    return f"{before}{BEGIN}{table}\n{END}{rest.split(END)[1]}"
 
 
 def main() -> None:

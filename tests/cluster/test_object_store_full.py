@@ -35,7 +35,7 @@ async def main():
         print(f"{type(error).__name__}: {error}")
 
 
-with ray_session(Config.model_validate({"cluster": {"object_store_mib": 100}})):
+with ray_session(Config.model_validate({"cluster": {"object_store_mib": 100, "dashboard": False}})):
     asyncio.run(main())
 """
 

@@ -30,7 +30,8 @@ from actors.setup.session import ray_session
 
 
 async def main():
-    with ray_session(Config.model_validate({"cluster": {"object_store_mib": 100}})) as session:
+    with ray_session(Config.model_validate({"cluster": {"object_store_mib": 100, "dashboard": False}})) as session:
+        assert session.dashboard_line() == "Ray has no dashboard"
         try:
             print("connected to its own" if session.is_own else "connected to another's", flush=True)
             await asyncio.sleep(600)
@@ -122,7 +123,7 @@ def training(config: dict[str, Any], folder: Path, environment: dict[str, str]) 
 def test_two_runs_of_a_machine_share_no_ray_and_sigterm_to_one_or_its_whole_group_ends_it_after_its_cleanup(
     tiny_run: Callable[[str, Path], dict[str, Any]], tmp_path: Path, environment: dict[str, str]
 ) -> None:
-    config = tiny_run("run", tmp_path) | {"cluster": {"device": "cpu", "object_store_mib": 100}}
+    config = tiny_run("run", tmp_path) | {"cluster": {"device": "cpu", "object_store_mib": 100, "dashboard": False}}
     with training(config, tmp_path, environment) as first:
         second = connected(environment)  # has read "its own" as well, beside the first one's Ray
         try:

@@ -38,23 +38,27 @@ async def test_turns_and_forks_have_the_log_probs_that_the_engine_gives_their_pa
         "model": {"path": str(model)},
         "cluster": {"device": "cpu"},
         "rollout": {"max_prompt_tokens": 1000, "max_completion_tokens": 500},
-        "server": {"kv_cache_gib": 1},
+        "server": {"kv_cache_gib": 1, "kv_block_tokens": 32},
     }
     server, gateway = VllmServer(Config.model_validate(values), 0), Gateway(formats_of(chat_tokenizer))
     limits = SessionLimits(max_tokens=1500, max_turns=20)
     try:
         await server.start()
+        assert server._engine is not None
         await gateway.start()
         sampling = SamplingParams(max_tokens=30, seed=3)
         with gateway.session(
             engine=server, sampling=sampling, limits=limits, request_id="group=1/trajectory=0"
         ) as session:
             client = openai.AsyncOpenAI(base_url=f"{gateway.url_of(session)}/v1", api_key=session.key, max_retries=0)
-            tree = session.tree
-            history: list[Any] = [{"role": "user", "content": "hello"}]
+            tree, load = session.tree, server._engine.load
+            history: list[Any] = [{"role": "user", "content": "hello " * 130}]
             for _ in range(3):
+                before = load()
                 reply = (await client.chat.completions.create(model="any", messages=history)).choices[0].message
                 history += [reply, {"role": "user", "content": "and then?"}]
+                looked_up, found = (load()[key] - before[key] for key in ("prefix_queries", "prefix_hits"))
+                assert len(tree.turns) == 1 or found / looked_up > 0.9
             again = await client.chat.completions.create(model="any", messages=history[:3], n=2)
             anew = await client.chat.completions.create(
                 model="any", messages=[{"role": "user", "content": "compacted"}]

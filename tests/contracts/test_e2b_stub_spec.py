@@ -37,7 +37,8 @@ needs_specs = pytest.mark.skipif(SPECS is None, reason="E2B's specification is n
 DIALECTS = pytest.mark.parametrize("dialect", ["e2b", "kruise"])
 INTERPRETER = ("/execute",)
 """The code interpreter's, which has no published specification: the SDK's own parser is what checks it."""
-STREAMS = ("/process.Process/Start",)
+SEND_INPUT = "/process.Process/SendInput"
+PROCESSES = ("/process.Process/Start", SEND_INPUT)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,7 +116,7 @@ async def test_every_exchange_is_one_of_the_published_specification(dialect: Lit
     problems: list[str] = []
     seen = await everything(dialect)
     for exchange in seen:
-        if exchange.path not in (*INTERPRETER, *STREAMS):
+        if exchange.path not in (*INTERPRETER, *PROCESSES):
             problems += [f"{exchange.method} {exchange.path} {exchange.status}: {text}" for text in check(exchange)]
     assert not problems, "\n".join(sorted(set(problems)))
     statuses = {exchange.status for exchange in seen}
@@ -125,15 +126,19 @@ async def test_every_exchange_is_one_of_the_published_specification(dialect: Lit
 @DIALECTS
 async def test_every_exchange_is_what_the_sdks_models_hold_and_no_more(dialect: Literal["e2b", "kruise"]) -> None:
     from e2b.api.client import models
+    from e2b.envd.process.process_pb import SendInputRequest
 
     kinds: set[str] = set()
     for exchange in await everything(dialect):
+        if exchange.path == SEND_INPUT:
+            SendInputRequest.from_json(json.dumps(exchange.asked))
+            kinds.add("SendInput")
         for name, body in shapes(exchange):
             parsed = getattr(models, name).from_dict(dict(body))
             assert not parsed.additional_properties, (name, parsed.additional_properties)
             kinds.add(name)
     creation = "NewSandboxV2" if dialect == "e2b" else "NewSandbox"
-    assert kinds >= {creation, "Sandbox", "ListedSandbox", "Error"}, kinds
+    assert kinds >= {creation, "Sandbox", "ListedSandbox", "Error", "SendInput"}, kinds
 
 
 async def test_processes_are_started_and_told_of_as_the_agents_messages_say() -> None:

@@ -9,20 +9,27 @@ import signal
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import httpx2
+import numpy as np
 import pytest
 from mcp import Client, MCPError
 from mcp.client.streamable_http import streamable_http_client
 
 from rayapp.config.sandbox import LocalConfig, McpConfig, SandboxConfig
 from rayapp.core.errors import ConfigError
-from rayapp.core.types import SandboxSpec
+from rayapp.core.types import Prompt, SandboxSpec
 from rayapp.sandbox.mcp_server.app import serving
 from rayapp.sandbox.mcp_server.results import with_last_value
+from rayapp.sandbox.pool.in_process import open_pool
 from rayapp.sandbox.providers.mcp import McpProvider
+from rayapp.tasks.loading import load_task
+from rayapp.tasks.repository.scripts import TestScript
+from rayapp.tasks.repository.task import RepositoryTask
+from rayapp.tasks.repository.work import as_answer
 
 KEY = "the key of the test"
 SANDBOXES = SandboxConfig(providers=(LocalConfig(max_sandboxes=2),))
@@ -252,3 +259,21 @@ async def test_command_serves_until_it_is_told_to_stop() -> None:
     assert answer["logs"]["stdout"] == ["hi\n"]
     assert status == 0
     assert rest.endswith("stopped; every sandbox is ended\n")
+
+
+async def test_a_trusted_test_script_judges_in_a_remote_sandbox_at_harbors_paths(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MCP_KEY", KEY)
+    script = b"#!/bin/sh\ngrep -q right a.txt /app/a.txt; echo $((1 - $?)) > /logs/verifier/reward.txt\n"
+    task = load_task("fix_median")
+    assert isinstance(task, RepositoryTask)
+    trusted = TestScript(files={"test.sh": script}, env=(), image="")
+    task = replace(task, folder=replace(task.folder, tests=(), script=trusted, workdir="/app"))
+    prompt = Prompt(task=task.name, text="", token_ids=np.zeros(0, np.int32))
+    remote = McpConfig(url=url, api_key_env="MCP_KEY", max_sandboxes=2)
+
+    async with open_pool(SandboxConfig(providers=(remote,)), "harbor-over-mcp") as (source, _):
+        rewards = [await task.score(prompt, as_answer({"a.txt": text}), source, seed=0) for text in ("right", "wrong")]
+
+    assert [(reward.valid, reward.value) for reward in rewards] == [(True, 1.0), (True, 0.0)], rewards

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import asdict
+from pathlib import Path
 
 import pytest
 
@@ -73,3 +77,49 @@ async def test_when_the_first_provider_has_no_quota_the_next_serves_and_every_re
             result = await sandbox.run_code("print(1)", timeout_s=20)
         assert result.isolation.endswith("(fallback from e2b)"), result
         assert not stub.boxes.living
+
+
+WORKER = """
+import asyncio, json, sys
+from pydantic import TypeAdapter
+from rayapp.config.sandbox import ProviderConfig
+from rayapp.core.types import SandboxSpec
+from rayapp.sandbox.leases import Connection
+from rayapp.sandbox.loopback import loopback_of
+from rayapp.sandbox.providers.table import remote_provider
+
+async def main(section, connection):
+    provider = remote_provider(TypeAdapter(ProviderConfig).validate_python(section))
+    sandbox = provider.attach(Connection(**connection), SandboxSpec())
+    async with loopback_of(sandbox) as loopback:
+        connect = f"socket.create_connection(('127.0.0.1', {loopback.port})).sendall(b'GET')"
+        agent = ["python3", "-c", f"import socket, time; {connect}; time.sleep(600)"]
+        running = asyncio.create_task(sandbox.run_command(agent, timeout_s=600))
+        await loopback.accept()
+        print("it plays", flush=True)
+        await running
+
+asyncio.run(main(*map(json.loads, sys.argv[1:])))
+"""
+
+
+async def test_a_worker_that_is_killed_while_its_agent_plays_leaves_no_sandbox() -> None:
+    async with service("e2b") as (stub, section):
+        assert isinstance(stub, e2b_stub.E2BStub)
+        config = SandboxConfig.model_validate({"providers": [section]})
+        async with open_pool(config, "run-of-the-test") as (_, pool):
+            lease = await pool.acquire("worker", SandboxSpec(), timeout_s=60)
+            assert lease.connection is not None
+            worker = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-c", WORKER, json.dumps(section), json.dumps(asdict(lease.connection))),
+                cwd=Path(__file__).parents[2],
+                stdout=asyncio.subprocess.PIPE,
+            )
+            assert worker.stdout is not None
+            assert await worker.stdout.readline() == b"it plays\n"
+            worker.kill()
+            await worker.wait()
+            assert pool.reclaim_of("worker") == 1  # as when it is not heard of for `holder_timeout_s`
+            async with asyncio.timeout(30):
+                while lease.connection.sandbox_id in stub.boxes.living:
+                    await asyncio.sleep(0.01)

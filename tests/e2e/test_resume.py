@@ -93,7 +93,7 @@ def config_file(tiny_model: Path, letter_tasks: list[str], tmp_path_factory: pyt
         "run": {"output_dir": str(folder / "outputs")},
         "model": {"path": str(tiny_model)},
         "tasks": letter_tasks,
-        "cluster": {"device": "cpu"},
+        "cluster": {"device": "cpu", "dashboard": False},
         "rollout": {"group_size": 4, "max_prompt_tokens": 32, "max_completion_tokens": 16},
         "train": {"num_steps": MANY_STEPS, "groups_per_step": 2},
         "learner": {"max_tokens_per_microbatch": 256, "compute_dtype": "float32", "optimizer": {"lr": 3e-3}},
@@ -186,6 +186,8 @@ def killed(config_file: Path) -> Killed:
         started = psutil.Process(process.pid).children(recursive=True)
         engines = [child for child in started if "VLLM" in name_of(child)]
         assert engines, started
+        assert "/torch/lib/" in libraries(engines)
+        assert "/pandas/" not in libraries(engines)  # found in the environment, and of no use to them
     finally:
         os.kill(process.pid, signal.SIGKILL)
         process.wait()
@@ -206,6 +208,11 @@ def name_of(process: psutil.Process) -> str:
         return ""
 
 
+def libraries(processes: list[psutil.Process]) -> str:
+    """What is mapped into their memory."""
+    return "".join(Path(f"/proc/{process.pid}/maps").read_text() for process in processes)
+
+
 def is_alive(process: psutil.Process) -> bool:
     try:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
@@ -213,8 +220,8 @@ def is_alive(process: psutil.Process) -> bool:
         return False
 
 
-GOES_ON = ("eval.every_steps=3", "checkpoint.every_steps=2")
-"""Of the run that goes on: evaluated and saved after step 6, unlike the one that was killed."""
+GOES_ON = ("eval.every_steps=3", "checkpoint.every_steps=2", "cluster.dashboard=true")
+"""Of the run that goes on: evaluated and saved after step 6, unlike the one that was killed, and with a dashboard."""
 
 
 @pytest.fixture(scope="module")
@@ -350,6 +357,7 @@ def test_a_replay_of_the_run_gives_its_metrics_to_the_last_bit_without_server_or
     steps = f"train.num_steps={NUM_STEPS}"
     output = finish(train(config_file, "killed", steps, "--replay", str(interrupted.folder)))
     assert "metrics are the recorded ones to the last bit" in output
+    assert "Ray has no dashboard" in output
     assert "vllm-server" not in output
     assert "sandbox-pool" not in output
     replayed = records(run_folder(config_file, "killed-replay"))

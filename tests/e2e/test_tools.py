@@ -98,7 +98,7 @@ def config_file(calling_model: Path, data_file: Path, tmp_path_factory: pytest.T
             "run": {"name": "tools", "output_dir": str(tmp_path / "outputs")},
             "model": {"path": str(calling_model)},
             # Never another test's Ray, which ends when that test does.
-            "cluster": {"device": "cpu", "address": "local"},
+            "cluster": {"device": "cpu", "address": "local", "dashboard": False},
             "tracking": {"trackers": ["jsonl", "mlflow"], "project": "tools", "trace_ratio": 1.0},
             "data": {"train_files": [str(data_file)], "eval_files": [str(data_file)], "max_eval_rows": 3},
             "agent": {

@@ -87,7 +87,7 @@ def run_config(context: CheckContext, model: str, placement: str, transport: str
         "model": {"path": model},
         "tasks": [str(context.folder / "letters.py")],
         "cluster": {
-            "device": context.device, "placement": placement, "address": "local",
+            "device": context.device, "placement": placement, "address": "local", "dashboard": False,
             "object_store_mib": 1024 if not context.on_gpu else 16384 if context.model else 4096,
         },
         "rollout": {"group_size": 8, "max_prompt_tokens": 64, "max_completion_tokens": length},

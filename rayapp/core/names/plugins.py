@@ -10,7 +10,6 @@ broken is an error of whoever asks for its plug-in, with its name, and of nobody
 
 from __future__ import annotations
 
-import difflib
 import functools
 import importlib.metadata
 from collections.abc import Iterable
@@ -18,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 from rayapp.core.errors import ConfigError
+from rayapp.core.names.near import did_you_mean
 
 Kind = Literal["tasks", "agents", "rewards", "tools", "sandbox_providers", "trackers", "losses", "estimators"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
@@ -67,7 +67,7 @@ def load_plugin(kind: Kind, name: str) -> Any:
     """
     found = [each for each in plugins(kind) if each.name == name]
     if not found:
-        raise ConfigError(f"no plug-in of rayapp.{kind} is called {name!r}{mean(name, plugin_names(kind))}")
+        raise ConfigError(f"no plug-in of rayapp.{kind} is called {name!r}{did_you_mean(name, plugin_names(kind))}")
     if len(found) > 1:
         packages = " and ".join(each.package for each in found)
         raise ConfigError(f"{packages} both offer {name!r} as rayapp.{kind}: uninstall one of them")
@@ -83,14 +83,10 @@ def check_name(kind: Kind, name: str, shipped: Iterable[str]) -> None:
     """Raises ValueError: the name is neither one that ships nor a plug-in's."""
     known = (*shipped, *plugin_names(kind)) if name not in shipped else (name,)
     if name not in known:
-        raise ValueError(f"{name!r} is unknown{mean(name, known)}. It is one of {', '.join(known)}, or a plug-in's "
-                         f"(rayapp plugins)")  # fmt: skip
-
-
-def mean(name: str, known: Iterable[str]) -> str:
-    """`; did you mean x?`, where there is something like it."""
-    near = difflib.get_close_matches(name, list(known), n=1)
-    return f"; did you mean {near[0]}?" if near else ""
+        raise ValueError(
+            f"{name!r} is unknown{did_you_mean(name, known)} It is one of {', '.join(known)}, or a plug-in's "
+            "(rayapp plugins)"
+        )
 
 
 @functools.cache

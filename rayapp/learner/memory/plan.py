@@ -287,11 +287,12 @@ def _layer_bytes(shape: ModelShape, config: Config) -> int:
 def layer_bytes_per_token(shape: ModelShape, element: int) -> int:
     """Bytes that a layer of the Llama kind keeps of one token.
 
-    Two norms: the input in float32, and the normed values before their weight. Their outputs feed the projections.
-    Attention: queries, keys, values, and its output. The MLP: gate, its activation, up, and their product.
+    Two norms, and those of queries and keys where there are some: the input in float32, and the normed values before
+    their weight. Their outputs feed the projections. Attention: queries, keys, values, and its output. The MLP: gate,
+    its activation, up, and their product.
     """
     hidden = shape.hidden
-    norms = 2 * (FLOAT32 * hidden + element * hidden)
+    norms = (FLOAT32 + element) * (2 * hidden + _normed_heads(shape))
     projections = 2 * element * hidden
     attention = element * shape.head_size * (2 * shape.num_heads + 2 * shape.num_key_heads)
     return norms + projections + attention + 4 * element * shape.intermediate
@@ -304,7 +305,12 @@ def adapter_bytes_per_token(shape: ModelShape, element: int) -> int:
     """
     if not shape.num_adapter_parameters:
         return 0
-    return element * shape.adapter_rank_sum - 2 * element * shape.hidden
+    return element * (shape.adapter_rank_sum - 2 * shape.hidden - _normed_heads(shape))
+
+
+def _normed_heads(shape: ModelShape) -> int:
+    """Numbers of a token's queries and keys, where they have norms."""
+    return shape.head_size * (shape.num_heads + shape.num_key_heads) if shape.norms_heads else 0
 
 
 def head_bytes(shape: ModelShape, config: Config, num_tokens: int | None = None) -> int:

@@ -29,6 +29,8 @@ class ModelShape:
     num_key_heads: int
     head_size: int
     vocabulary: int
+    norms_heads: bool = False
+    """Queries and keys have norms of their own, as in Qwen3."""
     num_idle_parameters: int = 0
     """Parameters of experts that a token is not sent to, all layers together."""
     num_adapter_parameters: int = 0
@@ -93,6 +95,7 @@ def model_shape(config: Config) -> ModelShape:
         num_key_heads=getattr(read, "num_key_value_heads", None) or heads,
         head_size=getattr(read, "head_dim", None) or read.hidden_size // heads,
         vocabulary=read.vocab_size,
+        norms_heads=any(".q_norm." in name for name, _ in model.named_parameters()),
         num_idle_parameters=_idle(model, read),
         num_adapter_parameters=sum(p.numel() for p in adapters),
         adapter_rank_sum=len(adapters) // 2 * config.learner.lora.rank // len(layers),

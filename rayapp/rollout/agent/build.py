@@ -36,7 +36,12 @@ def vllm_parser(name: str, tokenizer: Any, tools: Sequence[ToolSchema], sample: 
 
 
 async def open_loop(
-    config: Config, sandboxes: SandboxSource, *, brought: Sequence[str] = (), made: Sequence[Tool] = ()
+    config: Config,
+    sandboxes: SandboxSource,
+    *,
+    brought: Sequence[str] = (),
+    made: Sequence[Tool] = (),
+    reader: ToolCallParser | None = None,
 ) -> AgentLoop:
     """`open_agent_loop` with the section `agent`; its tools take their sandboxes from here.
 
@@ -59,6 +64,7 @@ async def open_loop(
         tool_file=agent.tool_file,
         brought=brought,
         made=made,
+        reader=reader,
         parser=agent.tool_parser,
         chat_template=agent.chat_template,
         context=ToolContext(sandboxes=sandboxes),
@@ -73,6 +79,7 @@ async def open_agent_loop(
     tool_file: str | Path = "",
     brought: Sequence[str] = (),
     made: Sequence[Tool] = (),
+    reader: ToolCallParser | None = None,
     parser: str = "auto",
     chat_template: str = "",
     context: ToolContext | None = None,
@@ -84,6 +91,7 @@ async def open_agent_loop(
         model: its name, for messages.
         tool_file: see docs/tools.md; empty is none.
         brought, made: tools besides the file's; without any the policy has none.
+        reader: finds calls in turns of a policy that is told of no tools; results come back as a user's messages.
         parser: vLLM's name of the tool parser, or auto.
         chat_template: a .jinja file or a shipped template's name; empty keeps the model's own.
         make_parser: in place of vLLM's; for tests and benchmarks.
@@ -94,12 +102,12 @@ async def open_agent_loop(
     tools = await open_tools(tool_file, context, brought=brought, made=made)
     try:
         template = load_template(chat_template) if chat_template else ""
-        chat = ChatFormat(tokenizer, tools.schemas, template=template, name=model)
-        found = make_parser(parser, tokenizer, tools.schemas, sample_of(chat, parser))
+        chat = ChatFormat(tokenizer, () if reader else tools.schemas, template=template, name=model)
+        found = reader or make_parser(parser, tokenizer, tools.schemas, sample_of(chat, parser))
     except BaseException:
         await tools.close()
         raise
-    return AgentLoop(chat=chat, parser=found, tools=tools, limits=limits)
+    return AgentLoop(chat=chat, parser=found, tools=tools, limits=limits, is_talk=reader is not None)
 
 
 def check_template(tokenizer: Any, *, model: str, chat_template: str) -> ChatFormat:

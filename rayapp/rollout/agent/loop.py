@@ -35,6 +35,8 @@ class AgentLoop:
     parser: ToolCallParser
     tools: ToolSet
     limits: AgentLimits
+    is_talk: bool = False
+    """Results are a user's messages: the policy knows of no tools."""
 
     async def run(
         self, prompt: AgentPrompt, *, engine: RolloutEngine, sampling: SamplingParams, request_id: str
@@ -119,11 +121,13 @@ class _Episode:
         return self.loop.chat.turn_text(completion.token_ids.tolist())
 
     def _suffix(self, completion: Completion, records: Sequence[CallRecord]) -> list[int]:
+        results = [record.output for record in records]
         names = [record.name if self.loop.tools.get(record.name) else "unknown" for record in records]
         try:
-            return self.loop.chat.suffix_ids(
-                completion.token_ids.tolist(), [record.output for record in records], names
-            )
+            chat, sampled = self.loop.chat, completion.token_ids.tolist()
+            if self.loop.is_talk:
+                return chat.continuation_ids(sampled, [{"role": "user", "content": text} for text in results])
+            return chat.suffix_ids(sampled, results, names)
         except Exception as error:  # boundary: a template is a program, and reads what a tool has said
             raise ToolFailedError(f"the chat template can't write these results: {error}", "template") from error
 

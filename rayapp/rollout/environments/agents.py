@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from rayapp.config.config import Config, with_values
-from rayapp.core.errors import InputError, ToolUnavailableError
+from rayapp.core.errors import ConfigError, InputError, ToolUnavailableError
 from rayapp.core.protocols import RolloutEngine, SandboxSource, Task
 from rayapp.core.types import Prompt, Reward, RolloutStatus, SamplingParams
 from rayapp.rollout.agent.build import open_loop
@@ -26,7 +26,7 @@ from rayapp.rollout.agent.loop import AgentLoop
 from rayapp.rollout.agent.outcome import with_terms
 from rayapp.rollout.agent.transcript import Transcript
 from rayapp.rollout.environments.openenv import OpenEnvStage
-from rayapp.rollout.environments.scene import SceneTool, Stage
+from rayapp.rollout.environments.scene import SceneTool, Stage, WholeTurn
 from rayapp.rollout.environments.trl import TrlStage
 from rayapp.rollout.external.agent import ExternalAgent
 from rayapp.rollout.external.call import AgentCall
@@ -41,11 +41,12 @@ from rayapp.tasks.environments.files import (
 from rayapp.tasks.environments.task import EnvironmentTask, Message
 from rayapp.tasks.environments.verifiers import VerifiersProcess
 from rayapp.tools.base import Tool
+from rayapp.tools.calls import ToolCallParser
 
 VERDICT = "environment"
 """Name of the environment's verdict, among those of an episode's tools."""
-OpenLoop = Callable[[Sequence[Tool]], Awaitable[AgentLoop]]
-"""From an environment's tools to a loop with them."""
+OpenLoop = Callable[[Sequence[Tool], ToolCallParser | None], Awaitable[AgentLoop]]
+"""From an environment's tools, and what reads its turns in place of a parser of calls, to a loop with them."""
 
 
 class Player(Protocol):
@@ -159,8 +160,8 @@ class EnvironmentAgents:
     def of(cls, config: Config, sandboxes: SandboxSource) -> EnvironmentAgents:
         """With the run's settings and tool file."""
 
-        async def make_loop(tools: Sequence[Tool]) -> AgentLoop:
-            return await open_loop(config, sandboxes, made=tools)
+        async def make_loop(tools: Sequence[Tool], reader: ToolCallParser | None) -> AgentLoop:
+            return await open_loop(config, sandboxes, made=tools, reader=reader)
 
         async def make_agent(timeout_s: float) -> ExternalAgent:
             section = config.agent.external.model_copy(update={"timeout_s": timeout_s})
@@ -212,7 +213,14 @@ class EnvironmentAgents:
         # Its calls wait for each other, and its own deadlines come first.
         timeout_s = self._config.agent.max_calls_per_turn * environment.timeout_s + 5.0
         tools = [SceneTool(schema, timeout_s=timeout_s) for schema in await stage.open()]
-        loop = await self._make_loop(tools)
+        field = environment.text_field if isinstance(environment, OpenEnvEnvironment) else ""
+        if field and self._config.agent.tool_file:
+            raise ConfigError(
+                f"task {environment.name}: with text_field every turn is an action: it can't call the tools of "
+                f"agent.tool_file {self._config.agent.tool_file}. Leave one of them out"
+            )
+        reader = WholeTurn(tool=tools[0].schema.name, argument=field) if field else None
+        loop = await self._make_loop(tools, reader)
         return ScenePlayer(stage, loop, max_prompt_tokens=self._config.rollout.max_prompt_tokens)
 
 

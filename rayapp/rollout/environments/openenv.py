@@ -4,8 +4,8 @@
     /ws   {"type": "reset", "data": {"seed": 7}}  ->  {"type": "observation", "data": {"observation", "reward", "done"}}
           {"type": "step", "data": action}        ->  the same, or {"type": "error", "data": {"message", "code"}}
 
-An action is a call of the one tool `step`, whose arguments are its fields; where actions are calls of MCP tools, each
-of those is a tool of the policy.
+An action is a call of the one tool `step`, whose arguments are its fields, or with `text_field` a turn of the policy as
+it is; where actions are calls of MCP tools, each of those is a tool of the policy.
 """
 
 from __future__ import annotations
@@ -39,6 +39,8 @@ class OpenEnvStage:
 
     async def open(self) -> Sequence[ToolSchema]:
         action = await self._action_schema()
+        if field := self.environment.text_field:
+            self._check_is_text(field, _step(action).parameters)
         try:
             async with self.scene() as scene:
                 await scene.reset(self._first_columns)
@@ -58,6 +60,15 @@ class OpenEnvStage:
                 raise ToolUnavailableError(f"{url}/ws can't be opened: {error}") from error
             async with socket:
                 yield OpenEnvScene(socket, self.environment, self._takes_calls)
+
+    def _check_is_text(self, field: str, parameters: Mapping[str, Any]) -> None:
+        texts = [name for name, schema in parameters["properties"].items() if schema.get("type") == "string"]
+        if field not in texts or set(parameters["required"]) - {field}:
+            needed = ", ".join(parameters["required"]) or "nothing"
+            raise ConfigError(
+                f"{self._where}: text_field {field!r} can't be a whole action: it has {', '.join(texts) or 'no text'}"
+                f", and needs {needed}. Leave text_field out: then the policy calls the tool `step`"
+            )
 
     @property
     def _where(self) -> str:

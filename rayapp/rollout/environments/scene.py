@@ -5,13 +5,16 @@ Stage (one for a source)  --scene()-->  Scene: reset -> observation;  call, call
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from rayapp.rollout.agent.episode import Episode
 from rayapp.tasks.environments.task import Columns, EnvironmentTask
 from rayapp.tools.base import ToolBase, ToolContext, ToolOutput, ToolSchema
+from rayapp.tools.calls import RawCall
 
 
 class Scene(Protocol):
@@ -44,6 +47,20 @@ class Stage(Protocol):
     def scene(self) -> AbstractAsyncContextManager[Scene]:
         """Raises ToolUnavailableError: none can be had."""
         ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WholeTurn:
+    """Reads a turn as one call of a tool, whose one argument it is. See `ToolCallParser`."""
+
+    tool: str
+    argument: str
+
+    def parse(self, text: str) -> tuple[RawCall, ...]:
+        return (RawCall(name=self.tool, arguments=json.dumps({self.argument: text.strip()})),)
+
+    def words(self, text: str) -> str:
+        return ""
 
 
 class SceneTool(ToolBase):

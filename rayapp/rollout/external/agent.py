@@ -227,7 +227,7 @@ class ExternalAgent:
             )  # fmt: skip
         except SandboxConfigError:
             raise
-        except SandboxError as error:
+        except (SandboxError, OSError) as error:
             playing.failure = f"the agent's sandbox failed: {type(error).__name__}: {error}"[:500]
 
     async def _act(self, call: AgentCall, entry: Entry | None, playing: Playing) -> None:

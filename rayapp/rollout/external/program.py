@@ -1,24 +1,16 @@
 """A program run to its end or until nobody waits for it: what it writes is kept, and all that it started is killed.
 
-It runs on the host as the user of the rollout worker. Of the worker's environment it gets only what programs need to
-be found and to speak their language: never a key of the trainer.
+It runs on the host as the user of the rollout worker.
 """
 
 from __future__ import annotations
 
 import asyncio
-import os
-import signal
-import sys
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-_PASSED_ON = ("PATH", "LANG", "LC_ALL", "LC_CTYPE", "TZ", "LD_LIBRARY_PATH", "SSL_CERT_FILE", "SSL_CERT_DIR")
-_AFTER_DEATH_S = 2.0
-"""For the end of what has been told to end, and for what it left in the pipe."""
-KEEPER = str(Path(__file__).with_name("keeper.py"))
+from rayapp.core.programs.kept import AFTER_DEATH_S, end, kept, passed_on
 
 
 class Tail:
@@ -66,9 +58,8 @@ class Playing:
 
 def environment(folder: Path, own: Mapping[str, str]) -> dict[str, str]:
     """All that a program sees: a home of its own, and what it is given."""
-    passed_on = {name: os.environ[name] for name in _PASSED_ON if name in os.environ}
     here = {"HOME": str(folder), "TMPDIR": str(folder), "NO_PROXY": "127.0.0.1,localhost"}
-    return passed_on | here | {"no_proxy": here["NO_PROXY"]} | dict(own)
+    return passed_on() | here | {"no_proxy": here["NO_PROXY"]} | dict(own)
 
 
 async def run_program(command: Sequence[str], *, folder: Path, env: Mapping[str, str], output: Tail) -> int:
@@ -79,7 +70,7 @@ async def run_program(command: Sequence[str], *, folder: Path, env: Mapping[str,
         OSError: it can't be started.
     """
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-I", "-S", KEEPER, *command),
+        *kept(command),
         cwd=folder,
         env=dict(env),
         stdin=asyncio.subprocess.PIPE,
@@ -96,15 +87,8 @@ async def run_program(command: Sequence[str], *, folder: Path, env: Mapping[str,
 
 
 async def _gone(process: asyncio.subprocess.Process, reading: asyncio.Task[None]) -> None:
-    assert process.stdin is not None
-    process.stdin.close()  # the keeper kills them all
-    try:
-        await asyncio.wait_for(process.wait(), _AFTER_DEATH_S)
-    except TimeoutError:
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        await process.wait()
-    await asyncio.wait({reading}, timeout=_AFTER_DEATH_S)
+    await end(process)
+    await asyncio.wait({reading}, timeout=AFTER_DEATH_S)
     reading.cancel()
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 import os
 import struct
@@ -11,6 +10,7 @@ from typing import Any
 
 from rayapp.config.config import Config
 from rayapp.core.errors import ConfigError, InputError, first_line
+from rayapp.core.names.near import did_you_mean
 from rayapp.storage.models.families import FAMILIES, text_type, unserved
 
 MAX_HEADER_BYTES = 100 << 20
@@ -84,10 +84,9 @@ def _check_architecture(file: Path, model_type: str) -> None:
     from transformers.models.auto.auto_mappings import CONFIG_MAPPING_NAMES
 
     if model_type not in CONFIG_MAPPING_NAMES:
-        near = difflib.get_close_matches(model_type, CONFIG_MAPPING_NAMES, n=1)
-        hint = f" Did you mean {near[0]!r}?" if near else ""
         raise InputError(
-            f"{file}: model_type {model_type!r} is not one that transformers {transformers.__version__} knows.{hint} "
+            f"{file}: model_type {model_type!r} is not one that transformers {transformers.__version__} "
+            f"knows{did_you_mean(model_type, CONFIG_MAPPING_NAMES)} "
             "A model that brings its own code needs model.trust_remote_code=true."
         )
 

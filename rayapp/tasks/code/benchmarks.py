@@ -9,7 +9,6 @@ the prompt as a user's message; without one, or with `:completion`, it goes on f
 from __future__ import annotations
 
 import gzip
-import json
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ import numpy as np
 
 from rayapp.config.agent import CodeSection
 from rayapp.core.errors import InputError
+from rayapp.core.files import json_lines
 from rayapp.core.protocols import SandboxSource, Tokenizer
 from rayapp.core.types import Prompt, Reward
 from rayapp.tasks.code.scoring import CodeProblem
@@ -121,8 +121,6 @@ def _examples(name: str, path: Path) -> Iterator[tuple[int, Mapping[str, Any]]]:
         raise InputError(f"benchmark {name}: there is no file {path}: {package}, as {PREFIX}{name}=FILE")
     try:
         with gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else path.open(encoding="utf-8") as file:
-            for number, line in enumerate(file, start=1):
-                if line.strip():
-                    yield number, json.loads(line)
-    except (OSError, ValueError) as error:
-        raise InputError(f"benchmark {name}: {path} can't be read as JSON lines: {error}") from error
+            yield from json_lines(file, f"benchmark {name}: {path}")
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"benchmark {name}: {path} can't be read: {error}") from error

@@ -16,7 +16,7 @@ from pydantic import Field, ValidationError, field_validator
 
 from rayapp.config.base import FrozenModel
 from rayapp.core.errors import InputError
-from rayapp.core.names.plugins import mean
+from rayapp.core.names.near import did_you_mean
 from rayapp.core.validation import explain
 
 
@@ -61,6 +61,8 @@ class OpenEnvEnvironment(_Environment):
     """Of the first prompt."""
     reset: dict[str, Any] = Field(default_factory=dict)
     """Further arguments of `reset`."""
+    text_field: str = ""
+    """Of an action: what the policy says in a turn is this field. Empty: it calls the tool `step`."""
     reward: Literal["sum", "last"] = "sum"
     """Of the rewards of a trajectory's steps."""
 
@@ -109,7 +111,7 @@ def parse_environment(data: Mapping[str, Any], path: Path) -> AnyEnvironment:
     """
     kind = data["environment"]
     if kind not in KINDS:
-        raise InputError(f"task {path}: there is no kind of environment {kind!r}{mean(str(kind), KINDS)}. "
+        raise InputError(f"task {path}: there is no kind of environment {kind!r}{did_you_mean(str(kind), KINDS)} "
                          f"It is one of {', '.join(KINDS)}")  # fmt: skip
     try:
         return KINDS[kind].model_validate({"name": path.stem, **data, "folder": path.parent})

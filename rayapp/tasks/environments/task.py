@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
 from rayapp.core.errors import InputError
+from rayapp.core.files import json_lines
 from rayapp.core.protocols import SandboxSource, Tokenizer
 from rayapp.core.types import Prompt, Reward
 from rayapp.tasks.environments.files import AnyEnvironment, OpenEnvEnvironment, TrlEnvironment
@@ -77,7 +77,8 @@ def _read_rows(path: Path) -> list[Columns]:
 
             rows: list[Columns] = pq.read_table(path).to_pylist()
         else:
-            rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+            with path.open(encoding="utf-8") as lines:
+                rows = [row for _, row in json_lines(lines, path.name)]
     except (OSError, ValueError) as error:  # pyarrow's errors are of these
         raise InputError(f"rows {path} can't be read: {' '.join(str(error).split())[:200]}") from error
     if not rows or not all(isinstance(row, dict) for row in rows):

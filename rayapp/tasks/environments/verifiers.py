@@ -11,8 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
-import signal
 import subprocess
 from collections.abc import Mapping
 from contextlib import suppress
@@ -22,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from rayapp.core.errors import InputError, ToolUnavailableError
+from rayapp.core.programs.kept import end, kept, passed_on
 from rayapp.tasks.environments.files import VerifiersEnvironment
 from rayapp.tasks.environments.installing import home, python_with
 from rayapp.tasks.environments.task import EnvironmentTask
@@ -30,8 +29,8 @@ _CHILD = Path(__file__).with_name("verifiers_child.py")
 _START_TIMEOUT_S = 600.0
 """For its imports and its data sets."""
 _MAX_LINE = 1 << 28
-_PASSED_ON = (
-    *("PATH", "LANG", "LC_ALL", "TZ", "LD_LIBRARY_PATH", "SSL_CERT_FILE", "SSL_CERT_DIR", "HF_HOME", "HF_ENDPOINT"),
+_ALSO_PASSED_ON = (
+    *("HF_HOME", "HF_ENDPOINT"),
     *("HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY", "http_proxy", "https_proxy", "no_proxy"),
 )
 
@@ -72,8 +71,7 @@ def _python(environment: VerifiersEnvironment) -> Path:
 
 
 def _variables(environment: VerifiersEnvironment) -> dict[str, str]:
-    passed_on = {name: os.environ[name] for name in _PASSED_ON if name in os.environ}
-    return {**passed_on, "HOME": str(home()), **environment.env}
+    return {**passed_on(*_ALSO_PASSED_ON), "HOME": str(home()), **environment.env}
 
 
 def _rows(environment: VerifiersEnvironment, line: str) -> list[Any]:
@@ -151,8 +149,7 @@ class VerifiersProcess:
         """End the process and what it started. Idempotent."""
         child, self._child = self._child, None
         if child is not None:
-            _kill(child)
-            await child.wait()
+            await end(child)
         if self._reading is not None:
             await asyncio.gather(self._reading, return_exceptions=True)
 
@@ -169,7 +166,7 @@ class VerifiersProcess:
     async def _start(self) -> asyncio.subprocess.Process:
         command = await asyncio.to_thread(_command, self.environment, plays=True)
         child = await asyncio.create_subprocess_exec(
-            *command,
+            *kept(command, listens=True),
             env=_variables(self.environment),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
@@ -181,7 +178,7 @@ class VerifiersProcess:
             async with asyncio.timeout(_START_TIMEOUT_S):
                 _rows(self.environment, (await child.stdout.readline()).decode())
         except BaseException as error:
-            _kill(child)
+            await asyncio.shield(end(child))
             if isinstance(error, InputError | TimeoutError):
                 raise ToolUnavailableError(f"{self._what} can't start: {error}") from error
             raise
@@ -194,8 +191,8 @@ class VerifiersProcess:
             answer = self._waiting.get(said["call"])
             if answer is not None and not answer.done():
                 answer.set_result(said)
-        _kill(child)
-        status = await child.wait()
+        await end(child)
+        status = child.returncode
         for answer in self._waiting.values():
             if not answer.done():
                 answer.set_exception(ToolUnavailableError(f"{self._what} has died with {status}"))
@@ -205,8 +202,3 @@ async def _tell(child: asyncio.subprocess.Process, **said: object) -> None:
     assert child.stdin is not None
     child.stdin.write(json.dumps(said).encode() + b"\n")
     await child.stdin.drain()
-
-
-def _kill(child: asyncio.subprocess.Process) -> None:
-    with suppress(ProcessLookupError):
-        os.killpg(child.pid, signal.SIGKILL)

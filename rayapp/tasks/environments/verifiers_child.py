@@ -15,7 +15,6 @@ import asyncio
 import json
 import math
 import os
-import signal
 import sys
 from contextlib import AbstractAsyncContextManager, nullcontext
 from typing import Any, TextIO
@@ -129,8 +128,6 @@ class Serving:
                         task.cancel()
                     continue
                 self.playing[asked["call"]] = asyncio.ensure_future(self.answer(**asked))
-            # Whoever asked has gone, perhaps killed: so goes this session, with threads that block and its programs.
-            os.killpg(0, signal.SIGKILL)
 
     async def answer(self, call: int, row: int, url: str, key: str, model: str) -> None:
         variable = f"RAYAPP_SESSION_KEY_{call}"

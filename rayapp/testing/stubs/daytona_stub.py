@@ -191,12 +191,14 @@ class DaytonaStub(StubServer):
             while stream is not None and (line := await stream.readline()):
                 await socket.send_bytes(mark + line)
 
-        listening = asyncio.ensure_future(socket.receive())
-        running = asyncio.gather(pump(b"\1\1\1", process.stdout), pump(b"\2\2\2", process.stderr))
-        await asyncio.wait({listening, running}, return_when=asyncio.FIRST_COMPLETED)
-        for task in (listening, running):
-            task.cancel()
-        await asyncio.gather(listening, running, return_exceptions=True)
+        listening: asyncio.Future[Any] = asyncio.ensure_future(socket.receive())
+        running: asyncio.Future[Any] = asyncio.gather(pump(b"\1\1\1", process.stdout), pump(b"\2\2\2", process.stderr))
+        try:
+            await asyncio.wait({listening, running}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for task in (listening, running):
+                task.cancel()
+            await asyncio.gather(listening, running, return_exceptions=True)
         await socket.close()
         return socket
 

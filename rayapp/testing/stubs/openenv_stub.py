@@ -18,6 +18,8 @@ MOVE = {
     "required": ["to"],
 }
 """Schema of the walk's action. To 911 it ends the session, and below 0 there is no way."""
+SAYING = {"type": "object", "properties": {"message": {"type": "string"}}, "required": ["message"]}
+"""Schema of one whose action is a text: the place as digits."""
 _ECHO = {"name": "echo", "description": "Echoes.", "input_schema": {"type": "object", "properties": {"text": {}}}}
 
 
@@ -61,6 +63,7 @@ def _answer(kind: str, data: dict[str, Any], goal: int) -> dict[str, Any]:
     if data.get("type") == "call_tool":
         said = {"data": data["arguments"]["text"], "content": []}
         return _observed({"tool_name": "echo", "result": said, "error": None}, reward=0.5)
+    data = {"to": int(data["message"])} if "message" in data else data
     if data["to"] < 0:
         return {"type": "error", "data": {"message": "no way", "code": "EXECUTION_ERROR"}}
     is_there = data["to"] == goal

@@ -128,7 +128,7 @@ def test_all_keep_the_contract_of_their_kind(capsys: pytest.CaptureFixture[str])
 
 
 def test_a_name_that_nobody_has_is_told_with_the_nearest() -> None:
-    with pytest.raises(rayapp.UserError, match=r"no task 'dobule': did you mean double\?"):
+    with pytest.raises(rayapp.UserError, match=r"no task 'dobule'; did you mean double\?"):
         load_task("dobule")
     with pytest.raises(ConfigError, match=r"tracking.trackers: 'linse' is unknown; did you mean lines\?"):
         rayapp.load_config(None, ["tracking.trackers=[linse]"])

@@ -124,6 +124,16 @@ def test_missing_model_is_found_with_its_cure() -> None:
     assert "rayapp model fetch smollm2-135m" in found["model"].detail
 
 
+def test_a_model_that_is_not_here_is_not_looked_for_on_the_hub_by_its_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+    monkeypatch.setattr("rayapp.storage.models.tokenizer.load_tokenizer", asked.append)
+
+    found = problems({"model": {"path": "models/not-made-yet"}})
+
+    assert "no such folder" in found["model"].detail
+    assert not asked
+
+
 def test_a_task_whose_reference_fails_its_own_test_is_found_before_a_run(model: Path, tmp_path: Path) -> None:
     task = tmp_path / "twice.yaml"
     task.write_text(

@@ -6,6 +6,7 @@ import gc
 import importlib.util
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -34,3 +35,24 @@ def test_driver_and_rollout_worker_load_neither_mcp_nor_torch_before_they_have_a
     program = f"import sys, rayapp.driver.loop, {spawned}; print({{'mcp', 'torch'}} & {{*sys.modules}})"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False)
     assert done.stdout == "set()\n", done.stderr
+
+
+def test_a_tokenizer_is_read_without_generation_which_a_model_of_its_folders_own_code_gets(tiny_model: Path) -> None:
+    program = f"""
+import sys
+from rayapp.config.config import Config
+from rayapp.storage.models.tokenizer import load_tokenizer
+
+print(load_tokenizer(Config.model_validate({{"model": {{"path": {str(tiny_model)!r}}}}})).decode([72]))
+print({{"torch._dynamo", "transformers.generation.utils"}} & {{*sys.modules}})
+
+import torch
+from transformers.models.auto import auto_factory
+
+class TheirOwn(torch.nn.Module):
+    def prepare_inputs_for_generation(self): ...
+
+print(hasattr(auto_factory.add_generation_mixin_to_remote_model(TheirOwn), "generate"))
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False)
+    assert done.stdout == "f\nset()\nTrue\n", done.stderr

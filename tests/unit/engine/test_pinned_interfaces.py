@@ -75,6 +75,7 @@ CALLS = {
         "PyNcclCommunicator.broadcast": "tensor src",
         "PyNcclCommunicator.destroy": "",
     },
+    "utils/system_utils.py": {"get_mp_context": ""},
     "sampling_params.py": {
         "SamplingParams": "max_tokens temperature top_p top_k seed stop logprobs flat_logprobs output_kind "
         "routed_experts_prompt_start",

@@ -21,6 +21,7 @@ from rayapp.learner.families.check import VOCABULARY, plain_model, subject_of
 from rayapp.learner.families.mixers import mixers_of
 from rayapp.learner.families.router_replay import EXPERTS, RouterReplay, check_replay
 from rayapp.learner.family import _small_model, check_family
+from rayapp.learner.scoring import log_probs_of
 from rayapp.learner.state.export import export_hf, sent_weights, weight_shapes
 from rayapp.storage.models.families import FAMILIES, TINY
 
@@ -221,6 +222,8 @@ def test_experts_that_the_learner_would_have_chosen_change_no_bit(name: str, tmp
     with trial.learner_of(config) as learner:
         found = trial.learner_scores(learner, groups)
         assert learner.model.replay is not None
+        assert learner.model.replay.take_agreement() == (0, 0)  # a step takes it for its metrics
+        log_probs_of(learner, groups[0])
         alike, taken = learner.model.replay.take_agreement()
     assert alike == taken > 0
     assert all(np.array_equal(*pair) for pair in zip(found.log_probs, without.log_probs, strict=True))

@@ -206,7 +206,7 @@ def large(**sections: dict[str, Any]) -> Config:
 
 QWEN3_8B = ModelShape(
     num_parameters=8_190_735_360, num_layer_parameters=192_946_432, num_layers=36, hidden=4096, intermediate=12288,
-    num_heads=32, num_key_heads=8, head_size=128, vocabulary=151936,
+    num_heads=32, num_key_heads=8, head_size=128, vocabulary=151936, norms_heads=True,
 )  # fmt: skip
 H100 = gpu_called("h100")
 

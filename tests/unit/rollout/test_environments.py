@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import textwrap
+import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
@@ -36,8 +37,9 @@ from rayapp.tasks.environments.installing import python_with
 from rayapp.tasks.loading import load_tasks
 from rayapp.testing.engine import ScriptedEngine
 from rayapp.testing.hermes import HermesParser
-from rayapp.testing.stubs.openenv_stub import MOVE, OpenEnvStub
+from rayapp.testing.stubs.openenv_stub import MOVE, SAYING, OpenEnvStub
 from rayapp.tools.base import Tool
+from rayapp.tools.calls import ToolCallParser
 
 GUESSING = """
 import os, time
@@ -111,12 +113,13 @@ class Bench:
             self.prompts.append(self.tokenizer.decode(ids))
         return self.turns[min(number, len(self.turns)) - 1] if number else "unread"
 
-    async def _loop(self, tools: Sequence[Tool]) -> AgentLoop:
+    async def _loop(self, tools: Sequence[Tool], reader: ToolCallParser | None) -> AgentLoop:
         return await open_agent_loop(
             self.tokenizer,
             limits=AgentLimits(max_response_tokens=4000),
             model="tiny",
             made=tools,
+            reader=reader,
             chat_template="chatml_hermes",
             make_parser=lambda *parts: HermesParser(),
         )
@@ -310,6 +313,33 @@ async def test_openenv_walks_in_a_session_of_its_own_to_the_end_that_the_server_
     assert "metadata" not in game.prompts[0]
 
 
+async def test_an_openenv_action_that_is_a_text_is_what_the_policy_says(bench: Callable[..., Bench]) -> None:
+    async with OpenEnvStub({"action": SAYING}).running() as url:
+        game = bench(openenv(url, text_field="message"), "<think>3 or 7?</think> 3", "-1", "7", "unsaid")
+        [walked] = (await game.group()).trajectories
+
+    assert [each.output for turn in walked.turns for each in turn.calls] == ['{"at": 3}', "Error: no way", '{"at": 7}']
+    assert (walked.reward.value, walked.num_turns) == (1.0, 3)
+    assert "step" not in game.prompts[0]
+    said = game.tokenizer.decode(walked.token_ids)
+    assert '3<|im_end|>\n<|im_start|>user\n{"at": 3}<|im_end|>\n<|im_start|>assistant\n-1' in said
+
+
+async def test_a_text_field_that_is_no_whole_action_is_refused_with_the_fields_that_are(
+    bench: Callable[..., Bench],
+) -> None:
+    both = {**MOVE, "properties": {"to": {"type": "integer"}, "why": {"type": "string"}}}
+    async with OpenEnvStub({"action": both}).running() as url:
+        for field in ("to", "why"):
+            with pytest.raises(ConfigError, match=f"text_field '{field}' .* it has why, and needs to"):
+                await bench(openenv(url, text_field=field)).group()
+    async with OpenEnvStub({"action": SAYING}).running() as url:
+        game = bench(openenv(url, text_field="message"))
+        game.config = Config.model_validate({"agent": {"task_agent": "tool_agent", "tool_file": "mine.yaml"}})
+        with pytest.raises(ConfigError, match=r"every turn is an action: it can't call the tools of .* mine.yaml"):
+            await game.group()
+
+
 async def test_openenvs_mcp_tools_are_the_policys(bench: Callable[..., Bench]) -> None:
     async with OpenEnvStub({"action": CALLS}).running() as url:
         twice = bench(openenv(url), call("echo", text="a") + call("echo", text="b"), "done")
@@ -469,16 +499,38 @@ asyncio.run(main())
 """
 
 
-def test_a_verifiers_process_ends_with_a_worker_that_is_killed(sums: Callable[..., Bench]) -> None:
+STARTS_OTHERS = """
+import json, subprocess, sys
+if json.loads(sys.argv[1])["plays"]:
+    subprocess.Popen(["sleep", "600"], start_new_session=True)
+"""
+
+
+def lives(process: psutil.Process) -> bool:
+    try:
+        return process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def test_a_verifiers_process_and_all_that_it_started_end_with_a_worker_that_is_killed(
+    sums: Callable[..., Bench], tmp_path: Path
+) -> None:
+    with (tmp_path / "sums.py").open("a") as module:
+        module.write(STARTS_OTHERS)
     worker = subprocess.Popen([sys.executable, "-c", STARTS, str(sums().file)], stdout=subprocess.PIPE)
     assert worker.stdout is not None
-    pid = int(worker.stdout.readline())
+    worker.stdout.readline()
+    started = psutil.Process(worker.pid).children(recursive=True)
 
     worker.kill()
     worker.communicate()
 
-    process = psutil.Process(pid) if psutil.pid_exists(pid) else None
-    assert process is None or process.status() == psutil.STATUS_ZOMBIE or process.wait(timeout=20) is None
+    assert len(started) == 3  # the keeper, the environment, and what that started
+    deadline = time.monotonic() + 20
+    while any(map(lives, started)):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
 
 
 def test_a_verifiers_environment_that_does_not_exist_is_told_with_the_way_out(

@@ -637,6 +637,16 @@ async def test_a_program_in_its_sandbox_that_fails_or_takes_too_long_is_as_one_b
     assert silent.reward.detail == "the agent ended without a turn of the policy"
 
 
+async def test_a_file_that_its_sandbox_does_not_take_is_a_failed_rollout(bench: Any) -> None:
+    b: Bench = bench("#### 42")
+    async with inside(b, "ask('hi')") as (agent, sandboxes):
+        agent._files = {"../../escaped": "x"}
+        first = (await b.play(assignment_of(ROW, agent, AnswerRewards(), sandboxes))).first
+
+    assert first.status is RolloutStatus.ERROR_TASK
+    assert "../../escaped' can't be written" in first.reward.detail
+
+
 async def test_a_program_that_floods_its_way_out_harms_its_own_trajectory_alone(bench: Any) -> None:
     text = """
         url = os.environ["OPENAI_BASE_URL"].removeprefix("http://").partition("/")[0].split(":")

@@ -138,7 +138,7 @@ def test_a_benchmark_is_evaluated_under_one_name_and_crosses_processes(tmp_path:
         ("benchmark:gsm8k", "is no benchmark: write benchmark:NAME"),
         ("benchmark:mbpp", "there is no file google-research-datasets/mbpp: name its file"),
         ("benchmark:mbpp={bad}", r"bad\.jsonl, line 2: column 'test_list' must be a list of asserts"),
-        ("benchmark:mbpp={torn}", "can't be read as JSON lines"),
+        ("benchmark:mbpp={torn}", "is no JSON"),
     ],
 )
 def test_a_benchmark_that_cannot_be_read_says_why(source: str, why: str, tmp_path: Path) -> None:

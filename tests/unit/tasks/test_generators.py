@@ -108,7 +108,7 @@ async def test_an_answer_earns_no_zero_where_the_right_one_can_not_be_scored_eit
 @pytest.mark.parametrize(
     ("source", "message"),
     [
-        ("chain_sums", "there is no generator 'chain_sums': did you mean chain_sum?"),
+        ("chain_sums", "there is no generator 'chain_sums'; did you mean chain_sum?"),
         ("chain_sum?min_term=1", "the generator refuses its options: .*min_term"),
         ("chain_sum?min_terms=9&max_terms=2", "the generator refuses its options"),
     ],

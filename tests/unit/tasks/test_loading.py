@@ -120,7 +120,7 @@ def test_loaded_task_pickles(tmp_path: Path) -> None:
 
 
 def test_unknown_name_names_the_nearest_task() -> None:
-    with pytest.raises(InputError, match=r"no task 'sort_number': did you mean sort_numbers\?"):
+    with pytest.raises(InputError, match=r"no task 'sort_number'; did you mean sort_numbers\?"):
         load_task("sort_number")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +20,8 @@ from rayapp.core.types import Prompt, Reward
 from rayapp.rollout.check import check_tasks
 from rayapp.sandbox.local.provider import LocalProvider
 from rayapp.sandbox.pool.in_process import open_pool
+from rayapp.tasks.audit.checks import audit
+from rayapp.tasks.audit.repository import repository_subject
 from rayapp.tasks.loading import load_source, load_task, shipped_repositories
 from rayapp.tasks.repository.hidden_tests import read_hidden_tests
 from rayapp.tasks.repository.image import why_an_image
@@ -172,6 +175,21 @@ async def test_a_task_of_harbors_is_judged_and_solved_by_its_scripts_where_the_u
         reward = await score(task, answer, sandboxes)
         assert (reward.valid, reward.value, reward.terms["solved"]) == (True, worth, worth), reward
     assert (await score(task, solved, sandboxes)).terms["verdict/forgeable"] == 1.0
+
+
+@real
+async def test_an_audit_tells_which_cheats_a_trusted_script_pays(sandboxes: SandboxSource, folder: Path) -> None:
+    subject = repository_subject(trusted(folder))
+    tried = {"ends its process with success", "adds a conftest.py that passes every test", "skips, as a test would"}
+    few = tuple(cheat for cheat in subject.cheats if cheat.name in tried)
+    subject = replace(subject, cheats=few, trivial=(), nothing=subject.nothing[-1:])
+    (report,) = await audit([subject], sandboxes, runs=1)
+
+    assert (report.solution, report.cheats) == ("1/1", "2/3")
+    assert [f"{each.check}: {each.detail}" for each in report.findings] == [
+        "cheat: an answer that ends its process with success earns 1",
+        "cheat: an answer that skips, as a test would earns 1",
+    ]
 
 
 @real

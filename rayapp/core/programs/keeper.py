@@ -1,9 +1,9 @@
 """Runs a program and outlives it: whatever ends the program, or this process's parent, everything it started is killed.
 
-    rollout worker --pipe to standard input--> keeper -> program -> processes of whatever session and group
+    our process --pipe to standard input--> keeper -> program -> processes of whatever session and group
 
-The pipe closes when the worker ends, with SIGKILL too. A program of its own: `python -I -S keeper.py COMMAND…`, so that
-it starts in milliseconds; started by `program.py`.
+The pipe closes when our process ends, with SIGKILL too. A program of its own, so that it starts in milliseconds:
+`python -I -S keeper.py [--listens] COMMAND…`, as `kept.py` has it. With --listens the program reads the pipe.
 """
 
 # pathlib would take longer to import than all of this.
@@ -23,14 +23,14 @@ _NOT_FOUND, _NOT_EXECUTABLE = 127, 126
 _HANDLED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
-def main(command: list[str]) -> NoReturn:
+def main(command: list[str], *, listens: bool) -> NoReturn:
     # What leaves its parent becomes our child instead of init's.
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     for number in _HANDLED:
         signal.signal(number, lambda *_: None)  # a handler, as what is ignored would be so in the program too
     pid = os.fork()
     if pid == 0:
-        _become(command)
+        _become(command, listens=listens)
     status = _wait(pid)
     _kill_all()
     if status < 0:
@@ -41,8 +41,9 @@ def main(command: list[str]) -> NoReturn:
     os._exit(status & 0xFF)
 
 
-def _become(command: list[str]) -> NoReturn:
-    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+def _become(command: list[str], *, listens: bool) -> NoReturn:
+    if not listens:
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     try:
         os.execvp(command[0], command)
     except OSError as error:
@@ -53,7 +54,7 @@ def _become(command: list[str]) -> NoReturn:
 def _wait(pid: int) -> int:
     """How the program ended, once it has or nobody waits for it."""
     poll = select.poll()
-    poll.register(0, select.POLLIN | select.POLLHUP)
+    poll.register(0, 0)  # its end alone: what is in it may be the program's
     program = os.pidfd_open(pid)
     poll.register(program, select.POLLIN)
     ready = dict(poll.poll())
@@ -88,4 +89,5 @@ def _children() -> list[int]:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    given = sys.argv[1:]
+    main(given[1:] if given[0] == "--listens" else given, listens=given[0] == "--listens")

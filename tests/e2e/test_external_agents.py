@@ -1,0 +1,145 @@
+"""A whole run whose agents are programs: in sandboxes, and beside the rollout worker, which is killed meanwhile."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import yaml
+
+from rayapp.core.types import RolloutStatus
+from rayapp.runs.trajectories import read_groups
+
+pytestmark = [pytest.mark.e2e, pytest.mark.long, pytest.mark.slow, pytest.mark.timeout(900)]
+DEADLINE_S = 600.0
+NUM_STEPS = 3
+AGENT = """
+import json, os, sys, time, urllib.request
+
+def ask(*messages):
+    url = os.environ["OPENAI_BASE_URL"] + "/chat/completions"
+    body = json.dumps({"model": "any", "messages": messages, "max_tokens": 6}).encode()
+    headers = {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"], "Content-Type": "application/json"}
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    with opener.open(urllib.request.Request(url, body, headers), timeout=120) as answer:
+        return json.load(answer)["choices"][0]["message"]
+
+asked = {"role": "user", "content": "go"}
+first = ask(asked)
+ask(asked, first, {"role": "user", "content": "on"})
+ask({"role": "user", "content": "a helper"})
+if len(sys.argv) > 1:
+    try:  # the first of all stays until its worker dies
+        with open(sys.argv[1], "x") as held:
+            held.write(str(os.getpid()))
+        time.sleep(600)
+    except FileExistsError:
+        pass
+with open("answer", "w") as answer:
+    answer.write("#### 42" if ord(first["content"][0]) % 2 else "#### 41")
+print("played")
+"""
+
+
+@pytest.fixture
+def chat_model(tiny_model: Path, tmp_path: Path) -> Path:
+    """The tiny model with ChatML's tokens."""
+    from transformers import AutoTokenizer
+
+    from rayapp.testing.learners import save_llama
+
+    folder = tmp_path / "model"
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model)
+    tokenizer.add_special_tokens({"eos_token": "<|im_end|>", "additional_special_tokens": ["<|im_start|>"]})
+    tokenizer.save_pretrained(folder)
+    return save_llama(
+        folder, dtype="bfloat16", vocab_size=len(tokenizer), hidden_size=64, intermediate_size=64, num_hidden_layers=1,
+        max_position_embeddings=1024, bos_token_id=None, eos_token_id=tokenizer.eos_token_id, pad_token_id=0,
+    )  # fmt: skip
+
+
+def rows(folder: Path) -> str:
+    row = {
+        "data_source": "openai/gsm8k",
+        "prompt": [{"role": "user", "content": "6 x 7?"}],
+        "reward_model": {"style": "rule", "ground_truth": "42"},
+    }
+    pq.write_table(pa.Table.from_pylist([row] * 4), folder / "rows.parquet")
+    return str(folder / "rows.parquet")
+
+
+def lives(process: psutil.Process) -> bool:
+    try:
+        return process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def until(reached: Callable[[], bool], process: subprocess.Popen[str], log: Path) -> None:
+    deadline = time.monotonic() + DEADLINE_S
+    while not reached():
+        assert process.poll() is None, log.read_text()
+        assert time.monotonic() < deadline, log.read_text()
+        time.sleep(0.05)
+
+
+def test_agents_in_and_beside_sandboxes_are_trained_and_a_killed_worker_costs_what_it_played_and_leaves_nothing(
+    tmp_path: Path, chat_model: Path, short_run: Callable[..., dict[str, Any]], standing_ray: Any
+) -> None:
+    program, held, log, folder = (tmp_path / name for name in ("agent.py", "held", "log", "run"))
+    program.write_text(AGENT)
+    inside = {"command": ["python3", "agent.py"], "files": {"agent.py": str(program)}, "inside": True}
+    beside = {"command": [sys.executable, str(program), str(held)]}
+    config = short_run(
+        tmp_path,
+        model={"path": str(chat_model)},
+        rollout={"max_prompt_tokens": 200, "max_completion_tokens": 60},
+        learner={"max_tokens_per_microbatch": 2048},
+        train={"num_steps": NUM_STEPS},
+        sandbox={"max_leases": 4},
+        agent={"default_agent": "external_agent", "chat_template": "chatml_hermes"},
+    )
+    del config["tasks"]
+    shared = {"timeout_s": 300.0, "answer_file": "answer"}
+    config["sources"] = [
+        {"name": name, "data": {"train_files": [rows(tmp_path)]}, "agent": {"external": shared | external}}
+        for name, external in (("inside", inside), ("beside", beside))
+    ]
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
+
+    training = standing_ray.train(str(tmp_path / "config.yaml"), log=log)
+    try:
+        until(lambda: held.exists() and held.read_text().isdigit(), training, log)
+        keeper = psutil.Process(int(held.read_text())).parent()
+        assert keeper is not None
+        worker = keeper.parent()
+        assert worker is not None
+        lost = [keeper, *worker.children(recursive=True)]
+        worker.kill()
+        assert training.wait(DEADLINE_S) == 0, log.read_text()
+    finally:
+        training.kill()
+        training.wait()
+
+    records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert [record["step"] for record in records] == list(range(1, NUM_STEPS + 1))
+    assert records[-1]["recovery/restarts"] == 1.0
+    assert all("learner/grad_norm" in record for record in records)
+    assert [process for process in lost if lives(process)] == [], "agents and sandboxes die with their worker"
+    groups = [group for path in sorted((folder / "trajectories").glob("*")) for group in read_groups(path)]
+    assert {group.prompt.source for group in groups} == {"inside", "beside"}
+    assert len(groups) == 2 * NUM_STEPS
+    for trajectory in (trajectory for group in groups for trajectory in group.trajectories):
+        assert trajectory.status is RolloutStatus.COMPLETED, trajectory.reward.detail
+        assert (trajectory.num_turns, len(trajectory.forks)) == (3, 1)
+        assert trajectory.agent_output == "played\n"
+        assert trajectory.num_response_tokens == 18
