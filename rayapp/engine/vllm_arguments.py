@@ -65,10 +65,8 @@ def as_vllm_reads_it(architecture: Any) -> Any:
     """The model's config as vLLM is to read it.
 
     In Command R7B (cohere2) vLLM 0.30 attends to one token more than `sliding_window` says, transformers and the
-    learner do not: 0.1 in log-probs where a window is short. Phi-3.5-MoE it knows by the hub's name alone.
+    learner do not: 0.1 in log-probs where a window is short.
     """
-    if architecture.architectures == ["PhimoeForCausalLM"]:
-        architecture.architectures = ["PhiMoEForCausalLM"]
     if architecture.model_type == "cohere2" and architecture.sliding_window:
         architecture.sliding_window -= 1
     return architecture

@@ -11,6 +11,7 @@ import select
 import signal
 import threading
 from collections.abc import Iterable
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -70,11 +71,14 @@ class WeightUpdateExtension:
         model, architecture = self.model_runner.get_model(), self.model_runner.model_config.hf_text_config
         copy_sinks(model)
         copy_convolutions(model)
-        held = _check("are held", held_experts(model, checksums), checksums)
-        pack_experts(model)
         _tie_again(model, architecture)
         tied = architecture.tie_word_embeddings
-        return len(held | _check("are held", held_parts(model, checksums, tied=tied), checksums))
+        held = _check(
+            "are held", chain(held_experts(model, checksums), held_parts(model, checksums, tied=tied)), checksums
+        )
+        # Last: a rank that raised before one of the gathers above would leave the others waiting.
+        pack_experts(model)
+        return len(held)
 
     def leave_weight_group(self) -> None:
         """Before another is joined. Destroys it, if there is one: vLLM would forget it with its GPU memory."""

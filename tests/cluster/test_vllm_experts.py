@@ -118,7 +118,9 @@ async def test_experts_are_the_learners_after_every_sync(
         # A matrix that a sync left as it was, whatever merges, splits and packs it: embedding, q, k, v, down, router...
         old = {name: value for name, value in sums[1].items() if not is_expert(name) and value != sums[0][name]}
         assert {name.rpartition(".")[0].rpartition(".")[2] for name in old} >= DENSE
-        for name, value in old.items():
+        # vLLM leaves the second rank's answer to a call that failed unread, and has room for some; see
+        # test_tensor_parallel.py for every kind over two ranks.
+        for name, value in list(old.items())[: len(old) if ranks == 1 else 4]:
             with pytest.raises(WeightSyncError, match=f"have another checksum where they are held.*{re.escape(name)}"):
                 await seal({name: value})
         # Sealed without a load before it: experts are packed already.

@@ -9,8 +9,6 @@ class AsyncEngineArgs:
         raise RuntimeError("no room for the KV cache")
 
 
-class AsyncLLM:
-    """What is imported beside it."""
-
-
-sys.modules["vllm.v1.engine.async_llm"] = sys.modules[__name__]
+AsyncLLM = core = utils = multiproc_executor = None  # imported beside it
+for name in ("vllm.v1.engine.async_llm", "vllm.v1.engine", "vllm.v1.executor"):
+    sys.modules[name] = sys.modules[__name__]

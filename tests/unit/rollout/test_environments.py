@@ -598,6 +598,9 @@ from openenv.core.env_server import http_server, interfaces, types
 class Move(types.Action):
     to: int
 
+class Say(types.Action):
+    to: str
+
 class Place(types.Observation):
     text: str = ""
 
@@ -607,15 +610,16 @@ class Walk(interfaces.Environment):
         self.goal = seed
         return Place(text=f"Go to {seed}.")
     def step(self, action, timeout_s=None, **kwargs):
-        if action.to < 0:
+        to = int(action.to)
+        if to < 0:
             raise ValueError("no way")
-        is_there = action.to == self.goal
-        return Place(text=f"at {action.to}", reward=float(is_there), done=is_there)
+        is_there = to == self.goal
+        return Place(text=f"at {to}", reward=float(is_there), done=is_there)
     @property
     def state(self):
         return types.State()
 
-app = http_server.create_fastapi_app(Walk, Move, Place, max_concurrent_envs=8)
+app = http_server.create_fastapi_app(Walk, {"Move": Move, "Say": Say}[sys.argv[2]], Place, max_concurrent_envs=8)
 uvicorn.run(app, port=int(sys.argv[1]), log_level="warning")
 """
 
@@ -635,14 +639,14 @@ def test_a_list_of_packages_is_installed_once_and_one_that_cant_be_is_told(
 
 
 @contextmanager
-def real_openenv(folder: Path) -> Iterator[str]:
+def real_openenv(folder: Path, action: str) -> Iterator[str]:
     import socket
     import time
 
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
     (folder / "server.py").write_text(REAL_SERVER)
-    process = subprocess.Popen([python_with(["openenv-core==0.3.0"]), folder / "server.py", str(port)])
+    process = subprocess.Popen([python_with(["openenv-core==0.3.0"]), folder / "server.py", str(port), action])
     try:
         for _ in range(600):
             with socket.socket() as trying:
@@ -658,10 +662,15 @@ def real_openenv(folder: Path) -> Iterator[str]:
 @pytest.mark.long
 @pytest.mark.timeout(900)
 async def test_a_real_openenv_server_is_walked(bench: Callable[..., Bench], tmp_path: Path) -> None:
-    with real_openenv(tmp_path) as url:
+    with real_openenv(tmp_path, "Move") as url:
         game = bench(openenv(url), call("step", to=-1) + call("step", to="x"), call("step", to=7))
         one, other = (await game.group(size=2)).trajectories
 
     assert one.reward.value == other.reward.value == 1.0
     assert "Walk.Go to 7." in game.prompts[0]
     assert one.turns[0].calls[0].output == "Error: no way"
+
+    with real_openenv(tmp_path, "Say") as url:
+        [talked] = (await bench(openenv(url, text_field="to"), "-1", "7").group()).trajectories
+
+    assert (talked.reward.value, talked.turns[0].calls[0].output) == (1.0, "Error: no way")
