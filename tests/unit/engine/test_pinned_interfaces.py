@@ -49,6 +49,8 @@ CALLS = {
         "Worker.finish_weight_update": "",
     },
     "config/vllm.py": {"VllmConfig.use_v2_model_runner": ""},
+    "config/model.py": {"ModelConfig": "enable_sleep_mode enable_return_routed_experts"},
+    "outputs.py": {"CompletionOutput": "token_ids logprobs finish_reason routed_experts"},
     f"{TRANSFER}/base.py": {
         "ParamMeta": "name dtype shape",
         "TrainerInitInfo": "rank",
