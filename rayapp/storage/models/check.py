@@ -51,7 +51,7 @@ def _check_family(architecture: dict[str, Any], config: Config) -> None:
     kind = text_type(architecture)
     if (family := FAMILIES.get(kind)) is not None and family.refused:
         raise InputError(f"model.path {config.model.path!r} is a {kind}, which can't be trained: {family.refused}.")
-    if why := unserved(kind, device=config.cluster.device):
+    if why := unserved(kind, device=config.cluster.device, adapter=config.learner.lora.sends_adapter):
         raise InputError(f"model.path {config.model.path!r} is a {kind}, which servers here can't serve: {why}")
     if architecture.get("quantization_config"):
         method = architecture["quantization_config"].get("quant_method", "unknown")

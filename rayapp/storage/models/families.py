@@ -213,13 +213,21 @@ def text_type(architecture: Mapping[str, Any]) -> str:
     return str(text.get("model_type") or architecture.get("model_type"))
 
 
-def unserved(kind: str, *, device: str) -> str:
-    """Why vLLM does not serve a family on this machine; empty where it does, or nobody has tried."""
+def unserved(kind: str, *, device: str, adapter: bool = False) -> str:
+    """Why vLLM does not serve a family on this machine; empty where it does, or nobody has tried.
+
+    Args:
+        adapter: beside the model it gets one.
+    """
     family = FAMILIES.get(kind, Family())
     if family.no_engine:
         return f"{family.no_engine}."
     if family.no_cpu_engine and device == "cpu":
         return f"not on a CPU: {family.no_cpu_engine}. Run it on GPUs: cluster.device=gpu."
+    if adapter and "experts" in family.needs and device == "cpu":
+        return (
+            "vLLM 0.30 ends at the first prompt with an adapter beside experts on a CPU. Set learner.lora.send=merged."
+        )
     missing = [name for name in family.packages if importlib.util.find_spec(name) is None]
     if missing:
         return f"vLLM imports {', '.join(missing)}: not installed here. Install the release that fits this torch."

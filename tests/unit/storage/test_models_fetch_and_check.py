@@ -265,6 +265,15 @@ def test_a_model_that_can_not_be_trained_is_refused_before_anything_starts(
         check_model(config_of(with_architecture(model, architecture, nested=False), cluster={"device": "cpu"}))
 
 
+def test_experts_on_a_cpu_get_no_adapter_but_merged_weights(model: Path) -> None:
+    experts = with_architecture(model, {"model_type": "qwen3_moe"}, nested=False)
+    lora = {"rank": 4}
+
+    with pytest.raises(InputError, match=r"adapter beside experts on a CPU.*learner\.lora\.send=merged"):
+        check_model(config_of(experts, cluster={"device": "cpu"}, learner={"lora": lora}))
+    check_model(config_of(experts, cluster={"device": "cpu"}, learner={"lora": lora | {"send": "merged"}}))
+
+
 def test_checking_a_local_folder_loads_neither_torch_nor_vllm(model: Path) -> None:
     program = (
         "import sys\n"
