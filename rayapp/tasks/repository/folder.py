@@ -21,7 +21,7 @@ from rayapp.core.errors import InputError
 from rayapp.core.validation import explain
 from rayapp.tasks.repository.hidden_tests import HiddenTest, read_hidden_tests
 from rayapp.tasks.repository.image import why_an_image, workdir_of
-from rayapp.tasks.repository.scripts import SOLVE, WORKDIR, TestScript, why_a_network
+from rayapp.tasks.repository.scripts import SOLVE, WORKDIR, TestScript, interpreter_of, why_a_script_needs_an_image
 
 MAX_FILE_BYTES = 1 << 18
 _LARGEST_DISK_MIB = 4096
@@ -175,11 +175,13 @@ def _script(
     if secret := next((key for key, value in verifier.env.items() if "${" in value), ""):
         raise InputError(f"{where}: its verifier.env.{secret} is a variable of this machine's: none enters a sandbox")
     texts = {path: files.get(path, b"").decode(errors="replace") for path in ("Dockerfile", "test.sh")}
+    if not interpreter_of(texts["test.sh"].partition("\n")[0]):
+        raise InputError(f"{where}: tests/test.sh can't start: its first line names no program, as `#!/bin/bash` does")
     image, why = agents
     if verifier.environment_mode == "separate" or verifier.environment:
         section = verifier.environment or _Environment()
         image, why = _image(section, texts, f"{name}-tests") if texts["Dockerfile"] or section.docker_image else agents
-    if not image and (why := why_a_network(texts["test.sh"])):
+    if not image and (why := why_a_script_needs_an_image(texts["test.sh"])):
         image = name
     return TestScript(files=files, env=tuple(verifier.env.items()), image=image), why
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import base64
 import json
 import re
+import shutil
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -92,12 +93,20 @@ class TestScript:
     """Image or template of the sandboxes that it runs in; empty: any with Python."""
 
 
-def why_a_network(script: str) -> str:
-    """The first line of a script that fetches something, and why that fails; empty where there is none."""
+def why_a_script_needs_an_image(script: str) -> str:
+    """The first line of a test.sh that a sandbox with Python alone can't run, and why; empty where it can run all."""
     for number, line in enumerate(script.splitlines(), start=1):
-        if _INSTALLS.match(line):
-            return f"tests/test.sh, line {number}, `{line.strip()[:80]}`: sandboxes have no network"
+        program = interpreter_of(line) if number == 1 else ""
+        why = f"this node has no {program}" if program and shutil.which(program) is None else ""
+        if why or _INSTALLS.match(line):
+            return f"tests/test.sh, line {number}, `{line.strip()[:80]}`: {why or 'sandboxes have no network'}"
     return ""
+
+
+def interpreter_of(first_line: str) -> str:
+    """The program that a script's first line names; empty where it names none, so that nothing can start it."""
+    words = first_line.removeprefix("#!").split() if first_line.startswith("#!") else []
+    return next((word for word in words if PurePosixPath(word).name != "env" and not word.startswith("-")), "")
 
 
 def without_steering(

@@ -263,8 +263,12 @@ def test_files_that_steer_a_test_runner_stay_as_they_were_unless_the_task_names_
         (spoil("environment/docker-compose.yaml", ""), "it has a docker-compose.yaml"),
         (spoil("tests/test.sh", "#!/bin/bash\n\napt-get update\n"), "tests/test.sh, line 3, `apt-get update`: sand"),
         (
-            spoil("tests/test.sh", "uvx pytest /tests\n"),
-            "tests/test.sh, line 1, `uvx pytest /tests`: sandboxes have no",
+            spoil("tests/test.sh", "#!/bin/bash\nuvx pytest /tests\n"),
+            "tests/test.sh, line 2, `uvx pytest /tests`: sandboxes have no",
+        ),
+        (
+            spoil("tests/test.sh", "#!/usr/bin/env -S elvish -norc\necho 1\n"),
+            "tests/test.sh, line 1, `#!/usr/bin/env -S elvish -norc`: this node has no elvish",
         ),
     ],
 )
@@ -277,6 +281,11 @@ def test_a_script_that_local_sandboxes_can_not_honour_is_refused_by_its_line(
 
     with pytest.raises(ConfigError, match=f"task mine needs sandboxes of .*{why}.*local provider"):
         check_tasks(Config.model_validate(config), training=True, has_tokenizer=False)
+
+
+def test_a_script_that_nothing_can_start_is_refused(folder: Path) -> None:
+    with pytest.raises(InputError, match=r"tests/test\.sh can't start: its first line names no program"):
+        trusted(folder, "echo 1 > /logs/verifier/reward.txt\n")
 
 
 def test_a_verifier_with_an_image_of_its_own_needs_that_for_verdicts_alone(folder: Path) -> None:
