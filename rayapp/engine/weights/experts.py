@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from rayapp.engine.weights.checksum import part_of
-from rayapp.engine.weights.held import EXACT, place_of
+from rayapp.engine.weights.held import EXACT, gathered, place_of
 
 MAX_ERROR = 0.05
 """Of what an expert computes in bfloat16, relative to its largest output; read in another order: about 1."""
@@ -44,12 +44,14 @@ def held_experts(model: Any, names: Iterable[str]) -> Iterator[tuple[str, Tensor
 
     Collective among the tensor-parallel ranks. Nothing of a layer whose kernel keeps its experts in another order.
     """
-    by_place = {place_of(name): name for name in names}
+    from vllm.distributed import get_tp_group
+
+    by_place, num_ranks = {place_of(name): name for name in names}, get_tp_group().world_size
     for layer in _layers(model):
         for place, parts, dim in _parts(layer):
             name = by_place.get(place_of(place))
             if name is not None and parts[0].dtype in EXACT:
-                whole = [_gathered(part, dim) for part in parts]
+                whole = [gathered(part, dim, num_ranks) for part in parts]
                 yield name, part_of(name, torch.cat(whole, dim) if len(whole) > 1 else whole[0])
 
 
@@ -80,13 +82,6 @@ def _parts(layer: Any) -> Iterator[tuple[str, list[Tensor], int]]:
         yield f"{place}.{number}.{layer.ckpt_gate_proj_name}.weight", [gates[number]], 0
         yield f"{place}.{number}.{layer.ckpt_up_proj_name}.weight", [ups[number]], 0
         yield f"{place}.{number}.{layer.ckpt_down_proj_name}.weight", [down[number]], 1
-
-
-def _gathered(part: Tensor, dim: int) -> Tensor:
-    from vllm.distributed import get_tp_group
-
-    group = get_tp_group()
-    return part if group.world_size == 1 else group.all_gather(part.contiguous(), dim)
 
 
 def pack_experts(model: Any) -> None:

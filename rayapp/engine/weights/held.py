@@ -37,6 +37,7 @@ def held_parts(model: Any, names: Iterable[str], *, tied: bool) -> Iterator[tupl
     from vllm.distributed import get_tp_group
 
     modules = {place_of(name): module for name, module in model.named_modules()}
+    embedding, heads = _tied(model) if tied else (None, [])
     with torch.no_grad():
         for name in names:
             owner, _, kind = place_of(_renamed(model, name)).rpartition(".")
@@ -45,8 +46,8 @@ def held_parts(model: Any, names: Iterable[str], *, tied: bool) -> Iterator[tupl
                 is_convolution = "conv" in owner and kind == "weight"
                 parts = _convolution(found[0], mixer) if is_convolution else _matrix(*found, kind, name)
                 yield from ((name, part) for part in parts)
-                if tied:
-                    yield from ((name, part) for head in _heads(model, found[0]) for part in _head(head, name))
+                if found[0] is embedding:
+                    yield from ((name, part) for head in heads for part in _head(head, name))
             elif (tensor := _whole(modules.get(owner), kind)) is not None:
                 yield name, part_of(name, tensor)
             elif kind == "A_log" and get_tp_group().world_size == 1:
@@ -95,7 +96,7 @@ def _matrix(layer: Any, which: list[int], kind: str, name: str) -> Iterator[Tens
         yield from _head(layer, name)
     elif is_table:
         columns = layer.weight[:, columns_of(name, layer.embedding_dim)]
-        yield _gathered(columns, 0, layer.tp_size)[: layer.org_vocab_size]
+        yield gathered(columns, 0, layer.tp_size)[: layer.org_vocab_size]
     elif isinstance(layer, RowParallelLinear):
         yield layer.bias if kind == "bias" else _columns_over_inputs(layer, name)
     elif type(layer.quant_method) is UnquantizedLinearMethod and _is_split_plainly(layer, which):
@@ -136,7 +137,7 @@ def _over_outputs(layer: Any, part: Tensor, *, is_key_or_value: bool) -> Tensor:
     if not isinstance(layer, ColumnParallelLinear) or layer.tp_size == 1:
         return part
     every = getattr(layer, "num_kv_head_replicas", 1) if is_key_or_value else 1
-    return torch.cat(_gathered(part, -1, layer.tp_size).chunk(layer.tp_size, dim=-1)[::every], dim=-1)
+    return torch.cat(gathered(part, -1, layer.tp_size).chunk(layer.tp_size, dim=-1)[::every], dim=-1)
 
 
 def _is_split_plainly(layer: Any, which: list[int]) -> bool:
@@ -146,20 +147,20 @@ def _is_split_plainly(layer: Any, which: list[int]) -> bool:
     return getattr(layer, "tp_size", 1) == 1 or (is_own and (len(which) == 1 or layer.prefix.endswith(tuple(_MERGED))))
 
 
-def _heads(model: Any, layer: Any) -> list[Any]:
-    """The output layers, if this is the embedding that they are tied to: the first one."""
+def _tied(model: Any) -> tuple[Any, list[Any]]:
+    """The embedding that output layers are tied to (the first one), and those layers; itself where it is its own."""
     from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 
     tables = [module for module in model.modules() if isinstance(module, VocabParallelEmbedding)]
     heads = [table for table in tables if isinstance(table, ParallelLMHead)]
     embedding = next((table for table in tables if table not in heads), None)
-    return (heads or [layer]) if layer is embedding else []
+    return embedding, heads or [embedding]
 
 
 def _head(layer: Any, name: str) -> Iterator[Tensor]:
     if layer.params_dtype in EXACT:
         logits = _computed(layer, _units(layer, name, layer.embedding_dim))
-        yield _gathered(logits, -1, layer.tp_size)[:, : layer.org_vocab_size].t()
+        yield gathered(logits, -1, layer.tp_size)[:, : layer.org_vocab_size].t()
 
 
 def _convolution(layer: Any, mixer: Any) -> Iterator[Tensor]:
@@ -169,7 +170,8 @@ def _convolution(layer: Any, mixer: Any) -> Iterator[Tensor]:
         yield getattr(mixer, "conv_weights", unpacked)
 
 
-def _gathered(part: Tensor, dim: int, num_ranks: int) -> Tensor:
+def gathered(part: Tensor, dim: int, num_ranks: int) -> Tensor:
+    """The parts of all ranks of vLLM's, along a dimension."""
     from vllm.distributed import get_tp_group
 
     return part if num_ranks == 1 else get_tp_group().all_gather(part.contiguous(), dim)
