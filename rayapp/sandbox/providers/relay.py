@@ -17,7 +17,7 @@ from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Protocol
 
-from rayapp.core.errors import SandboxDeadlineError, SandboxProtocolError
+from rayapp.core.errors import SandboxDeadlineError, SandboxProtocolError, one_error
 from rayapp.sandbox.loopback import Loopback
 from rayapp.sandbox.providers import relay_program
 from rayapp.sandbox.providers.relay_program import MOST_CONNECTIONS, PIECE_BYTES, line_of, parts_of
@@ -48,7 +48,7 @@ async def relayed(converse: Converse, *, timeout_s: float) -> AsyncIterator[Loop
     Raises:
         SandboxError: there is no relay, or not any more.
     """
-    try:
+    with one_error():
         async with asyncio.TaskGroup() as group:
             relay = _Relay(group)
             running = group.create_task(relay.run(converse))
@@ -60,8 +60,6 @@ async def relayed(converse: Converse, *, timeout_s: float) -> AsyncIterator[Loop
             yield loopback
             running.cancel()
             relay.close()
-    except BaseExceptionGroup as errors:
-        raise errors.exceptions[0] from None
 
 
 class _Relay:
