@@ -57,6 +57,23 @@ def short_run(tiny_model: Path, letter_tasks: list[str]) -> Callable[..., dict[s
 
 
 @pytest.fixture(scope="session")
+def chat_model(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny model with ChatML's tokens and room for what a prompt tells of tools."""
+    from transformers import AutoTokenizer
+
+    from rayapp.testing.learners import save_llama
+
+    folder = tmp_path_factory.mktemp("models") / "chat"
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model)
+    tokenizer.add_special_tokens({"eos_token": "<|im_end|>", "additional_special_tokens": ["<|im_start|>"]})
+    tokenizer.save_pretrained(folder)
+    return save_llama(
+        folder, dtype="bfloat16", vocab_size=len(tokenizer), hidden_size=64, intermediate_size=64, num_hidden_layers=1,
+        max_position_embeddings=4096, bos_token_id=None, eos_token_id=tokenizer.eos_token_id, pad_token_id=0,
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="session")
 def policy_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Mapping[str, float]], Path]:
     """Makes a policy whose next token depends on the last one only: after a line's end it says one of these texts, each
     with the probability that follows from its logit, and after any of them it ends its turn."""

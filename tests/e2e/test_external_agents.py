@@ -50,23 +50,6 @@ print("played")
 """
 
 
-@pytest.fixture
-def chat_model(tiny_model: Path, tmp_path: Path) -> Path:
-    """The tiny model with ChatML's tokens."""
-    from transformers import AutoTokenizer
-
-    from rayapp.testing.learners import save_llama
-
-    folder = tmp_path / "model"
-    tokenizer = AutoTokenizer.from_pretrained(tiny_model)
-    tokenizer.add_special_tokens({"eos_token": "<|im_end|>", "additional_special_tokens": ["<|im_start|>"]})
-    tokenizer.save_pretrained(folder)
-    return save_llama(
-        folder, dtype="bfloat16", vocab_size=len(tokenizer), hidden_size=64, intermediate_size=64, num_hidden_layers=1,
-        max_position_embeddings=1024, bos_token_id=None, eos_token_id=tokenizer.eos_token_id, pad_token_id=0,
-    )  # fmt: skip
-
-
 def rows(folder: Path) -> str:
     row = {
         "data_source": "openai/gsm8k",

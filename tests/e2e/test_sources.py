@@ -25,7 +25,6 @@ import yaml
 from rayapp.core.types import Group
 from rayapp.rollout.mixing import Mixing
 from rayapp.runs.trajectories import read_groups
-from rayapp.testing.learners import save_llama
 from rayapp.testing.stubs.openenv_stub import MOVE, OpenEnvStub
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(1500)]
@@ -37,21 +36,6 @@ RATIOS = (2, 1, 1)
 NUM_ROWS = 3
 NUM_SAID = 24
 TOOLS = {"tools": [{"class_name": "rayapp.tools.python.PythonTool", "config": {"type": "native", "stateful": False}}]}
-
-
-@pytest.fixture(scope="module")
-def chat_model(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The tiny model with ChatML's tokens and room for what a prompt tells of tools."""
-    from transformers import AutoTokenizer
-
-    folder = tmp_path_factory.mktemp("models") / "chat"
-    tokenizer = AutoTokenizer.from_pretrained(tiny_model)
-    tokenizer.add_special_tokens({"eos_token": "<|im_end|>", "additional_special_tokens": ["<|im_start|>"]})
-    tokenizer.save_pretrained(folder)
-    return save_llama(
-        folder, dtype="bfloat16", vocab_size=len(tokenizer), hidden_size=64, intermediate_size=64, num_hidden_layers=1,
-        max_position_embeddings=4096, bos_token_id=None, eos_token_id=tokenizer.eos_token_id, pad_token_id=0,
-    )  # fmt: skip
 
 
 def config_of(folder: Path, model: Path, tasks: list[str], server: str) -> dict[str, Any]:

@@ -191,14 +191,9 @@ class DaytonaStub(StubServer):
             while stream is not None and (line := await stream.readline()):
                 await socket.send_bytes(mark + line)
 
-        listening: asyncio.Future[Any] = asyncio.ensure_future(socket.receive())
-        running: asyncio.Future[Any] = asyncio.gather(pump(b"\1\1\1", process.stdout), pump(b"\2\2\2", process.stderr))
-        try:
-            await asyncio.wait({listening, running}, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            for task in (listening, running):
-                task.cancel()
-            await asyncio.gather(listening, running, return_exceptions=True)
+        await _until_gone(
+            socket, asyncio.gather(pump(b"\1\1\1", process.stdout), pump(b"\2\2\2", process.stderr)), timeout_s=None
+        )
         await socket.close()
         return socket
 
@@ -221,18 +216,8 @@ class DaytonaStub(StubServer):
             return socket
         asked = json.loads(message.data)
         kernel = self._kernels.setdefault(box.id, Kernel(box))
-        listening = asyncio.ensure_future(socket.receive())
         running = asyncio.ensure_future(self._stream(socket, kernel, asked["code"]))
-        try:
-            done, _ = await asyncio.wait(
-                {listening, running}, timeout=asked.get("timeout"), return_when=asyncio.FIRST_COMPLETED
-            )
-            if not done:
-                await socket.close(code=_TIMEOUT_CLOSE, message=b"execution timed out")
-        finally:
-            for task in (listening, running):
-                task.cancel()
-            await asyncio.gather(listening, running, return_exceptions=True)
+        await _until_gone(socket, running, timeout_s=asked.get("timeout"))
         await socket.close()
         return socket
 
@@ -244,3 +229,16 @@ class DaytonaStub(StubServer):
                 await socket.send_json(event)
         finally:
             await events.aclose()
+
+
+async def _until_gone(socket: web.WebSocketResponse, running: asyncio.Future[Any], *, timeout_s: float | None) -> None:
+    """Until the work is done, its client has hung up, or its time is over, which the client is told."""
+    listening = asyncio.ensure_future(socket.receive())
+    try:
+        done, _ = await asyncio.wait({listening, running}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+        if not done:
+            await socket.close(code=_TIMEOUT_CLOSE, message=b"execution timed out")
+    finally:
+        for task in (listening, running):
+            task.cancel()
+        await asyncio.gather(listening, running, return_exceptions=True)
