@@ -39,7 +39,8 @@ async def answer(ref: Awaitable[T], *, timeout_s: float, what: str) -> T:
         RayappError: whatever our own code raised there, as it was.
     """
     try:
-        return await asyncio.wait_for(_as_coroutine(ref), timeout_s)
+        async with asyncio.timeout(timeout_s):
+            return await ref
     except RayTaskError as error:
         # Check RayTaskError first: it also subclasses its cause, so a remote RayActorError would look like this
         # actor's death.
@@ -52,11 +53,6 @@ async def answer(ref: Awaitable[T], *, timeout_s: float, what: str) -> T:
         raise _lost(error, what) from None
     except TimeoutError:
         raise DeadlineError(f"{what} did not answer within {timeout_s:g} s") from None
-
-
-async def _as_coroutine(ref: Awaitable[T]) -> T:
-    # wait_for cancels a coroutine cleanly; cancelling Ray's own future leaves an unretrieved exception behind.
-    return await ref
 
 
 def _died(error: RayActorError, what: str) -> ProcessDiedError:
@@ -73,7 +69,7 @@ def _lost(error: ObjectLostError | RayActorError, what: str) -> ObjectsLostError
 
 def _remote_error(error: RayTaskError, what: str) -> BaseException:
     cause = error.cause
-    if isinstance(cause, RayappError | TimeoutError | asyncio.CancelledError):
+    if isinstance(cause, RayappError | TimeoutError):
         return cause
     # A store that is full goes on in files; only when their disk is full too does Ray give up, and names the disk.
     if isinstance(cause, ObjectStoreFullError | OutOfDiskError):

@@ -69,7 +69,8 @@ async def peer(program: Path, runs: int, tests: dict[str, list[str]]) -> float:
         async with at_once:
             pipe = asyncio.subprocess.PIPE
             process = await asyncio.create_subprocess_exec(sys.executable, str(program), stdin=pipe, stdout=pipe)
-            said, _ = await asyncio.wait_for(process.communicate(given.encode()), timeout=6)
+            async with asyncio.timeout(6):
+                said, _ = await process.communicate(given.encode())
         return same_output(wanted, "lines", said.decode())
 
     started = time.perf_counter()

@@ -111,7 +111,8 @@ def check_tool(kind: Any) -> None:
 async def _call(tool: Any) -> None:
     state = await tool.create({})
     try:
-        output = await asyncio.wait_for(tool.execute(state, {}), tool.timeout_s)
+        async with asyncio.timeout(tool.timeout_s):
+            output = await tool.execute(state, {})
     finally:
         await tool.release(state)
     assert isinstance(output, ToolOutput), f"tool {tool.schema.name} gives a {type(output).__name__}, not a ToolOutput"

@@ -38,7 +38,8 @@ async def end(process: asyncio.subprocess.Process) -> None:
     assert process.stdin is not None
     process.stdin.close()  # the keeper kills them all
     try:
-        await asyncio.wait_for(process.wait(), AFTER_DEATH_S)
+        async with asyncio.timeout(AFTER_DEATH_S):
+            await process.wait()
     except TimeoutError:
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)

@@ -29,6 +29,6 @@ def cut_prompt(ids: Sequence[int], max_tokens: int, truncation: Truncation, wher
             head = max_tokens // 2
             return [*ids[:head], *ids[len(ids) - (max_tokens - head) :]]
     raise InputError(
-        f"{where}: its prompt has {len(ids)} tokens, max_prompt_length is {max_tokens}. "
+        f"{where}: its prompt has {len(ids)} tokens, rollout.max_prompt_tokens is {max_tokens}. "
         "Raise it, set filter_overlong_prompts, or choose a truncation: left, right or middle."
     )

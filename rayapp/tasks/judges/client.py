@@ -64,7 +64,8 @@ class EndpointClient:
             async with self._seats:
                 await self._turn()
                 try:
-                    status, header, text = await asyncio.wait_for(self._sent(url, body), self._endpoint.timeout_s)
+                    async with asyncio.timeout(self._endpoint.timeout_s):
+                        status, header, text = await self._sent(url, body)
                 except TimeoutError:
                     late = f"no answer within timeout_s = {self._endpoint.timeout_s:g}"
                     failure = self._failed("judge_timeout", late)

@@ -36,6 +36,25 @@ async def test_a_call_that_does_not_answer_names_the_actor_and_the_deadline() ->
         await answer(asyncio.Event().wait(), timeout_s=0.01, what="vllm-server-1.load_weights")
 
 
+@pytest.mark.parametrize("turns_between", range(5))
+async def test_a_stop_that_comes_with_the_answer_stops_whoever_asked(turns_between: int) -> None:
+    # A supervisor's watch asks again and again: a stop that is lost to an answer leaves a run that never ends.
+    async def watch() -> None:
+        while True:
+            await answer(asked[-1], timeout_s=5, what="vllm-server-0.ping")
+            asked.append(asyncio.get_running_loop().create_future())
+
+    asked = [asyncio.get_running_loop().create_future()]
+    watching = asyncio.create_task(watch())
+    await asyncio.sleep(0.01)
+    asked[0].set_result("here")
+    for _ in range(turns_between):
+        await asyncio.sleep(0)
+    watching.cancel()
+    await asyncio.wait({watching}, timeout=1)
+    assert watching.cancelled()
+
+
 async def test_a_dead_actor_is_told_apart_from_a_failed_call() -> None:
     with pytest.raises(ProcessDiedError, match=r"learner-0\.train_step: its process is gone"):
         await answer(raising(ActorDiedError()), timeout_s=5, what="learner-0.train_step")

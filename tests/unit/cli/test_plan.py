@@ -41,7 +41,8 @@ def test_plan_and_doctor_need_no_more_than_a_config_json(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("rayapp.cli.doctor.machine", lambda: iter(()))
-    monkeypatch.setattr("rayapp.cli.plan.available_memory", lambda: 64 << 30)
+    for command in ("doctor", "plan"):
+        monkeypatch.setattr(f"rayapp.cli.{command}.available_memory", lambda: 64 << 30)
     gpus = ["cluster.num_gpus=8"]
     assert run(["plan", "configs/coding_8gpu.yaml", *gpus, "--gpu", "h100", "--model-config", SMALL]) == 0
     assert "largest micro-batch that fits" in capsys.readouterr().out
