@@ -14,6 +14,8 @@ from rayapp.runs.tracking.jsonl import read_records
 from rayapp.runs.view.source import RunSource
 
 MAX_POINTS = 600
+Curves = dict[str, dict[str, list[float]]]
+"""By metric: {"steps": [...], "values": [...]}."""
 
 
 class Metrics:

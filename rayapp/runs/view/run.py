@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ import yaml
 
 from rayapp.core.errors import InputError, RayappError, StorageError
 from rayapp.runs.view.advantages import group_advantages
-from rayapp.runs.view.curves import Metrics, curve, keys_of
+from rayapp.runs.view.curves import Curves, Metrics, curve, keys_of
 from rayapp.runs.view.details import read_group, read_trajectory
 from rayapp.runs.view.diff import diff_lines
 from rayapp.runs.view.groups import GroupFilter, Page, facets, find_groups, neighbours, same_prompt
@@ -98,13 +98,9 @@ class ViewedRun:
         }
 
     def panels(self) -> list[dict[str, Any]]:
-        """Charts with their curves; one without any data is left out."""
-        records = self._metrics.records()
-        known = keys_of(records)
-        shown = [(panel, keys_of_panel(panel, known)) for panel in PANELS]
-        return [
-            asdict(panel) | {"keys": keys, "curves": curves_of(records, panel, keys)} for panel, keys in shown if keys
-        ]
+        """Charts with their curves."""
+        shown = panels_of(self._metrics.records())
+        return [asdict(panel) | {"keys": list(curves), "curves": curves} for panel, curves in shown]
 
     def metric_keys(self) -> list[str]:
         return keys_of(self._metrics.records())
@@ -203,10 +199,13 @@ class ViewedRun:
         return group_advantages([row["reward"] for row in rows], [row["valid"] for row in rows], algorithm)
 
 
-def curves_of(records: list[dict[str, Any]], panel: Panel, keys: Sequence[str]) -> dict[str, dict[str, list[float]]]:
-    """The curves of a panel by their metric."""
-    absent = 0.0 if panel.absent_is_zero else None
-    return {key: curve(records, key, absent=absent) for key in keys}
+def panels_of(records: list[dict[str, Any]]) -> Iterator[tuple[Panel, Curves]]:
+    """Each panel with its curves; one without any data is left out."""
+    known = keys_of(records)
+    for panel in PANELS:
+        absent = 0.0 if panel.absent_is_zero else None
+        if keys := keys_of_panel(panel, known):
+            yield panel, {key: curve(records, key, absent=absent) for key in keys}
 
 
 def run_state(records: list[dict[str, Any]], num_steps: int | None, *, now: float) -> str:
