@@ -145,7 +145,7 @@ async def _is_over(run: Run, step: int, metrics: Mapping[str, float], on_step: O
 
 async def _save_now(run: Run, step: int) -> None:
     await run.saver.finish()
-    last = run.folder.latest_checkpoint()
+    last = run.folder.checkpoints.latest()
     if last is None or last.version < step:
         await begin_checkpoint(run, step)
         await run.saver.finish()

@@ -55,7 +55,7 @@ def run_replay(config: Config, recorded: Path) -> None:
     check_teacher(config)
     files = trajectory_files(recorded, config.train.num_steps)
     with RunFolder.open(config) as folder:
-        if folder.latest_checkpoint() is not None:
+        if folder.checkpoints.latest() is not None:
             raise RunFolderError(f"{folder.path} holds a run with checkpoints: give the replay another run.name.")
         folder.truncate_after(0)
         run_until_done(_run(config, folder, files, recorded_metrics(recorded)))

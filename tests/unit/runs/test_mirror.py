@@ -98,10 +98,10 @@ def step(folder: Path, number: int, *, reward: float = 0.0) -> None:
 
 def save(config: Config, number: int, mirror: RunMirror | None = None, *, score: float = 0.0) -> None:
     folder = RunFolder(config.run_folder, config, mirror)
-    pending = folder.begin_checkpoint(number)
+    pending = folder.checkpoints.begin(number)
     (pending / "learner").mkdir()
     (pending / "learner" / "weights").write_bytes(bytes([number]) * 1000)
-    folder.commit_checkpoint(number, next_group_id=2 * number, score=score)
+    folder.checkpoints.commit(number, next_group_id=2 * number, score=score)
 
 
 def there(config: Config, settings: S3Settings) -> dict[str, bytes]:
@@ -171,7 +171,7 @@ def test_an_empty_machine_goes_on_from_the_last_whole_checkpoint(config: Config,
 
     with opened() as mirror:
         folder = RunFolder(config.run_folder, config, mirror)
-        checkpoint = folder.latest_checkpoint()
+        checkpoint = folder.checkpoints.latest()
         assert checkpoint is not None
         assert (checkpoint.version, checkpoint.next_group_id) == (2, 4)
         assert (checkpoint.path / "learner" / "weights").read_bytes() == bytes([2]) * 1000
@@ -195,7 +195,7 @@ def test_a_checkpoint_without_its_manifest_is_not_gone_on_from(config: Config, s
 
     asyncio.run(tear())
     with opened():
-        latest = RunFolder(config.run_folder, config).latest_checkpoint()
+        latest = RunFolder(config.run_folder, config).checkpoints.latest()
         assert latest is not None
         assert latest.version == 1
 
@@ -216,7 +216,7 @@ def test_a_damaged_checkpoint_is_passed_over_and_told(
 
     asyncio.run(damage())
     with opened():
-        latest = RunFolder(config.run_folder, config).latest_checkpoint()
+        latest = RunFolder(config.run_folder, config).checkpoints.latest()
         assert latest is not None
         assert latest.version == 1
     assert "step=000002 is damaged and passed over" in caplog.text
