@@ -14,7 +14,6 @@ import secrets
 import threading
 from collections.abc import Coroutine, Iterator, Sequence
 from contextlib import AsyncExitStack, ExitStack, contextmanager
-from types import TracebackType
 from typing import Any, Self, TypeVar
 
 from rayapp.api.arguments import ConfigLike, Overrides, load
@@ -61,9 +60,7 @@ class SandboxPool:
             raise
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *raised: object) -> None:
         assert self._thread is not None
         try:
             self._thread.run(self._opened.aclose())
@@ -185,9 +182,7 @@ class Sandbox:
             self._held = entered.pop_all()
         return box
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *raised: object) -> None:
         self._held.close()
 
     async def __aenter__(self) -> protocols.Sandbox:

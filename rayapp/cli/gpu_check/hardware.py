@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import multiprocessing
 import os
 import platform
@@ -12,6 +11,7 @@ import time
 from datetime import timedelta
 from typing import Any
 
+from rayapp.cli.doctor import installed
 from rayapp.cli.gpu_check.outcome import CheckContext, Outcome, judged
 from rayapp.core.errors import InputError
 from rayapp.learner.memory.gpus import GIB, gpu_here
@@ -29,7 +29,7 @@ def versions(context: CheckContext) -> Outcome:
 
     details: dict[str, Any] = {
         "python": platform.python_version(), "kernel": platform.release(), "cuda": torch.version.cuda,
-        "packages": {name: version for name in PACKAGES if (version := _version(name))},
+        "packages": dict(found.split(" ", 1) for name in PACKAGES if (found := installed(name))),
         "environment": {key: value for key, value in os.environ.items() if key.startswith(("NCCL_", "CUDA_VISIBLE"))},
     }  # fmt: skip
     if not context.on_gpu:
@@ -62,13 +62,6 @@ def driver_version() -> str:
     command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
     return (done.stdout.strip() or done.stderr.strip() or "unknown").splitlines()[0]
-
-
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def _nccl_version() -> str:

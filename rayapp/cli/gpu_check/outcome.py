@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -21,9 +21,6 @@ class Outcome:
     """What to do; for problems."""
     details: dict[str, Any] = field(default_factory=dict)
     """Numbers for the report: plain JSON."""
-
-    def as_json(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def judged(figure: str, problem: str = "", cure: str = "", **details: Any) -> Outcome:

@@ -8,12 +8,13 @@ from typing import Annotated
 
 import typer
 
+from rayapp.cli.arguments import EXIT_FAILED
 from rayapp.core.errors import ConfigError
 from rayapp.core.terminal import visible
 
 app = typer.Typer()
 
-EXIT_FAILED, EXIT_INTERRUPTED = 1, 130
+EXIT_INTERRUPTED = 130
 Address = Annotated[
     str, typer.Option(envvar="RAY_API_SERVER_ADDRESS", help="Of Ray's dashboard, e.g. http://127.0.0.1:8265")
 ]

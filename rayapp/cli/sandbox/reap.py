@@ -10,7 +10,6 @@ import asyncio
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
 from rayapp.config.sandbox import DaytonaConfig, E2BConfig, SandboxConfig
 from rayapp.core.errors import InputError, SandboxConfigError
@@ -34,17 +33,6 @@ def reap_command(*, run: str | None, kinds: Sequence[str], config: SandboxConfig
     """
     providers = listing_providers(_sections(kinds, config))
     return asyncio.run(_reap(providers, labels_to_reap(run), dry_run=dry_run))
-
-
-def load_sandbox_config(path: Path) -> SandboxConfig:
-    """The sandbox section of a run's config.
-
-    Raises:
-        ConfigError: it can't be read.
-    """
-    from rayapp.config.loading import load_config
-
-    return load_config(path).sandbox
 
 
 def _sections(kinds: Sequence[str], config: SandboxConfig | None) -> SandboxConfig:

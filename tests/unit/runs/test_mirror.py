@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from rayapp.cli.sync import sync_command
+from rayapp.cli.sync import sync
 from rayapp.config.config import Config
 from rayapp.core.errors import (
     RunFolderError,
@@ -289,7 +289,7 @@ def test_what_is_not_uploaded_at_the_end_stays_here_and_the_message_says_how_to_
     proxy.plan = lambda _: None
     for name, value in environment(settings).items():
         monkeypatch.setenv(name, value)
-    sync_command(folder)
+    sync(folder)
     assert steps_of(there(config, settings)["metrics.jsonl"]) == [1, 2]
     assert f"checkpoints/step=000001/{MANIFEST}" in there(config, settings)
     assert not folder.exists()
@@ -306,7 +306,7 @@ def environment(settings: S3Settings) -> dict[str, str]:
 
 def test_sync_of_another_folder_says_what_it_wants(tmp_path: Path) -> None:
     with pytest.raises(RunFolderError, match="is no staging folder of a run on s3://"):
-        sync_command(tmp_path)
+        sync(tmp_path)
 
 
 def test_a_second_run_is_refused_while_the_first_one_lives(config: Config, settings: S3Settings, opened) -> None:
