@@ -49,6 +49,7 @@ from rayapp.core.errors import (
     first_error,
 )
 from rayapp.core.protocols import Tracker
+from rayapp.core.summaries import summarize_group
 from rayapp.core.types import Group
 from rayapp.driver.routing import AnyServer, Router
 from rayapp.driver.store import StoredGroup
@@ -57,7 +58,6 @@ from rayapp.engine.weights.direct import DirectTransport
 from rayapp.engine.weights.object_store import ObjectStoreTransport
 from rayapp.engine.weights.transfer_plan import TransferPlan, choose_transport, transfer_plan
 from rayapp.rollout.order import ANY_VERSION
-from rayapp.runs.kept_groups import summaries
 
 __all__ = [
     "Cluster",
@@ -175,13 +175,10 @@ class Cluster:
         return MetricsTracker(self.config.run.name, self.config.train.num_steps)
 
     def put_groups(self, groups: Sequence[Group]) -> list[StoredGroup[Any]]:
-        """Groups that a checkpoint kept, back in the object store."""
+        """Groups that a checkpoint kept, back in the object store. How long they took is not known any more."""
         import ray
 
-        return [
-            StoredGroup(summary=summary, ref=ray.put(group))
-            for group, summary in zip(groups, summaries(groups), strict=True)
-        ]
+        return [StoredGroup(summary=summarize_group(group, time_total_s=0.0), ref=ray.put(group)) for group in groups]
 
     async def fetch_groups(self, groups: Sequence[StoredGroup[Any]]) -> list[Group]:
         """The groups themselves, for the trajectory file.

@@ -38,7 +38,7 @@ from rayapp.core.types import (
 )
 
 SCHEMA_VERSION = "1"
-_KEY = b"rayapp.schema_version"
+VERSION_KEY = b"rayapp.schema_version"
 # One trajectory of a big step can be read without its neighbours' tokens.
 ROWS_PER_ROW_GROUP = 512
 _NOTHING: Mapping[int, FloatArray] = {}
@@ -119,7 +119,7 @@ SCHEMA = pa.schema(
         ("agent_output", pa.string()),
         ("routed_experts", _EXPERTS),
     ],
-    metadata={_KEY: SCHEMA_VERSION.encode()},
+    metadata={VERSION_KEY: SCHEMA_VERSION.encode()},
 )
 
 
@@ -265,7 +265,7 @@ def read_groups(path: Path | str, files: Any = None) -> list[Group]:
         table = pq.read_table(path, filesystem=files, partitioning=None, page_checksum_verification=True)
     except (OSError, pa.ArrowException) as error:
         raise InputError(f"{path} is no readable parquet file: {error}") from None
-    found = (table.schema.metadata or {}).get(_KEY, b"none").decode()
+    found = (table.schema.metadata or {}).get(VERSION_KEY, b"none").decode()
     if found != SCHEMA_VERSION:
         raise InputError(f"{path} has trajectory schema {found}, this version reads {SCHEMA_VERSION}")
     return [_group(list(rows)) for _, rows in groupby(table.to_pylist(), key=lambda row: row["group_id"])]

@@ -13,7 +13,7 @@ import shlex
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -88,12 +88,7 @@ def submit(job: Job, address: str) -> str:
     with _explained(address):
         client = _client(address)
         _check_name_is_free(client, job)
-        submission_id: str = client.submit_job(
-            entrypoint=job.entrypoint,
-            submission_id=job.submission_id,
-            runtime_env=job.runtime_env,
-            metadata=job.metadata,
-        )
+        submission_id: str = client.submit_job(**asdict(job))
     return submission_id
 
 

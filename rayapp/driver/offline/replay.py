@@ -24,7 +24,7 @@ from rayapp.driver.phases import Phases
 from rayapp.runs.folder import RunFolder
 from rayapp.runs.tracking.jsonl import read_metrics
 from rayapp.runs.tracking.metrics import summarize_step
-from rayapp.runs.tracking.trackers import RunTracker, make_trackers
+from rayapp.runs.tracking.trackers import make_trackers
 from rayapp.runs.trajectories import read_groups
 from rayapp.storage.models.check import check_model
 from rayapp.storage.models.teacher import check_teacher
@@ -134,12 +134,8 @@ async def _run(
                 number, differ = differences(step, recorded.get(step, {}), metrics)
                 num_compared, found = num_compared + number, found + differ
                 tracker.log(step, metrics | phases.metrics(summaries) | {"replay/differ": float(len(differ))})
-        _report(tracker, num_compared, found)
-
-
-def _report(tracker: RunTracker, num_compared: int, found: Sequence[Difference]) -> None:
-    for line in report_lines(num_compared, found):
-        tracker.note(line)
+        for line in report_lines(num_compared, found):
+            tracker.note(line)
 
 
 def report_lines(num_compared: int, found: Sequence[Difference]) -> Iterator[str]:

@@ -18,7 +18,7 @@ from jinja2 import Environment, PackageLoader, select_autoescape
 from rayapp.core.errors import InputError
 from rayapp.core.files import write_text
 from rayapp.runs.plots import draw_panels
-from rayapp.runs.view.groups import GroupFilter, Page
+from rayapp.runs.view.groups import GroupFilter, Page, find_groups
 from rayapp.runs.view.run import ViewedRun, panels_of
 from rayapp.runs.view.source import open_source
 
@@ -91,7 +91,7 @@ def examples(run: ViewedRun) -> list[dict[str, Any]]:
     for task in run.facets()["tasks"]:
         for when, descending in (("first", False), ("last", True)):
             page = Page(sort="step", descending=descending, limit=1)
-            rows = run.find(GroupFilter(task=task, purpose="train"), page)["rows"]
+            rows = find_groups(run.index, GroupFilter(task=task, purpose="train"), page)["rows"]
             if not rows:  # a task of evaluations alone
                 continue
             row = rows[0]

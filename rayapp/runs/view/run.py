@@ -115,14 +115,10 @@ class ViewedRun:
         """Raises InputError: a filter that can't be."""
         chosen, page = GroupFilter.parse(query), Page.parse(query)
         if chosen.text is None:
-            return self.find(chosen, page)
+            return find_groups(self.index, chosen, page)
         found = self.search.find(chosen.text)
         looked = {"searched": found.num_searched, "files": found.num_files}
         return find_groups(self.index, chosen, page, among=found.groups) | looked
-
-    def find(self, chosen: GroupFilter, page: Page) -> dict[str, Any]:
-        """As `groups`, for callers that have no address."""
-        return find_groups(self.index, chosen, page)
 
     def group(self, step: int, group_id: int) -> dict[str, Any]:
         """A group with its trajectories, their advantages, and the other groups of its prompt.
