@@ -35,11 +35,6 @@ class Answer:
     text: str
 
 
-def as_record(task: Task, answer: Answer, reward: Reward) -> dict[str, object]:
-    found = {"file": answer.file, "line": answer.line, "task": task.name} | verdict_fields(reward)
-    return found | {"detail": reward.detail + _how_it_was_read(task, answer, reward)}
-
-
 def verdict_fields(reward: Reward) -> dict[str, object]:
     """A verdict in a line of JSON."""
     return {
@@ -116,7 +111,10 @@ def score(
     valid: list[bool] = []
 
     def tell(place: int, reward: Reward) -> None:
-        print(json.dumps(as_record(loaded, answers[place], reward)), flush=True)
+        answer = answers[place]
+        found = {"file": answer.file, "line": answer.line, "task": loaded.name} | verdict_fields(reward)
+        detail = {"detail": reward.detail + _how_it_was_read(loaded, answer, reward)}
+        print(json.dumps(found | detail), flush=True)
         valid.append(reward.valid)
 
     score_all(loaded, [answer.text for answer in answers], load(config).sandbox, seed=seed, tell=tell)

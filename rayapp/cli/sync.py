@@ -18,6 +18,7 @@ def sync(
     folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Staging folder, as the run's message names it")],
 ) -> None:
     """Finish the uploads of a run on s3:// that ended, or was ended, before all of it was there."""
+    from rayapp.config.config import with_values
     from rayapp.config.loading import load_config
     from rayapp.runs.mirror.ledger import Ledger
     from rayapp.runs.mirror.mirror import mirroring
@@ -31,8 +32,7 @@ def sync(
     file = folder / "config.yaml"
     config = load_config(file if file.exists() else None)
     location, _, name = ledger.uri.rpartition("/")
-    run = config.run.model_copy(update={"output_dir": location, "name": name})
-    config = config.model_copy(update={"run": run})
+    config = with_values(config, run={"output_dir": location, "name": name})
     with locked(folder / "run.lock"), mirroring(config, folder, only_send=True):
         typer.echo(f"sending what is left in {folder} to {ledger.uri}")
     typer.echo(f"everything is in {ledger.uri}; {folder} was emptied")

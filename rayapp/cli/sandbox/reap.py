@@ -41,15 +41,12 @@ def _sections(kinds: Sequence[str], config: SandboxConfig | None) -> SandboxConf
         raise InputError(
             f"provider {unknown[0]!r} keeps no list that outlives its sandboxes' maker; there are: {', '.join(KINDS)}"
         )
-    found = _configured(config) if config is not None else _defaults(kinds)
-    chosen = [section for section in found if not kinds or section.type in kinds]
+    found = config.providers if config is not None else _defaults(kinds)
+    listed = [section for section in found if isinstance(section, E2BConfig | DaytonaConfig)]
+    chosen = [section for section in listed if not kinds or section.type in kinds]
     if not chosen:
         raise SandboxConfigError(_nothing_to_ask(kinds, config))
     return SandboxConfig(providers=tuple(chosen))
-
-
-def _configured(config: SandboxConfig) -> list[E2BConfig | DaytonaConfig]:
-    return [section for section in config.providers if isinstance(section, E2BConfig | DaytonaConfig)]
 
 
 def _defaults(kinds: Sequence[str]) -> list[E2BConfig | DaytonaConfig]:

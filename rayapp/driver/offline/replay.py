@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from rayapp.config.config import Config
+from rayapp.config.config import Config, with_values
 from rayapp.core.aio import run_until_done
 from rayapp.core.errors import InputError, RunFolderError
 from rayapp.core.logs import start_logs
@@ -65,7 +65,7 @@ def apart_from(config: Config, recorded: Path) -> Config:
     """The config under a name of its own, where it would write over the run that it replays."""
     if config.run_folder.resolve() != recorded.resolve():
         return config
-    return config.model_copy(update={"run": config.run.model_copy(update={"name": f"{config.run.name}-replay"})})
+    return with_values(config, run={"name": f"{config.run.name}-replay"})
 
 
 def trajectory_files(recorded: Path, num_steps: int) -> list[Path]:

@@ -102,12 +102,6 @@ class ViewedRun:
         shown = panels_of(self._metrics.records())
         return [asdict(panel) | {"keys": list(curves), "curves": curves} for panel, curves in shown]
 
-    def metric_keys(self) -> list[str]:
-        return keys_of(self._metrics.records())
-
-    def curve(self, key: str) -> dict[str, list[float]]:
-        return curve(self._metrics.records(), key)
-
     def facets(self) -> dict[str, Any]:
         return facets(self.index)
 
