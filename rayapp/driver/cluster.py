@@ -53,7 +53,7 @@ from rayapp.core.summaries import summarize_group
 from rayapp.core.types import Group
 from rayapp.driver.routing import AnyServer, Router
 from rayapp.driver.store import StoredGroup
-from rayapp.driver.supervision import Limits, Member, Supervisor
+from rayapp.driver.supervision import Member, Supervisor
 from rayapp.engine.weights.direct import DirectTransport
 from rayapp.engine.weights.object_store import ObjectStoreTransport
 from rayapp.engine.weights.transfer_plan import TransferPlan, choose_transport, transfer_plan
@@ -287,7 +287,8 @@ async def _start(
         if name in shared:
             await cluster.learners.rest()
 
-    supervisor = Supervisor(members, _limits(config, timeout_s), report=report, may_start=may_start)
+    revive_s = timeout_s + config.server.sync_timeout_s
+    supervisor = Supervisor(members, config.recovery, revive_timeout_s=revive_s, report=report, may_start=may_start)
     cluster = Cluster(
         config=config,
         pool=pool,
@@ -339,16 +340,6 @@ def _plan(config: Config, *, on_gpu: bool) -> TransferPlan | None:
     return None if chosen == "object_store" else transfer_plan(config, chosen)
 
 
-def _limits(config: Config, start_timeout_s: float) -> Limits:
-    recovery = config.recovery
-    return Limits(
-        max_restarts=recovery.max_restarts,
-        ping_every_s=recovery.ping_every_s,
-        ping_timeout_s=recovery.ping_timeout_s,
-        revive_timeout_s=start_timeout_s + config.server.sync_timeout_s,
-    )
-
-
 @asynccontextmanager
 async def open_learners(config: Config, *, report: Report = lambda text: None) -> AsyncIterator[LearnerGroup]:
     """Only the learners of a run, as a replay needs them; ended behind the block.
@@ -385,7 +376,8 @@ async def open_servers(
         report(f"starting: {', '.join(started.names)}")
         await all_ready({server.name: server.ready(timeout_s) for server in servers}, report)
         members = [ServerMember(server, timeout_s, _keep_weights) for server in servers]
-        supervisor = Supervisor(members, _limits(config, timeout_s), report=report)
+        revive_s = timeout_s + config.server.sync_timeout_s
+        supervisor = Supervisor(members, config.recovery, revive_timeout_s=revive_s, report=report)
         async with supervisor.watching():
             yield _any_of(servers, is_up=lambda index: supervisor.is_up(servers[index].name))
 
