@@ -44,17 +44,17 @@ def score(
     Raises:
         UserError: the task or the sandboxes can't be used.
     """
-    return work_apart(lambda: _scored(task, completions, seed, load(config, overrides).sandbox))
+
+    def work() -> list[Reward]:
+        sandbox, found = load(config, overrides).sandbox, list[Reward]()
+        texts = [completions] if isinstance(completions, str) else list(completions)
+        score_all(as_task(task), texts, sandbox, seed=seed, tell=lambda _, verdict: found.append(verdict))
+        return found
+
+    return work_apart(work)
 
 
 score_async = awaited(score)
-
-
-def _scored(task: TaskLike, completions: str | Sequence[str], seed: int, sandbox: SandboxConfig) -> list[Reward]:
-    texts = [completions] if isinstance(completions, str) else list(completions)
-    found: list[Reward] = []
-    score_all(as_task(task), texts, sandbox, seed=seed, tell=lambda _, verdict: found.append(verdict))
-    return found
 
 
 def as_task(task: TaskLike) -> Task:

@@ -86,7 +86,9 @@ class RunFolder:
             with explain_unwritable(path):
                 path.mkdir(parents=True, exist_ok=True)
                 opened.enter_context(locked(path / "run.lock"))
-                _clear_pending(path)
+                # What a process that was killed was writing: the lock is held, so nobody writes now.
+                for place in (path, path / "checkpoints", *(path / name for name in RECORDED)):
+                    remove_pending(place)
             folder = cls(path, config, opened.enter_context(mirroring(config, path)))
             check_format(path)
             folder._check_resume()
@@ -203,9 +205,3 @@ class RunFolder:
     def explain_full_disk(self, path: Path) -> AbstractContextManager[None]:
         """See `rayapp.core.files`; says which checkpoint is safe."""
         return explain_full_disk(path, self.checkpoints.what_is_safe)
-
-
-def _clear_pending(path: Path) -> None:
-    """Remove what a process that was killed was writing; the lock is held, so nobody writes now."""
-    for folder in (path, path / "checkpoints", *(path / name for name in RECORDED)):
-        remove_pending(folder)

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from datetime import UTC, datetime
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -227,7 +227,3 @@ def _explained(address: str) -> Iterator[None]:
         if any(sign in text for sign in ("401", "403", "Unauthori", "uthentica", "token")):
             raise ConfigError(f"{address} refuses the token ({first_line(error)}). {WRONG_TOKEN}") from None
         raise ConfigError(f"{address} refused: {first_line(error)}") from None
-
-
-def now() -> datetime:
-    return datetime.now(UTC)

@@ -176,7 +176,8 @@ class _Learning:
 async def _run(config: Config, section: Config, folder: RunFolder) -> None:
     local = with_local_model(section)
     found = await asyncio.to_thread(read_demonstrations, local, section.warmup.files)
-    held_out = await asyncio.to_thread(_held_out, local)
+    files = section.warmup.eval_files
+    held_out = (await asyncio.to_thread(read_demonstrations, local, files)).rows if files else ()
     with make_trackers(section, folder) as tracker, saying_what_is_saved(folder, tracker.note):
         tracker.note(_what_is_learned(section, found))
         evaluated = await _evaluated(config, folder, tracker) if folder.checkpoints.latest() is None else {}
@@ -193,11 +194,6 @@ async def _evaluated(config: Config, folder: RunFolder, tracker: RunTracker) -> 
     with folder.recording_evaluation(0) as record:
         metrics = await evaluate_model(config, report=tracker.note, record=record)
     return {f"eval/{name}": value for name, value in metrics.items()}
-
-
-def _held_out(config: Config) -> Sequence[Trajectory]:
-    files = config.warmup.eval_files
-    return read_demonstrations(config, files).rows if files else ()
 
 
 def _what_is_learned(config: Config, found: Demonstrations) -> str:

@@ -89,13 +89,9 @@ def keys_of_panel(panel: Panel, known: Sequence[str]) -> list[str]:
     shown: dict[str, None] = {}
     for pattern in panel.keys:
         head, star, tail = pattern.partition("*")
-        matching = (
-            [key for key in known if _matches(key, head, tail)] if star else [pattern] if pattern in known else []
-        )
-        shown |= dict.fromkeys(matching)
+        if star:  # stands for something that is not empty
+            long = (key for key in known if len(key) > len(head) + len(tail))
+            shown |= dict.fromkeys(key for key in long if key.startswith(head) and key.endswith(tail))
+        elif pattern in known:
+            shown[pattern] = None
     return [key for key in shown if key not in panel.omits]
-
-
-def _matches(key: str, head: str, tail: str) -> bool:
-    """Whether something that is not empty stands between head and tail."""
-    return key.startswith(head) and key.endswith(tail) and len(key) > len(head) + len(tail)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -155,7 +155,7 @@ class ViewedRun:
             "group_size": len(rows),
         }
 
-    def diff(self, left: tuple[int, int, int], right: tuple[int, int, int]) -> dict[str, Any]:
+    def diff(self, left: Sequence[int], right: Sequence[int]) -> dict[str, Any]:
         """Two completions against each other, each named by (step, group, index).
 
         Raises:

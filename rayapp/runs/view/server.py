@@ -95,7 +95,7 @@ def _of_run(read: Callable[[ViewedRun, Any], Any]) -> Callable[[Request], Respon
 def _diff(run: ViewedRun, query: Any) -> dict[str, Any]:
     left = _numbers(query, "step", "group", "index")
     right = _numbers(query, "other_step", "other_group", "other_index")
-    return run.diff((left[0], left[1], left[2]), (right[0], right[1], right[2]))
+    return run.diff(left, right)
 
 
 def _numbers(query: Any, *names: str) -> list[int]:
