@@ -335,7 +335,7 @@ async def _start_learners_again(
 
 
 def _plan(config: Config, *, on_gpu: bool) -> TransferPlan | None:
-    """Of a group over learners and engines; None where weights go through the object store."""
+    """How weights travel in a group of learners and engines; None where they go through the object store."""
     chosen = choose_transport(config, on_gpu=on_gpu)
     return None if chosen == "object_store" else transfer_plan(config, chosen)
 

@@ -85,7 +85,7 @@ def straggler_window(config: Config) -> int:
 
 
 async def open_curriculum(cluster: Cluster, folder: RunFolder) -> Curriculum | None:
-    """Of a run that begins, or goes on from its last checkpoint; None where prompts come in turn."""
+    """The curriculum of a run that begins or goes on from its last checkpoint; None where prompts come in turn."""
     if not cluster.config.algorithm.curriculum.enabled:
         return None
     checkpoint = folder.checkpoints.latest()

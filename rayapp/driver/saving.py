@@ -33,9 +33,9 @@ Begin = Callable[[int], Awaitable[None]]
 log = logging.getLogger(__name__)
 POLL_S = 0.2
 SAVE_S = 900.0
-"""For a run that stops, to save what it has trained. A disk that hangs must not keep it."""
+"""How long a run that stops may take to save what it has trained: a disk that hangs must not keep it."""
 CLOSE_S = 300.0
-"""And behind that, for the actors to end and what they hold to be given back."""
+"""How long, after that, the actors may take to end and to give back what they hold."""
 NOTHING_KEPT = KeptGroups()
 NO_FILES: Mapping[str, str] = MappingProxyType({})
 

@@ -39,7 +39,7 @@ class KeptGroups:
 
     @classmethod
     def read(cls, checkpoint: Path) -> KeptGroups:
-        """Of a whole checkpoint; nothing from one that has none.
+        """What a whole checkpoint keeps; nothing from one without the folder.
 
         Raises:
             InputError: a file is not readable.

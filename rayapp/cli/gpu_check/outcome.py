@@ -39,7 +39,7 @@ class CheckContext:
     model: str
     """The user's model; empty: one of random weights, made by the check."""
     folder: Path
-    """Of this check alone, empty."""
+    """An empty folder that this check alone uses."""
 
     @property
     def on_gpu(self) -> bool:

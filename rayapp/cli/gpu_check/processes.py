@@ -21,7 +21,7 @@ from rayapp.cli.gpu_check.outcome import CheckContext, Outcome
 from rayapp.core.files import write_text
 
 PATIENCE_S = 20.0
-"""For a check that is told to end: a run of Ray takes its processes down."""
+"""How long a check that is told to end may take: a run of Ray takes its processes down."""
 LOG_CHARS = 4000
 COMMAND = (sys.executable, "-m", __name__)
 

@@ -39,7 +39,7 @@ class DaytonaStub(StubServer):
         super().__init__(faults)
         self.max_alive = max_alive
         self.bodies: list[dict[str, Any]] = []
-        """Of every create."""
+        """Body of every request to create a sandbox."""
         self._snapshots = snapshots
         self._kernels: dict[str, Kernel] = {}
         for method, path, call, handler in (

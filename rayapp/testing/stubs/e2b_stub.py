@@ -46,7 +46,7 @@ class E2BStub(StubServer):
         super().__init__(faults)
         self.max_alive = max_alive
         self.bodies: list[dict[str, Any]] = []
-        """Of every create."""
+        """Body of every request to create a sandbox."""
         self._dialect = dialect
         self._templates = templates
         self._page = page

@@ -36,9 +36,9 @@ class McpStub:
         self.boxes = Boxes()
         self.faults = faults or Faults()
         self.headers: list[dict[str, str]] = []
-        """Of every call of a tool."""
+        """Headers of every call of a tool."""
         self.calls: list[tuple[str, frozenset[str]]] = []
-        """Of every call of a tool, its name and the names of its arguments."""
+        """Name of every tool that was called, and the names of its arguments."""
         self._by_session: dict[str, Box] = {}
         self._kernels: dict[str, Kernel] = {}
         self._server = MCPServer("sandboxes")
