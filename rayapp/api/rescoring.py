@@ -14,12 +14,12 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from rayapp.api.arguments import ConfigLike, Overrides, load
-from rayapp.api.run import Run
+from rayapp.api.run import Purpose, Run
 from rayapp.config.agent import RewardSection
 from rayapp.config.config import Config, sources_of
 from rayapp.core.aio import run_until_done
@@ -40,7 +40,6 @@ if TYPE_CHECKING:
     import pandas as pd
 
 VERDICT, JUDGE = "verdict", "judge:"
-Purpose = Literal["train", "eval"]
 Scorer = Callable[[Group, Sequence[Trajectory]], Awaitable[list[Reward]]]
 """From trajectories of a group to what they are worth now."""
 _GROUPS_AT_ONCE = 16

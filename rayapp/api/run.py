@@ -21,6 +21,9 @@ if TYPE_CHECKING:
     from rayapp.runs.checkpoints import Checkpoint
     from rayapp.runs.view.source import RunSource, StepFile
 
+Purpose = Literal["train", "eval"]
+Steps = int | Sequence[int] | None
+"""One step, several, or all."""
 SHOWN = ("reward/mean", "reward/solved/mean", "eval/reward/mean", "learner/entropy", "sft/loss")
 
 
@@ -70,7 +73,7 @@ class Run:
         frame = pandas.DataFrame(self.records)
         return frame.set_index("step") if len(frame) else frame
 
-    def table(self, steps: int | Sequence[int] | None = None, *, purpose: Literal["train", "eval"] = "train") -> Any:
+    def table(self, steps: Steps = None, *, purpose: Purpose = "train") -> Any:
         """Trajectories as an Arrow table; the columns are those of docs/run-folder.md.
 
         Args:
@@ -86,9 +89,7 @@ class Run:
         tables = [pq.read_table(f.path, filesystem=self._source.files, partitioning=None) for f in chosen]
         return pa.concat_tables(tables, promote_options="default")
 
-    def groups(
-        self, steps: int | Sequence[int] | None = None, *, purpose: Literal["train", "eval"] = "train"
-    ) -> Iterator[tuple[int, Group]]:
+    def groups(self, steps: Steps = None, *, purpose: Purpose = "train") -> Iterator[tuple[int, Group]]:
         """Steps and their groups, as training had them. Args and raises as `table`."""
         from rayapp.runs.trajectories import read_groups
 
@@ -96,7 +97,7 @@ class Run:
             for group in read_groups(file.path, self._source.files):
                 yield file.step, group
 
-    def _step_files(self, steps: int | Sequence[int] | None, purpose: str) -> list[StepFile]:
+    def _step_files(self, steps: Steps, purpose: Purpose) -> list[StepFile]:
         wanted = None if steps is None else {steps} if isinstance(steps, int) else set(steps)
         files = [file for file in self._source.step_files() if file.purpose == purpose]
         chosen = sorted((f for f in files if wanted is None or f.step in wanted), key=lambda f: f.step)
@@ -106,9 +107,7 @@ class Run:
             raise InputError(f"{self.uri} has no {what} of steps {steps or 'at all'}; recorded are: {there}")
         return chosen
 
-    def trajectories(
-        self, steps: int | Sequence[int] | None = None, *, purpose: Literal["train", "eval"] = "train"
-    ) -> pd.DataFrame:
+    def trajectories(self, steps: Steps = None, *, purpose: Purpose = "train") -> pd.DataFrame:
         """`table` for pandas."""
         frame: pd.DataFrame = self.table(steps, purpose=purpose).to_pandas(maps_as_pydicts="strict")
         return frame

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rayapp.api.arguments import ConfigLike, Job, Overrides, RewardLike, TaskLike, make_job
+from rayapp.api.arguments import ConfigLike, Overrides, RewardLike, TaskLike, make_job
 from rayapp.api.run import Run
 from rayapp.config.config import with_values
 from rayapp.core.names.given import giving
@@ -66,7 +66,15 @@ def train(
         KeyboardInterrupt: Ctrl-C; the steps done are saved, and every process has ended.
     """
     job = make_job(config, overrides, tasks=tasks, reward=reward, agent=agent)
-    return work_apart(lambda: train_job(job, on_step))
+
+    def work() -> Run:
+        from rayapp.driver.loop import run_training
+
+        with giving(job.objects):
+            run_training(job.config, on_step)
+        return Run(job.config.run_uri)
+
+    return work_apart(work)
 
 
 train_async = awaited(train)
@@ -81,7 +89,15 @@ def sft(config: ConfigLike = None, overrides: Overrides = (), *, tasks: Sequence
         UserError, KeyboardInterrupt: as `train`.
     """
     job = make_job(config, overrides, tasks=tasks)
-    return work_apart(lambda: sft_job(job))
+
+    def work() -> Run:
+        from rayapp.driver.offline.sft import run_sft, sft_config
+
+        with giving(job.objects):
+            run_sft(job.config)
+        return Run(sft_config(job.config).run_uri)
+
+    return work_apart(work)
 
 
 sft_async = awaited(sft)
@@ -107,52 +123,26 @@ def evaluate(
     Raises:
         UserError, KeyboardInterrupt: as `train`.
     """
-    job = _evaluation_job(config, overrides, model, samples, tasks=tasks, reward=reward, agent=agent)
-    return work_apart(lambda: evaluate_job(job, out))
-
-
-evaluate_async = awaited(evaluate)
-
-
-def train_job(job: Job, on_step: OnStep | None = None) -> Run:
-    """`train` in this thread."""
-    from rayapp.driver.loop import run_training
-
-    with giving(job.objects):
-        run_training(job.config, on_step)
-    return Run(job.config.run_uri)
-
-
-def sft_job(job: Job) -> Run:
-    """`sft` in this thread."""
-    from rayapp.driver.offline.sft import run_sft, sft_config
-
-    with giving(job.objects):
-        run_sft(job.config)
-    return Run(sft_config(job.config).run_uri)
-
-
-def evaluate_job(job: Job, out: str | Path | None) -> Evaluation:
-    """`evaluate` in this thread."""
-    import pyarrow.parquet as pq
-
-    from rayapp.api.checkpoint_model import with_checkpoint_as_model
-    from rayapp.driver.evaluation import run_evaluation
-
-    with tempfile.TemporaryDirectory(prefix="rayapp-eval-") as scratch:
-        folder = Path(out) if out is not None else Path(scratch) / "eval"
-        with giving(job.objects), with_checkpoint_as_model(job.config) as config:
-            metrics = run_evaluation(config, folder)
-        return Evaluation(metrics=metrics, table=pq.read_table(folder / "evaluations", partitioning=None))
-
-
-def _evaluation_job(
-    config: ConfigLike, overrides: Overrides, model: str | Path | None, samples: int | None, **given: Any
-) -> Job:
-    job = make_job(config, overrides, **given)
+    job = make_job(config, overrides, tasks=tasks, reward=reward, agent=agent)
     changed: dict[str, dict[str, Any]] = {}
     if model is not None:
         changed["model"] = {"path": str(model)}
     if samples is not None:
         changed["eval"] = {"samples_per_task": samples}
-    return Job(config=with_values(job.config, **changed), objects=job.objects)
+
+    def work() -> Evaluation:
+        import pyarrow.parquet as pq
+
+        from rayapp.api.checkpoint_model import with_checkpoint_as_model
+        from rayapp.driver.evaluation import run_evaluation
+
+        with tempfile.TemporaryDirectory(prefix="rayapp-eval-") as scratch:
+            folder = Path(out) if out is not None else Path(scratch) / "eval"
+            with giving(job.objects), with_checkpoint_as_model(with_values(job.config, **changed)) as ready:
+                metrics = run_evaluation(ready, folder)
+            return Evaluation(metrics=metrics, table=pq.read_table(folder / "evaluations", partitioning=None))
+
+    return work_apart(work)
+
+
+evaluate_async = awaited(evaluate)

@@ -11,18 +11,16 @@ from __future__ import annotations
 import asyncio
 import os
 import secrets
-import threading
-from collections.abc import Coroutine, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AsyncExitStack, ExitStack, contextmanager
-from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Self
 
 from rayapp.api.arguments import ConfigLike, Overrides, load
 from rayapp.core import protocols
+from rayapp.core.own_thread import LoopThread
 from rayapp.core.types import CallReport, ExecResult, SandboxSpec
 from rayapp.sandbox.pool.in_process import open_pool
 
-T = TypeVar("T")
 LEASE_TIMEOUT_S = 120.0
 TIMEOUT_S = 10.0
 
@@ -41,7 +39,7 @@ class SandboxPool:
     def __init__(self, config: ConfigLike = None, overrides: Overrides = ()) -> None:
         self._config = load(config, overrides).sandbox.without_stock
         self._opened = AsyncExitStack()
-        self._thread: _LoopThread | None = None
+        self._thread: LoopThread | None = None
         self._source: protocols.SandboxSource | None = None
 
     async def __aenter__(self) -> protocols.SandboxSource:
@@ -53,7 +51,7 @@ class SandboxPool:
         await self._opened.aclose()
 
     def __enter__(self) -> Self:
-        self._thread = _LoopThread()
+        self._thread = LoopThread("rayapp sandboxes")
         try:
             self._source = self._thread.run(self.__aenter__())
         except BaseException:
@@ -61,9 +59,7 @@ class SandboxPool:
             raise
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *raised: object) -> None:
         assert self._thread is not None
         try:
             self._thread.run(self._opened.aclose())
@@ -111,7 +107,7 @@ class SandboxPool:
 
         return thread.run(all_of_them())
 
-    def _open(self) -> tuple[_LoopThread, protocols.SandboxSource]:
+    def _open(self) -> tuple[LoopThread, protocols.SandboxSource]:
         if self._thread is None or self._source is None:
             raise RuntimeError("the pool is not open: use it within `with SandboxPool() as pool:`")
         return self._thread, self._source
@@ -124,7 +120,7 @@ class BlockingSandbox:
     itself failed.
     """
 
-    def __init__(self, box: protocols.Sandbox, thread: _LoopThread) -> None:
+    def __init__(self, box: protocols.Sandbox, thread: LoopThread) -> None:
         self._box = box
         self._thread = thread
 
@@ -185,9 +181,7 @@ class Sandbox:
             self._held = entered.pop_all()
         return box
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *raised: object) -> None:
         self._held.close()
 
     async def __aenter__(self) -> protocols.Sandbox:
@@ -199,26 +193,3 @@ class Sandbox:
 
     async def __aexit__(self, *raised: object) -> None:
         await self._held_async.aclose()
-
-
-class _LoopThread:
-    """An event loop in a thread of its own, where the pool lives while blocking code uses it."""
-
-    def __init__(self) -> None:
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="rayapp sandboxes", daemon=True)
-        self._thread.start()
-
-    def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """The result of a coroutine. Ctrl-C cancels it."""
-        future = asyncio.run_coroutine_threadsafe(work, self._loop)
-        try:
-            return future.result()
-        except KeyboardInterrupt:
-            future.cancel()
-            raise
-
-    def close(self) -> None:
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-        self._loop.close()

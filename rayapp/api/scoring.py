@@ -4,7 +4,7 @@ of sandboxes is in this process."""
 from __future__ import annotations
 
 import os
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -13,7 +13,7 @@ from rayapp.api.arguments import ConfigLike, Overrides, TaskLike, load
 from rayapp.config.sandbox import SandboxConfig
 from rayapp.core.aio import run_until_done, side_by_side
 from rayapp.core.own_thread import awaited, work_apart
-from rayapp.core.protocols import SandboxSource, Task
+from rayapp.core.protocols import Task
 from rayapp.core.types import Prompt, Reward
 from rayapp.sandbox.pool.in_process import open_pool
 from rayapp.tasks.coding import CodingTask
@@ -44,17 +44,17 @@ def score(
     Raises:
         UserError: the task or the sandboxes can't be used.
     """
-    return work_apart(lambda: _scored(task, completions, seed, load(config, overrides).sandbox))
+
+    def work() -> list[Reward]:
+        sandbox, found = load(config, overrides).sandbox, list[Reward]()
+        texts = [completions] if isinstance(completions, str) else list(completions)
+        score_all(as_task(task), texts, sandbox, seed=seed, tell=lambda _, verdict: found.append(verdict))
+        return found
+
+    return work_apart(work)
 
 
 score_async = awaited(score)
-
-
-def _scored(task: TaskLike, completions: str | Sequence[str], seed: int, sandbox: SandboxConfig) -> list[Reward]:
-    texts = [completions] if isinstance(completions, str) else list(completions)
-    found: list[Reward] = []
-    score_all(as_task(task), texts, sandbox, seed=seed, tell=lambda _, verdict: found.append(verdict))
-    return found
 
 
 def as_task(task: TaskLike) -> Task:
@@ -69,20 +69,13 @@ def score_all(
 
     async def run() -> None:
         async with open_pool(sandbox.without_stock, f"score-{os.getpid()}") as (sandboxes, _):
-            async for place, reward in _verdicts(task, texts, sandboxes, seed=seed):
-                tell(place, reward)
+            for start in range(0, len(texts), _AT_ONCE):
+                batch = texts[start : start + _AT_ONCE]
+                verdicts = (task.score(prompt_for(task, text), text, sandboxes, seed=seed) for text in batch)
+                for place, verdict in enumerate(await side_by_side(verdicts), start):
+                    tell(place, verdict)
 
     run_until_done(run())
-
-
-async def _verdicts(
-    task: Task, texts: Sequence[str], sandboxes: SandboxSource, *, seed: int
-) -> AsyncIterator[tuple[int, Reward]]:
-    for start in range(0, len(texts), _AT_ONCE):
-        batch = texts[start : start + _AT_ONCE]
-        verdicts = await side_by_side(task.score(prompt_for(task, text), text, sandboxes, seed=seed) for text in batch)
-        for place, verdict in enumerate(verdicts, start):
-            yield place, verdict
 
 
 def prompt_for(task: Task, text: str) -> Prompt:

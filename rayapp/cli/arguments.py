@@ -15,19 +15,11 @@ from rayapp.config.config import Config, with_values
 from rayapp.core.errors import InputError
 
 EXIT_FAILED, EXIT_USER_ERROR = 1, 2
-
-
 ConfigFile = Annotated[Path, typer.Argument(metavar="CONFIG", help="YAML file, e.g. configs/coding_cpu.yaml")]
-
-
 OptionalConfigFile = Annotated[
     Path | None, typer.Argument(metavar="CONFIG", help="YAML file, e.g. configs/coding_cpu.yaml; none: all defaults")
 ]
-
-
 Overrides = Annotated[list[str] | None, typer.Argument(metavar="KEY.SUB=VALUE", help="Settings that win over the file")]
-
-
 ModelConfig = Annotated[
     Path | None, typer.Option(help="A model's config.json, where its weights are not at hand: for this command only")
 ]

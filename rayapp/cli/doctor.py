@@ -311,11 +311,6 @@ def _storage_answers(config: Config) -> Iterator[Finding]:
         yield from _problem("storage", lambda: asyncio.run(ask()))
 
 
-def _weights_bytes(config: Config) -> int:
-    folder = Path(config.model.path)
-    return sum(file.stat().st_size for file in folder.glob("*.safetensors")) if folder.is_dir() else 0
-
-
 def _memory_fits(config: Config) -> Iterator[Finding]:
     from rayapp.learner.memory.plan import plan_host
     from rayapp.learner.memory.shape import model_shape
@@ -388,7 +383,8 @@ def _folder_fits(config: Config) -> Iterator[Finding]:
     except OSError as error:
         yield Finding("problem", "run folder", f"{nearest}: {error.strerror}", cure="set run.output_dir")
     # A checkpoint has float32 parameters and two moments.
-    need = _weights_bytes(config) * 2 * 3 * (config.checkpoint.keep_last + 1)
+    weights = sum(file.stat().st_size for file in Path(config.model.path).glob("*.safetensors"))
+    need = weights * 2 * 3 * (config.checkpoint.keep_last + 1)
     have = shutil.disk_usage(nearest).free
     if have < need:
         yield Finding(

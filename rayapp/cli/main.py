@@ -1,8 +1,8 @@
 """The command line: `rayapp COMMAND`, or `python -m rayapp COMMAND`.
 
 Each command has a file here, with `app`, its Typer. It loads what it needs when it runs, so that `rayapp --help` starts
-at once. Exit codes: 0 done, 1 failed, 2 bad config or input, 130 interrupted. Errors that a user
-can mend are printed as one message without a traceback.
+at once. Exit codes: 0 done, 1 failed, 2 bad config or input, 130 interrupted. Errors that a user can mend are
+printed as one message without a traceback.
 """
 
 from __future__ import annotations

@@ -10,6 +10,7 @@ from typing import Annotated
 
 import typer
 
+from rayapp.cli.arguments import Overrides
 from rayapp.config.sandbox import SandboxConfig
 from rayapp.core.errors import ConfigError
 
@@ -31,9 +32,7 @@ def serve(
     config: Annotated[
         Path | None, typer.Argument(metavar="CONFIG", help="Take the sandbox settings of this config")
     ] = None,
-    overrides: Annotated[
-        list[str] | None, typer.Argument(metavar="KEY.SUB=VALUE", help="Settings that win over the file")
-    ] = None,
+    overrides: Overrides = None,
     host: Annotated[str, typer.Option(help="Address to listen on")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one")] = 8082,
     api_key_env: Annotated[
@@ -43,17 +42,13 @@ def serve(
     lease_timeout_s: Annotated[float, typer.Option(min=0.1, help="Longest wait for a free sandbox")] = 120.0,
 ) -> None:
     """Serve run_code, run_code_once and run_command over streamable HTTP, in this application's sandboxes."""
-    sandboxes = _sandbox_config(config, overrides or ())
+    from rayapp.config.loading import load_config
+
+    sandboxes = load_config(config, overrides or ()).sandbox
     key = "" if no_key else os.environ.get(api_key_env, "")
     if not key and not no_key:
         raise ConfigError(f"set {api_key_env} to the key that clients must send, or pass --no-key")
     asyncio.run(_serve(sandboxes, key, host, port, lease_timeout_s))
-
-
-def _sandbox_config(path: Path | None, overrides: list[str] | tuple[()]) -> SandboxConfig:
-    from rayapp.config.loading import load_config
-
-    return load_config(path, overrides).sandbox
 
 
 async def _serve(config: SandboxConfig, key: str, host: str, port: int, lease_timeout_s: float) -> None:

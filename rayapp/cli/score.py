@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -33,34 +33,6 @@ class Answer:
     line: int
     """Line of a .jsonl file, from 1; 0 for a file that is one completion."""
     text: str
-
-
-def score_command(task_source: str, files: Sequence[str], *, seed: int, config_path: Path | None) -> bool:
-    """Score and print.
-
-    Returns:
-        False when the sandbox failed on at least one of them.
-    Raises:
-        UserError: the task, a file or the sandbox can't be used.
-    """
-    from rayapp.api.arguments import load
-    from rayapp.api.scoring import as_task, score_all
-
-    task = as_task(task_source)
-    answers = [answer for file in files for answer in read_answers(file)]
-    valid: list[bool] = []
-
-    def tell(place: int, reward: Reward) -> None:
-        print(json.dumps(as_record(task, answers[place], reward)), flush=True)
-        valid.append(reward.valid)
-
-    score_all(task, [answer.text for answer in answers], load(config_path).sandbox, seed=seed, tell=tell)
-    return all(valid)
-
-
-def as_record(task: Task, answer: Answer, reward: Reward) -> dict[str, object]:
-    found = {"file": answer.file, "line": answer.line, "task": task.name} | verdict_fields(reward)
-    return found | {"detail": reward.detail + _how_it_was_read(task, answer, reward)}
 
 
 def verdict_fields(reward: Reward) -> dict[str, object]:
@@ -131,5 +103,19 @@ def score(
 
     A text with the function's `def` line is taken as the whole answer, any other as what follows the task's prefill.
     """
+    from rayapp.api.arguments import load
+    from rayapp.api.scoring import as_task, score_all
 
-    raise typer.Exit(0 if score_command(task, files, seed=seed, config_path=config) else EXIT_FAILED)
+    loaded = as_task(task)
+    answers = [answer for file in files for answer in read_answers(file)]
+    valid: list[bool] = []
+
+    def tell(place: int, reward: Reward) -> None:
+        answer = answers[place]
+        found = {"file": answer.file, "line": answer.line, "task": loaded.name} | verdict_fields(reward)
+        detail = {"detail": reward.detail + _how_it_was_read(loaded, answer, reward)}
+        print(json.dumps(found | detail), flush=True)
+        valid.append(reward.valid)
+
+    score_all(loaded, [answer.text for answer in answers], load(config).sandbox, seed=seed, tell=tell)
+    raise typer.Exit(0 if all(valid) else EXIT_FAILED)

@@ -13,17 +13,17 @@ from rayapp.core.files import locked
 app = typer.Typer()
 
 
-def sync_command(folder: Path) -> None:
-    """Finish the uploads of the run that was written in `folder`.
-
-    Raises:
-        RunFolderError: it is no staging folder, a run goes on in it, or another machine has gone on with the run.
-        StorageError: the storage can't be used; StorageIncompleteError when not all of it could be sent.
-    """
+@app.command(epilog="Examples:\n\n  rayapp sync ~/.cache/rayapp/runs/coding_8gpu-3f1c0a9b2d4e")
+def sync(
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Staging folder, as the run's message names it")],
+) -> None:
+    """Finish the uploads of a run on s3:// that ended, or was ended, before all of it was there."""
+    from rayapp.config.config import with_values
     from rayapp.config.loading import load_config
     from rayapp.runs.mirror.ledger import Ledger
     from rayapp.runs.mirror.mirror import mirroring
 
+    folder = folder.expanduser()
     ledger = Ledger.load(folder)
     if ledger is None:
         raise RunFolderError(
@@ -32,17 +32,7 @@ def sync_command(folder: Path) -> None:
     file = folder / "config.yaml"
     config = load_config(file if file.exists() else None)
     location, _, name = ledger.uri.rpartition("/")
-    run = config.run.model_copy(update={"output_dir": location, "name": name})
-    config = config.model_copy(update={"run": run})
+    config = with_values(config, run={"output_dir": location, "name": name})
     with locked(folder / "run.lock"), mirroring(config, folder, only_send=True):
         typer.echo(f"sending what is left in {folder} to {ledger.uri}")
     typer.echo(f"everything is in {ledger.uri}; {folder} was emptied")
-
-
-@app.command(epilog="Examples:\n\n  rayapp sync ~/.cache/rayapp/runs/coding_8gpu-3f1c0a9b2d4e")
-def sync(
-    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Staging folder, as the run's message names it")],
-) -> None:
-    """Finish the uploads of a run on s3:// that ended, or was ended, before all of it was there."""
-
-    sync_command(folder.expanduser())

@@ -36,7 +36,9 @@ def train(
     ] = False,
 ) -> None:
     """Train as CONFIG says. Called again it goes on from the last checkpoint of the run (run.resume)."""
-    loaded = _load_verl(config, overrides or []) if verl else _load(config, overrides or [])
+    from rayapp.config.loading import load_config
+
+    loaded = _load_verl(config, overrides or []) if verl else load_config(config, overrides or [])
     if replay is not None:
         from rayapp.driver.offline.replay import run_replay
 
@@ -45,12 +47,6 @@ def train(
     from rayapp.api.running import train as run
 
     run(loaded)
-
-
-def _load(config: Path, overrides: list[str]) -> Config:
-    from rayapp.config.loading import load_config
-
-    return load_config(config, overrides)
 
 
 def _load_verl(config: Path, overrides: list[str]) -> Config:

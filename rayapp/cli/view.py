@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
@@ -15,51 +15,6 @@ from rayapp.core.errors import InputError, UserError
 from rayapp.runs.view.security import is_loopback
 
 app = typer.Typer()
-
-
-def view_command(uris: Sequence[str], *, host: str, port: int, tokenizer: Path | None, token: bool) -> None:
-    """Serve the runs until interrupted.
-
-    Raises:
-        InputError: no such run, or the port is taken.
-        UserError: a package of the page is missing.
-    """
-    with explaining_missing_packages("rayapp view"):
-        import uvicorn
-
-        from rayapp.runs.view.run import ViewedRun
-        from rayapp.runs.view.server import make_app
-        from rayapp.runs.view.source import open_source, run_uris
-    runs = [ViewedRun(open_source(run), tokenizer) for uri in uris for run in run_uris(uri)]
-    for run in runs:
-        run.refresh()  # the first page has rows at once; the rest comes while people look
-    if tokenizer is not None:
-        runs[0].tokenizer()  # a wrong path is told now, not when somebody opens a trajectory
-    secret = secrets.token_urlsafe(24) if token or not is_loopback(host) else ""
-    with bind(host, port) as listening:
-        actual_port = listening.getsockname()[1]
-        typer.echo(f"{', '.join(run.name for run in runs)}: {address(host, actual_port, secret)}    (Ctrl-C ends it)")
-        settings = uvicorn.Config(
-            make_app(runs, token=secret),
-            ws="none",
-            log_level="warning",
-            server_header=False,
-            timeout_graceful_shutdown=2,
-        )
-        uvicorn.Server(settings).run(sockets=[listening])
-
-
-def report_command(uri: str, out: Path | None) -> None:
-    """Write a report and say where it is.
-
-    Raises:
-        InputError: no such run, or it has no step yet.
-        UserError: a package is missing.
-    """
-    with explaining_missing_packages("rayapp report"):
-        from rayapp.runs.view.report import write_report
-    written = write_report(uri, out)
-    typer.echo(f"{written.page}\n{len(written.plots)} plots beside it")
 
 
 @contextmanager
@@ -116,8 +71,29 @@ def view(
     token: Annotated[bool, typer.Option("--token", help="Ask for a token on loopback too")] = False,
 ) -> None:
     """Show runs in a browser: curves, groups, completions, tokens. Read only; it never touches a run that goes on."""
+    with explaining_missing_packages("rayapp view"):
+        import uvicorn
 
-    view_command(runs, host=host, port=port, tokenizer=tokenizer, token=token)
+        from rayapp.runs.view.run import ViewedRun
+        from rayapp.runs.view.server import make_app
+        from rayapp.runs.view.source import open_source, run_uris
+    shown = [ViewedRun(open_source(run), tokenizer) for uri in runs for run in run_uris(uri)]
+    for run in shown:
+        run.refresh()  # the first page has rows at once; the rest comes while people look
+    if tokenizer is not None:
+        shown[0].tokenizer()  # a wrong path is told now, not when somebody opens a trajectory
+    secret = secrets.token_urlsafe(24) if token or not is_loopback(host) else ""
+    with bind(host, port) as listening:
+        actual_port = listening.getsockname()[1]
+        typer.echo(f"{', '.join(run.name for run in shown)}: {address(host, actual_port, secret)}    (Ctrl-C ends it)")
+        settings = uvicorn.Config(
+            make_app(shown, token=secret),
+            ws="none",
+            log_level="warning",
+            server_header=False,
+            timeout_graceful_shutdown=2,
+        )
+        uvicorn.Server(settings).run(sockets=[listening])
 
 
 @app.command(
@@ -130,5 +106,7 @@ def report(
     out: Annotated[Path | None, typer.Option(help="Folder to write to; default RUN/report")] = None,
 ) -> None:
     """Write a report of a run: one HTML file that needs nothing else, and a PNG of each chart."""
-
-    report_command(run, out)
+    with explaining_missing_packages("rayapp report"):
+        from rayapp.runs.view.report import write_report
+    written = write_report(run, out)
+    typer.echo(f"{written.page}\n{len(written.plots)} plots beside it")

@@ -177,7 +177,7 @@ def let_process_live() -> None:
     faulthandler.cancel_dump_traceback_later()
 
 
-async def together(work: Callable[[T], Awaitable[None]], items: Iterable[T], *, at_once: int | None = None) -> None:
+async def together(work: Callable[[T], Awaitable[object]], items: Iterable[T], *, at_once: int | None = None) -> None:
     """Do `work` for every item. The first failure cancels the rest and is raised when they have ended.
 
     Args:
@@ -186,10 +186,8 @@ async def together(work: Callable[[T], Awaitable[None]], items: Iterable[T], *, 
     slots = asyncio.Semaphore(at_once) if at_once else None
 
     async def one(item: T) -> None:
-        if slots is None:
-            return await work(item)
-        async with slots:
-            return await work(item)
+        async with slots or nullcontext():
+            await work(item)
 
     await side_by_side(one(item) for item in items)
 

@@ -181,3 +181,26 @@ def _begun(work: Callable[[], T], may_begin: threading.Event | None = None) -> t
 
     threading.Thread(target=copy_context().run, args=(run,), name="rayapp", daemon=True).start()
     return stopper, result
+
+
+class LoopThread:
+    """An event loop in a thread of its own, where what blocking code uses lives; it is running when it is made."""
+
+    def __init__(self, name: str) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name=name, daemon=True)
+        self._thread.start()
+
+    def run(self, work: Coroutine[Any, Any, T]) -> T:
+        """The result of a coroutine. Ctrl-C cancels it."""
+        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        try:
+            return future.result()
+        except KeyboardInterrupt:
+            future.cancel()
+            raise
+
+    def close(self) -> None:
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()

@@ -49,15 +49,15 @@ from rayapp.core.errors import (
     first_error,
 )
 from rayapp.core.protocols import Tracker
+from rayapp.core.summaries import summarize_group
 from rayapp.core.types import Group
 from rayapp.driver.routing import AnyServer, Router
 from rayapp.driver.store import StoredGroup
-from rayapp.driver.supervision import Limits, Member, Supervisor
+from rayapp.driver.supervision import Member, Supervisor
 from rayapp.engine.weights.direct import DirectTransport
 from rayapp.engine.weights.object_store import ObjectStoreTransport
 from rayapp.engine.weights.transfer_plan import TransferPlan, choose_transport, transfer_plan
 from rayapp.rollout.order import ANY_VERSION
-from rayapp.runs.kept_groups import summaries
 
 __all__ = [
     "Cluster",
@@ -175,13 +175,10 @@ class Cluster:
         return MetricsTracker(self.config.run.name, self.config.train.num_steps)
 
     def put_groups(self, groups: Sequence[Group]) -> list[StoredGroup[Any]]:
-        """Groups that a checkpoint kept, back in the object store."""
+        """Groups that a checkpoint kept, back in the object store. How long they took is not known any more."""
         import ray
 
-        return [
-            StoredGroup(summary=summary, ref=ray.put(group))
-            for group, summary in zip(groups, summaries(groups), strict=True)
-        ]
+        return [StoredGroup(summary=summarize_group(group, time_total_s=0.0), ref=ray.put(group)) for group in groups]
 
     async def fetch_groups(self, groups: Sequence[StoredGroup[Any]]) -> list[Group]:
         """The groups themselves, for the trajectory file.
@@ -290,7 +287,8 @@ async def _start(
         if name in shared:
             await cluster.learners.rest()
 
-    supervisor = Supervisor(members, _limits(config, timeout_s), report=report, may_start=may_start)
+    revive_s = timeout_s + config.server.sync_timeout_s
+    supervisor = Supervisor(members, config.recovery, revive_timeout_s=revive_s, report=report, may_start=may_start)
     cluster = Cluster(
         config=config,
         pool=pool,
@@ -337,19 +335,9 @@ async def _start_learners_again(
 
 
 def _plan(config: Config, *, on_gpu: bool) -> TransferPlan | None:
-    """Of a group over learners and engines; None where weights go through the object store."""
+    """How weights travel in a group of learners and engines; None where they go through the object store."""
     chosen = choose_transport(config, on_gpu=on_gpu)
     return None if chosen == "object_store" else transfer_plan(config, chosen)
-
-
-def _limits(config: Config, start_timeout_s: float) -> Limits:
-    recovery = config.recovery
-    return Limits(
-        max_restarts=recovery.max_restarts,
-        ping_every_s=recovery.ping_every_s,
-        ping_timeout_s=recovery.ping_timeout_s,
-        revive_timeout_s=start_timeout_s + config.server.sync_timeout_s,
-    )
 
 
 @asynccontextmanager
@@ -388,7 +376,8 @@ async def open_servers(
         report(f"starting: {', '.join(started.names)}")
         await all_ready({server.name: server.ready(timeout_s) for server in servers}, report)
         members = [ServerMember(server, timeout_s, _keep_weights) for server in servers]
-        supervisor = Supervisor(members, _limits(config, timeout_s), report=report)
+        revive_s = timeout_s + config.server.sync_timeout_s
+        supervisor = Supervisor(members, config.recovery, revive_timeout_s=revive_s, report=report)
         async with supervisor.watching():
             yield _any_of(servers, is_up=lambda index: supervisor.is_up(servers[index].name))
 

@@ -29,7 +29,6 @@ from rayapp.driver.store import StoredGroup
 from rayapp.driver.watchdog import Watchdog
 from rayapp.rollout.check import check_inputs
 from rayapp.rollout.order import ANY_VERSION, Cohort, GroupRequest, evaluation_waves
-from rayapp.runs.folder import RunFolder
 from rayapp.runs.mirror.layout import CHECKPOINTS, EVALUATIONS, METRICS, TRAJECTORIES
 from rayapp.runs.tracking.jsonl import JsonlTracker
 from rayapp.runs.tracking.metrics import summarize_step
@@ -144,19 +143,9 @@ async def validate(run: Run, step: int, phases: Phases) -> dict[str, float]:
 
 async def evaluate_in_run(run: Run, step: int) -> dict[str, float]:
     """`eval/*` of the weights that the servers hold, after `step`; what they said is in the run folder."""
-    with recorded(run.folder, step) as record:
+    with run.folder.recording_evaluation(step) as record:
         metrics = await evaluate(run.cluster, step, watchdog=run.watchdog, record=record)
     return {f"eval/{name}": value for name, value in metrics.items()}
-
-
-@contextmanager
-def recorded(folder: RunFolder, step: int) -> Iterator[Record | None]:
-    """What keeps the completions of an evaluation in a run's folder, where the run keeps any."""
-    if not folder.keeps_trajectories:
-        yield None
-        return
-    with folder.recording_evaluation(step) as record:
-        yield record
 
 
 @contextmanager

@@ -68,15 +68,10 @@ async def _run(config: Config, folder: RunFolder, on_step: OnStep | None = None)
             tracker.add("ray metrics", cluster.metrics_tracker())
             step = await train_through_losses(config, cluster, folder, tracker, on_step)
             tracker.phase("exporting")
-            await export_final(cluster, folder, step)
+            with folder.pending_final(step) as pending:
+                await cluster.learners.export_hf(pending)
             tracker.note(f"final model: {folder.uri}/final; look at the run with: rayapp view {folder.uri}")
     write_reward_plot(folder.path)
-
-
-async def export_final(cluster: Cluster, folder: RunFolder, step: int) -> None:
-    """`final/`: a Hugging Face folder of the last weights, which are those of this step."""
-    with folder.pending_final(step) as pending:
-        await cluster.learners.export_hf(pending)
 
 
 async def train_through_losses(
@@ -145,7 +140,7 @@ async def _is_over(run: Run, step: int, metrics: Mapping[str, float], on_step: O
 
 async def _save_now(run: Run, step: int) -> None:
     await run.saver.finish()
-    last = run.folder.latest_checkpoint()
+    last = run.folder.checkpoints.latest()
     if last is None or last.version < step:
         await begin_checkpoint(run, step)
         await run.saver.finish()

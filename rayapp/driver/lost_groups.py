@@ -28,7 +28,7 @@ from rayapp.rollout.order import GroupRequest
 
 T = TypeVar("T")
 MAX_ISSUES = 10
-"""Of one group. Each process may be lost a few times, but not the same group with all of them."""
+"""Times that one group is issued: a process may be lost a few times, but not the same group each time."""
 LOST_GROUP = (
     ProcessDiedError,
     EngineDeadError,

@@ -85,10 +85,10 @@ def straggler_window(config: Config) -> int:
 
 
 async def open_curriculum(cluster: Cluster, folder: RunFolder) -> Curriculum | None:
-    """Of a run that begins, or goes on from its last checkpoint; None where prompts come in turn."""
+    """The curriculum of a run that begins or goes on from its last checkpoint; None where prompts come in turn."""
     if not cluster.config.algorithm.curriculum.enabled:
         return None
-    checkpoint = folder.latest_checkpoint()
+    checkpoint = folder.checkpoints.latest()
     num_prompts = await cluster.rollout_worker(0).num_train_prompts()
     return Curriculum.open(cluster.config, num_prompts, checkpoint.path if checkpoint is not None else None)
 
@@ -104,7 +104,7 @@ async def restore(
         CheckpointError: it is of another model, or of another step than it says.
         RunFolderError: there are checkpoints, and none of them can be used.
     """
-    while (checkpoint := await asyncio.to_thread(folder.verified_checkpoint)) is not None:
+    while (checkpoint := await asyncio.to_thread(folder.checkpoints.verified)) is not None:
         try:
             version = await learners.load_checkpoint(checkpoint.path / "learner")
         except CheckpointDamagedError as error:

@@ -33,9 +33,9 @@ Begin = Callable[[int], Awaitable[None]]
 log = logging.getLogger(__name__)
 POLL_S = 0.2
 SAVE_S = 900.0
-"""For a run that stops, to save what it has trained. A disk that hangs must not keep it."""
+"""How long a run that stops may take to save what it has trained: a disk that hangs must not keep it."""
 CLOSE_S = 300.0
-"""And behind that, for the actors to end and what they hold to be given back."""
+"""How long, after that, the actors may take to end and to give back what they hold."""
 NOTHING_KEPT = KeptGroups()
 NO_FILES: Mapping[str, str] = MappingProxyType({})
 
@@ -87,7 +87,7 @@ class CheckpointSaver:
             CheckpointError, StorageFullError: this checkpoint, or the one before it, can't be written.
         """
         await self.finish()
-        pending = self._folder.begin_checkpoint(version)
+        pending = self._folder.checkpoints.begin(version)
         started = time.monotonic()
         async with self._explained():
             with self._folder.explain_full_disk(pending):
@@ -111,7 +111,7 @@ class CheckpointSaver:
             await asyncio.to_thread(write_kept)
             while not await self._learners.checkpoint_done():  # noqa: ASYNC110 - an actor can't set an event of ours
                 await asyncio.sleep(POLL_S)
-            await asyncio.to_thread(self._folder.commit_checkpoint, version, next_group_id=next_group_id, score=score)
+            await asyncio.to_thread(self._folder.checkpoints.commit, version, next_group_id=next_group_id, score=score)
         self._seconds = time.monotonic() - started
 
     def can_save(self, version: int) -> bool:
@@ -124,7 +124,7 @@ class CheckpointSaver:
         try:
             yield
         except Exception as error:  # not a cancellation: a thread may be committing it at this moment
-            await asyncio.to_thread(self._folder.discard_pending_checkpoint)
+            await asyncio.to_thread(self._folder.checkpoints.clear_pending)
             if isinstance(error, CheckpointError):
                 raise CheckpointError(f"{error} {self._folder.checkpoints.what_is_safe()}") from error
             raise
@@ -177,7 +177,7 @@ def saying_what_is_saved(folder: RunFolder, note: Callable[[str], None]) -> Iter
     try:
         yield
     except (asyncio.CancelledError, KeyboardInterrupt):
-        last = folder.latest_checkpoint()
+        last = folder.checkpoints.latest()
         saved = f"stopped after step {last.version}, which is saved" if last else "stopped before anything was saved"
         onwards = "goes on from there" if last else "begins anew"
         note(f"{saved}; the same command {onwards}. Look at it with: rayapp view {folder.uri}")
@@ -219,7 +219,7 @@ async def saving_when_stopped(
 async def _save_at_the_end(saver: CheckpointSaver, folder: RunFolder, store: Versioned, begin: Begin) -> None:
     async with _in_time():
         await saver.finish()
-        last = folder.latest_checkpoint()
+        last = folder.checkpoints.latest()
         if store.version <= (last.version if last is not None else 0):
             return
         if not saver.can_save(store.version):

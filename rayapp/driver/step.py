@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import asdict
 from functools import partial
 
 from rayapp.core.machine import trim_heap
@@ -126,7 +127,6 @@ def ledger_metrics(store: Store) -> dict[str, float]:
     """
     ledger = store.ledger()
     assert ledger.balances(), f"the ledger does not balance: {ledger}"
-    counts = {"admitted", "ready", "training", "trained", "dropped", "issued"}
     queue = {"queue/oldest_ready_s": store.oldest_ready_s(), "ledger/reissued": float(store.reissued_for.total())}
     dropped = {f"ledger/dropped/{reason}": float(count) for reason, count in sorted(store.dropped_for.items())}
-    return queue | dropped | {f"ledger/{name}": float(getattr(ledger, name)) for name in sorted(counts)}
+    return queue | dropped | {f"ledger/{name}": float(count) for name, count in sorted(asdict(ledger).items())}

@@ -101,7 +101,7 @@ class TrajectoryStore(Generic[RefT]):
         self._never_again = frozenset((*self._ready, *done_ahead))
         """Ids that a checkpoint has kept, or counted as done."""
         self._overtaken: Counter[int] = Counter()
-        """Of each group in generation: groups with higher ids that were taken since it was admitted."""
+        """By group in generation, how many groups with higher ids were taken since it was admitted."""
         self._training: set[int] = set()
         self._num_trained = 0
         self._dropped_since_release: set[int] = set()

@@ -19,9 +19,9 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from typing import Any, Protocol
 
+from rayapp.config.sections import RecoverySection
 from rayapp.core.errors import (
     DeadlineError,
     ProcessDiedError,
@@ -62,16 +62,6 @@ class Member(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
-    """See `recovery` in the configuration."""
-
-    max_restarts: int
-    ping_every_s: float
-    ping_timeout_s: float
-    revive_timeout_s: float
-
-
 async def _at_once(name: str) -> None:
     return
 
@@ -81,6 +71,7 @@ class Supervisor:
 
     Args:
         members: all of them up.
+        revive_timeout_s: deadline of one that is being started.
         report: told in a line what is gone and what has been started again.
         may_start: returns when there is room for the member of this name, which counts for no deadline.
     """
@@ -88,14 +79,16 @@ class Supervisor:
     def __init__(
         self,
         members: Sequence[Member],
-        limits: Limits,
+        recovery: RecoverySection,
         *,
+        revive_timeout_s: float,
         report: Callable[[str], None] = lambda text: None,
         may_start: Callable[[str], Awaitable[None]] = _at_once,
     ) -> None:
         self._members = {member.name: member for member in members}
         self._incarnations = dict.fromkeys(self._members, "")
-        self._limits = limits
+        self._recovery = recovery
+        self._revive_timeout_s = revive_timeout_s
         self._report = report
         self._may_start = may_start
         self._locks = {name: asyncio.Lock() for name in self._members}
@@ -113,7 +106,7 @@ class Supervisor:
             RestartsUsedUpError: a member died too often.
         """
         for name, member in self._members.items():
-            self._incarnations[name] = await member.ping(self._limits.revive_timeout_s)
+            self._incarnations[name] = await member.ping(self._revive_timeout_s)
         async with asyncio.TaskGroup() as tasks:
             watches = [tasks.create_task(self._watch(name), name=f"watch {name}") for name in self._members]
             try:
@@ -124,7 +117,7 @@ class Supervisor:
 
     async def _watch(self, name: str) -> None:
         while True:
-            await asyncio.sleep(self._limits.ping_every_s)
+            await asyncio.sleep(self._recovery.ping_every_s)
             await self._check(name)
 
     async def settled(self) -> None:
@@ -175,7 +168,7 @@ class Supervisor:
         """Why it has to be replaced (empty: it is up), and whether an old process is still there to be ended."""
         known = self._incarnations[member.name]
         try:
-            if await member.ping(self._limits.ping_timeout_s) == known:
+            if await member.ping(self._recovery.ping_timeout_s) == known:
                 return "", False
             return "its process ended and was started again.", False
         except ProcessDiedError as error:
@@ -187,7 +180,7 @@ class Supervisor:
 
     async def _is_still(self, member: Member, incarnation: str) -> bool:
         try:
-            return await member.incarnation(self._limits.ping_timeout_s) == incarnation
+            return await member.incarnation(self._recovery.ping_timeout_s) == incarnation
         except RayappError as error:
             return not isinstance(error, ProcessDiedError)
 
@@ -200,7 +193,7 @@ class Supervisor:
             self._count(member.name, reason)
             await self._may_start(member.name)
             try:
-                async with asyncio.timeout(self._limits.revive_timeout_s):
+                async with asyncio.timeout(self._revive_timeout_s):
                     if must_kill:
                         await member.kill()
                     await self._revive(member)
@@ -209,7 +202,7 @@ class Supervisor:
                 # Asked, and not read from the error: it may be about another process that this one needs.
                 reason, must_kill = str(error), await self._is_still(member, self._incarnations[member.name])
             except TimeoutError:
-                reason, must_kill = f"it was not ready again within {self._limits.revive_timeout_s:g} s.", True
+                reason, must_kill = f"it was not ready again within {self._revive_timeout_s:g} s.", True
         self._down.discard(member.name)
         seconds = time.monotonic() - started
         self.seconds_down += seconds
@@ -226,17 +219,17 @@ class Supervisor:
 
     async def _born(self, member: Member) -> str:
         try:
-            return await member.incarnation(self._limits.ping_timeout_s)
+            return await member.incarnation(self._recovery.ping_timeout_s)
         except (ProcessUnavailableError, DeadlineError):
             # Not there yet, or there and still importing: how long that may take is `revive_timeout_s`.
             return ""
 
     def _count(self, name: str, reason: str) -> None:
-        if self.restarts[name] >= self._limits.max_restarts:
+        if self.restarts[name] >= self._recovery.max_restarts:
             raise RestartsUsedUpError(
                 f"{name} was lost {self.restarts[name] + 1} times, and recovery.max_restarts is "
-                f"{self._limits.max_restarts}. Last reason: {reason} Find out why in Ray's logs of {name} (dashboard, "
-                "Actors), then start the run again: it goes on from its last checkpoint."
+                f"{self._recovery.max_restarts}. Last reason: {reason} Find out why in Ray's logs of {name} "
+                "(dashboard, Actors), then start the run again: it goes on from its last checkpoint."
             )
         self.restarts[name] += 1
 

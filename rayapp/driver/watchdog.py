@@ -21,7 +21,7 @@ from rayapp.core.errors import StalledError, one_error
 MAX_SHOWN = 20
 """Waits that a report lists; the longest ones."""
 DUMP_S = 120.0
-"""For the stacks; a disk that hangs takes none."""
+"""How long writing the stacks may take: a disk that hangs takes none."""
 LEAVE_S = 1200.0
 """From the stop to the end of the process: what can be saved is saved (`rayapp.driver.saving.SAVE_S`), the actors
 end."""
@@ -140,7 +140,7 @@ class Watchdog:
 
 
 def stacks_of_this_process() -> str:
-    """Of each thread: where it is now."""
+    """Where each thread of this process is now."""
     frames = sys._current_frames().items()  # noqa: SLF001 - documented for this, whatever its name says
     return "\n".join(f"=== driver, thread {ident}\n{''.join(traceback.format_stack(frame))}" for ident, frame in frames)
 

@@ -24,7 +24,7 @@ class BestMetric:
         self._is_checked = config.checkpoint.keep_best == 0
 
     def score(self, metrics: Mapping[str, float]) -> float | None:
-        """Of the step that has these metrics; None without the metric, or where it is not finite.
+        """The best_metric of the step with these metrics; None where it is not among them, or not finite.
 
         Raises:
             ConfigError: no step will ever have it.

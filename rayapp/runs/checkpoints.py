@@ -43,7 +43,7 @@ class Checkpoint:
     contents: tuple[str, ...] = ("model", "optimizer")
     """`checkpoint.save_contents` of the run that wrote it."""
     score: float | None = None
-    """Of the step it was saved after, by `checkpoint.best_metric`; None where the step has no such metric."""
+    """`checkpoint.best_metric` of the step it was saved after; None where the step has no such metric."""
 
     @property
     def is_resumable(self) -> bool:

@@ -14,37 +14,21 @@ from rayapp.config.config import Config
 from rayapp.core.errors import RunFolderError
 
 log = logging.getLogger(__name__)
+
+
+def _of(section: str, *keys: str) -> tuple[str, ...]:
+    return tuple(f"{section}.{key}" for key in keys)
+
+
 FREE_KEYS = (
-    "run.output_dir",
-    "run.staging_dir",
-    "run.resume",
-    "run.allow_changed",
-    "cluster",
-    "checkpoint",
-    "eval",
-    "data.eval_files",
-    "data.max_eval_rows",
-    "data.cache_dir",
-    "tracking",
-    "recovery",
-    "sandbox",
-    "server.start_timeout_s",
-    "server.request_timeout_s",
-    "server.sync_timeout_s",
-    "learner.step_timeout_s",
-    "learner.offload_when_idle",
-    "rollout.group_deadline_s",
-    "rollout.max_failed_ratio",
-    "judges.base_url",
-    "judges.api_key_env",
-    "judges.response_format",
-    "judges.timeout_s",
-    "judges.max_retries",
-    "judges.requests_per_minute",
-    "judges.max_concurrent",
-    "judges.cache",
-    "judges.input_price",
-    "judges.output_price",
+    *("cluster", "checkpoint", "eval", "tracking", "recovery", "sandbox"),
+    *_of("run", "output_dir", "staging_dir", "resume", "allow_changed"),
+    *_of("data", "eval_files", "max_eval_rows", "cache_dir"),
+    *_of("server", "start_timeout_s", "request_timeout_s", "sync_timeout_s"),
+    *_of("learner", "step_timeout_s", "offload_when_idle"),
+    *_of("rollout", "group_deadline_s", "max_failed_ratio"),
+    *_of("judges", "base_url", "api_key_env", "response_format", "timeout_s", "max_retries", "requests_per_minute"),
+    *_of("judges", "max_concurrent", "cache", "input_price", "output_price"),
 )
 """Keys and sections that may differ: they change where, how long and how visibly a run goes on, not what it learns.
 
@@ -52,25 +36,11 @@ So may train.num_steps while the learning rate does not follow from it.
 """
 MACHINE_KEYS = (
     "rollout.num_workers",
-    "server.num_servers",
-    "server.tensor_parallel_size",
-    "server.gpu_memory_utilization",
-    "server.kv_cache_gib",
-    "server.kv_block_tokens",
-    "server.max_num_seqs",
-    "server.enforce_eager",
-    "server.cpu_threads",
-    "server.weight_transport",
-    "server.weight_bucket_mib",
-    "model_servers.tensor_parallel_size",
-    "model_servers.gpu_memory_utilization",
-    "learner.num_learners",
-    "learner.max_tokens_per_microbatch",
-    "learner.share_prefixes",
-    "learner.activation_checkpointing",
-    "learner.log_prob_chunk_tokens",
-    "learner.cpu_threads",
-    "learner.cpu_offload",
+    *_of("server", "num_servers", "tensor_parallel_size", "gpu_memory_utilization", "kv_cache_gib", "kv_block_tokens"),
+    *_of("server", "max_num_seqs", "enforce_eager", "cpu_threads", "weight_transport", "weight_bucket_mib"),
+    *_of("model_servers", "tensor_parallel_size", "gpu_memory_utilization"),
+    *_of("learner", "num_learners", "max_tokens_per_microbatch", "share_prefixes", "activation_checkpointing"),
+    *_of("learner", "log_prob_chunk_tokens", "cpu_threads", "cpu_offload"),
 )
 """Keys that another machine needs to be different. The same is learned, but not to the last bit: a warning says so."""
 _IN_A_LIST = re.compile(r"^sources\[\d+\]\.|\[\d+\]")

@@ -30,7 +30,7 @@ from rayapp.core.files import (
     write_text,
 )
 from rayapp.core.types import FloatArray, Group
-from rayapp.runs.checkpoints import Checkpoint, CheckpointFolder
+from rayapp.runs.checkpoints import CheckpointFolder
 from rayapp.runs.compatibility import check_same_training
 from rayapp.runs.format import check_format, write_format
 from rayapp.runs.mirror.layout import EVALUATIONS, EXPORTED, FINAL, TRAJECTORIES
@@ -86,7 +86,9 @@ class RunFolder:
             with explain_unwritable(path):
                 path.mkdir(parents=True, exist_ok=True)
                 opened.enter_context(locked(path / "run.lock"))
-                _clear_pending(path)
+                # What a process that was killed was writing: the lock is held, so nobody writes now.
+                for place in (path, path / "checkpoints", *(path / name for name in RECORDED)):
+                    remove_pending(place)
             folder = cls(path, config, opened.enter_context(mirroring(config, path)))
             check_format(path)
             folder._check_resume()
@@ -97,13 +99,13 @@ class RunFolder:
 
     def _check_resume(self) -> None:
         resume = self._config.run.resume
-        has_run = (self.path / "metrics.jsonl").exists() or self.latest_checkpoint() is not None
+        has_run = (self.path / "metrics.jsonl").exists() or self.checkpoints.latest() is not None
         if resume == "never" and has_run:
             raise RunFolderError(
                 f"{self.path} holds a run already, and run.resume is never. Choose another run.name, delete the "
                 "folder, or go on with run.resume=auto."
             )
-        checkpoint = self.verified_checkpoint()
+        checkpoint = self.checkpoints.verified()
         if resume == "must" and checkpoint is None:
             raise RunFolderError(
                 f"run.resume is must, but {self.path} holds no whole checkpoint. Use auto to start anew."
@@ -118,18 +120,10 @@ class RunFolder:
         if (checkpoint is not None or self.exported_step is not None) and stored.exists():
             check_same_training(self._config, stored)
 
-    def latest_checkpoint(self) -> Checkpoint | None:
-        """The newest whole checkpoint; torn ones are passed over."""
-        return self.checkpoints.latest()
-
-    def verified_checkpoint(self) -> Checkpoint | None:
-        """The one to go on from; see `CheckpointFolder.verified`."""
-        return self.checkpoints.verified()
-
     @property
     def is_finished(self) -> bool:
         """True once the last step is saved and exported: there is nothing left to do for this config."""
-        checkpoint = self.latest_checkpoint()
+        checkpoint = self.checkpoints.latest()
         if checkpoint is None or checkpoint.version < self._config.train.num_steps:
             return False
         # A run that was given more steps and died before it exported has the model of its first end there.
@@ -137,25 +131,11 @@ class RunFolder:
 
     @property
     def exported_step(self) -> int | None:
-        """The step of the model in `final/`; None where there is none."""
-        return _exported_step(self.path / FINAL / EXPORTED)
-
-    @property
-    def keeps_trajectories(self) -> bool:
-        """`tracking.trajectories`."""
-        return self._config.tracking.trajectories
-
-    def begin_checkpoint(self, version: int) -> Path:
-        """An empty folder to write checkpoint `version` into."""
-        return self.checkpoints.begin(version)
-
-    def discard_pending_checkpoint(self) -> None:
-        """Free the room of a checkpoint that can't be written."""
-        self.checkpoints.clear_pending()
-
-    def commit_checkpoint(self, version: int, *, next_group_id: int, score: float | None = None) -> None:
-        """Make the pending folder the newest checkpoint; see `CheckpointFolder.commit`."""
-        self.checkpoints.commit(version, next_group_id=next_group_id, score=score)
+        """The step of the model in `final/`; None where there is none, or its marker can't be read."""
+        try:
+            return int(json.loads((self.path / FINAL / EXPORTED).read_text())["step"])
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
 
     def storage_metrics(self) -> dict[str, float]:
         """`storage/*` of a run on s3://.
@@ -185,7 +165,7 @@ class RunFolder:
         self, step: int, groups: Sequence[Group], learner_log_probs: Mapping[int, FloatArray]
     ) -> None:
         """Write `trajectories/step=NNNNNN.parquet`, off the event loop."""
-        path = self.path / "trajectories" / f"step={step:06d}.parquet"
+        path = self.path / TRAJECTORIES / f"step={step:06d}.parquet"
 
         def write() -> None:
             with self.explain_full_disk(path):
@@ -195,8 +175,12 @@ class RunFolder:
         await asyncio.to_thread(write)
 
     @contextmanager
-    def recording_evaluation(self, step: int) -> Iterator[Callable[[Sequence[Group]], None]]:
-        """Call what it gives with each part of the evaluation after `step`: `evaluations/step=NNNNNN.parquet`."""
+    def recording_evaluation(self, step: int) -> Iterator[Callable[[Sequence[Group]], None] | None]:
+        """Call what it gives with each part of the evaluation after `step`: `evaluations/step=NNNNNN.parquet`. None
+        where the run keeps no trajectories."""
+        if not self._config.tracking.trajectories:
+            yield None
+            return
         path = self.path / EVALUATIONS / f"step={step:06d}.parquet"
         with self.explain_full_disk(path):
             path.parent.mkdir(exist_ok=True)
@@ -221,17 +205,3 @@ class RunFolder:
     def explain_full_disk(self, path: Path) -> AbstractContextManager[None]:
         """See `rayapp.core.files`; says which checkpoint is safe."""
         return explain_full_disk(path, self.checkpoints.what_is_safe)
-
-
-def _clear_pending(path: Path) -> None:
-    """Remove what a process that was killed was writing; the lock is held, so nobody writes now."""
-    for folder in (path, path / "checkpoints", *(path / name for name in RECORDED)):
-        remove_pending(folder)
-
-
-def _exported_step(marker: Path) -> int | None:
-    """The step of the model in `final/`; None where there is none, or its marker can't be read."""
-    try:
-        return int(json.loads(marker.read_text())["step"])
-    except (OSError, ValueError, KeyError, TypeError):
-        return None

@@ -9,14 +9,12 @@ by the saver before a checkpoint counts, read when a run goes on from one.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from rayapp.core.errors import InputError
 from rayapp.core.files import write_text
-from rayapp.core.summaries import summarize_group
-from rayapp.core.types import Group, GroupSummary
+from rayapp.core.types import Group
 from rayapp.runs.trajectories import read_groups, write_trajectories
 
 FOLDER, WAITING, AHEAD = "groups", "waiting.parquet", "ahead.json"
@@ -41,7 +39,7 @@ class KeptGroups:
 
     @classmethod
     def read(cls, checkpoint: Path) -> KeptGroups:
-        """Of a whole checkpoint; nothing from one that has none.
+        """What a whole checkpoint keeps; nothing from one without the folder.
 
         Raises:
             InputError: a file is not readable.
@@ -54,8 +52,3 @@ class KeptGroups:
         except (OSError, ValueError) as error:
             raise InputError(f"{folder / AHEAD} can't be read: {error}. The checkpoint is damaged.") from None
         return cls(waiting=tuple(read_groups(folder / WAITING)), done_ahead=tuple(ahead))
-
-
-def summaries(groups: Sequence[Group]) -> list[GroupSummary]:
-    """Of groups that were read back. How long they took is of the run before, and not known any more."""
-    return [summarize_group(group, time_total_s=0.0) for group in groups]

@@ -6,14 +6,14 @@ Drawn with matplotlib, without a display.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from rayapp.core.files import aside
 from rayapp.runs.tracking.jsonl import read_metrics
+from rayapp.runs.view.curves import Curves
 from rayapp.runs.view.panels import Panel
 
 SMOOTHED_STEPS = 5
@@ -68,21 +68,13 @@ def _mark_warmup(all_axes: Sequence[Any], *, first: int) -> None:
     all_axes[0].text(first / 2, 0.97, "warm-up", transform=all_axes[0].get_xaxis_transform(), ha="center", va="top")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Curves:
-    """A panel with its data: metric -> {"steps": [...], "values": [...]}."""
-
-    panel: Panel
-    curves: dict[str, dict[str, list[float]]]
-
-
-def draw_panels(panels: list[Curves], folder: Path) -> dict[str, Path]:
+def draw_panels(panels: Iterable[tuple[Panel, Curves]], folder: Path) -> dict[str, Path]:
     """Write `<title>.png` for each panel.
 
     Returns:
         The files by title, in the panels' order.
     """
-    return {one.panel.title: _draw_panel(one, folder) for one in panels}
+    return {panel.title: _draw_panel(panel, curves, folder) for panel, curves in panels}
 
 
 @contextmanager
@@ -109,14 +101,14 @@ def _picture(path: Path, layout: dict[str, Any], style: Any = None) -> Iterator[
             pyplot.close(figure)
 
 
-def _draw_panel(one: Curves, folder: Path) -> Path:
-    path = folder / f"{re.sub(r'[^a-z0-9]+', '-', one.panel.title.lower()).strip('-')}.png"
+def _draw_panel(panel: Panel, curves: Curves, folder: Path) -> Path:
+    path = folder / f"{re.sub(r'[^a-z0-9]+', '-', panel.title.lower()).strip('-')}.png"
     with _picture(path, {"figsize": (6.4, 3.2)}, _STYLE) as axes:
-        for number, (key, curve) in enumerate(one.curves.items()):
+        for number, (key, curve) in enumerate(curves.items()):
             marker = "o" if len(curve["steps"]) == 1 else None
             colour = COLOURS[number % len(COLOURS)]
             axes.plot(curve["steps"], curve["values"], color=colour, linewidth=1.6, marker=marker, label=key)
-        _dress(axes, one.panel)
+        _dress(axes, panel)
     return path
 
 

@@ -38,91 +38,66 @@ from rayapp.core.types import (
 )
 
 SCHEMA_VERSION = "1"
-_KEY = b"rayapp.schema_version"
+VERSION_KEY = b"rayapp.schema_version"
 # One trajectory of a big step can be read without its neighbours' tokens.
 ROWS_PER_ROW_GROUP = 512
 _NOTHING: Mapping[int, FloatArray] = {}
 
-_EXEC = pa.struct(
-    [
-        ("sandbox_id", pa.string()),
-        ("provider", pa.string()),
-        ("outcome", pa.string()),
-        ("started_at_s", pa.float64()),
-        ("duration_s", pa.float64()),
-    ]
-)
+_TEXT, _INT, _FLOAT = pa.string(), pa.int32(), pa.float64()
+
+
+def _all(kind: pa.DataType, *names: str) -> list[tuple[str, pa.DataType]]:
+    """Fields of one type."""
+    return [(name, kind) for name in names]
+
+
+_EXEC = pa.struct([*_all(_TEXT, "sandbox_id", "provider", "outcome"), *_all(_FLOAT, "started_at_s", "duration_s")])
 _CALL = pa.struct(
     [
-        ("name", pa.string()),
-        ("arguments", pa.string()),
-        ("output", pa.string()),
-        ("failure", pa.string()),
-        ("reward", pa.float64()),
-        ("started_at_s", pa.float64()),
-        ("duration_s", pa.float64()),
-        ("waited_s", pa.float64()),
+        *_all(_TEXT, "name", "arguments", "output", "failure"),
+        *_all(_FLOAT, "reward", "started_at_s", "duration_s", "waited_s"),
         ("execs", pa.list_(_EXEC)),
     ]
 )
-_SPAN = pa.struct([("policy_version", pa.int32()), ("num_tokens", pa.int32())])
+_SPAN = pa.struct(_all(_INT, "policy_version", "num_tokens"))
 _TURN = pa.struct(
     [
-        ("start", pa.int32()),
-        ("end", pa.int32()),
-        ("text", pa.string()),
-        ("finish_reason", pa.string()),
-        ("policy_version", pa.int32()),
-        ("started_at_s", pa.float64()),
-        ("queued_s", pa.float64()),
-        ("generate_s", pa.float64()),
+        *_all(_INT, "start", "end"),
+        *_all(_TEXT, "text", "finish_reason"),
+        ("policy_version", _INT),
+        *_all(_FLOAT, "started_at_s", "queued_s", "generate_s"),
         ("calls", pa.list_(_CALL)),
         ("version_spans", pa.list_(_SPAN)),
     ]
 )
-_FORK = pa.struct([("start", pa.int32()), ("after", pa.int32())])
-_EXPERTS = pa.struct([("shape", pa.list_(pa.int32())), ("bytes", pa.large_binary())])
+_FORK = pa.struct(_all(_INT, "start", "after"))
+_EXPERTS = pa.struct([("shape", pa.list_(_INT)), ("bytes", pa.large_binary())])
 SCHEMA = pa.schema(
     [
-        ("step", pa.int32()),
+        ("step", _INT),
         ("group_id", pa.int64()),
-        ("index", pa.int32()),
-        ("source", pa.string()),
-        ("task", pa.string()),
-        ("prompt", pa.string()),
-        ("messages", pa.string()),
-        ("ground_truth", pa.string()),
-        ("extra_info", pa.string()),
-        ("prefill", pa.string()),
-        ("stop", pa.list_(pa.string())),
-        ("num_prompt_tokens", pa.int32()),
-        ("num_response_tokens", pa.int32()),
-        ("completion", pa.string()),
-        ("token_ids", pa.list_(pa.int32())),
+        ("index", _INT),
+        *_all(_TEXT, "source", "task", "prompt", "messages", "ground_truth", "extra_info", "prefill"),
+        ("stop", pa.list_(_TEXT)),
+        *_all(_INT, "num_prompt_tokens", "num_response_tokens"),
+        ("completion", _TEXT),
+        ("token_ids", pa.list_(_INT)),
         ("response_mask", pa.list_(pa.bool_())),
-        ("rollout_log_probs", pa.list_(pa.float32())),
-        ("learner_log_probs", pa.list_(pa.float32())),
-        ("reward", pa.float64()),
-        ("reward_terms", pa.map_(pa.string(), pa.float64())),
-        ("reward_status", pa.string()),
-        ("reward_detail", pa.string()),
+        *_all(pa.list_(pa.float32()), "rollout_log_probs", "learner_log_probs"),
+        ("reward", _FLOAT),
+        ("reward_terms", pa.map_(_TEXT, _FLOAT)),
+        *_all(_TEXT, "reward_status", "reward_detail"),
         ("valid", pa.bool_()),
-        ("failure_kind", pa.string()),
-        ("status", pa.string()),
-        ("num_turns", pa.int32()),
-        ("min_policy_version", pa.int32()),
-        ("max_policy_version", pa.int32()),
-        ("time_generate_s", pa.float64()),
-        ("time_score_s", pa.float64()),
+        *_all(_TEXT, "failure_kind", "status"),
+        *_all(_INT, "num_turns", "min_policy_version", "max_policy_version"),
+        *_all(_FLOAT, "time_generate_s", "time_score_s"),
         ("turns", pa.list_(_TURN)),
         ("forks", pa.list_(_FORK)),
-        ("agent_output", pa.string()),
+        ("agent_output", _TEXT),
         ("routed_experts", _EXPERTS),
     ],
-    metadata={_KEY: SCHEMA_VERSION.encode()},
+    metadata={VERSION_KEY: SCHEMA_VERSION.encode()},
 )
-
-
 _ROW = pa.struct(list(SCHEMA))
 
 
@@ -198,7 +173,7 @@ def _over_all_tokens(trajectory: Trajectory, of_response: FloatArray | None) -> 
 
 def _row(step: int, group: Group, index: int, of_response: FloatArray | None) -> dict[str, Any]:
     prompt, trajectory = group.prompt, group.trajectories[index]
-    reward = trajectory.reward
+    reward, experts = trajectory.reward, trajectory.routed_experts
     return {
         "step": step,
         "group_id": group.group_id,
@@ -233,12 +208,8 @@ def _row(step: int, group: Group, index: int, of_response: FloatArray | None) ->
         "turns": [asdict(turn) for turn in trajectory.turns],
         "forks": [asdict(fork) for fork in trajectory.forks],
         "agent_output": trajectory.agent_output,
-        "routed_experts": _stored_experts(trajectory.routed_experts),
+        "routed_experts": None if experts is None else {"shape": list(experts.shape), "bytes": experts.tobytes()},
     }
-
-
-def _stored_experts(experts: ExpertArray | None) -> dict[str, Any] | None:
-    return None if experts is None else {"shape": list(experts.shape), "bytes": experts.tobytes()}
 
 
 def _experts(record: dict[str, Any] | None) -> ExpertArray | None:
@@ -265,7 +236,7 @@ def read_groups(path: Path | str, files: Any = None) -> list[Group]:
         table = pq.read_table(path, filesystem=files, partitioning=None, page_checksum_verification=True)
     except (OSError, pa.ArrowException) as error:
         raise InputError(f"{path} is no readable parquet file: {error}") from None
-    found = (table.schema.metadata or {}).get(_KEY, b"none").decode()
+    found = (table.schema.metadata or {}).get(VERSION_KEY, b"none").decode()
     if found != SCHEMA_VERSION:
         raise InputError(f"{path} has trajectory schema {found}, this version reads {SCHEMA_VERSION}")
     return [_group(list(rows)) for _, rows in groupby(table.to_pylist(), key=lambda row: row["group_id"])]

@@ -51,11 +51,10 @@ class Storage(Protocol):
         """
         ...
 
-    async def put_file(self, path: Path, key: str, *, if_absent: bool = False) -> ObjectInfo:
+    async def put_file(self, path: Path, key: str) -> ObjectInfo:
         """Write a file of any size in bounded memory, going on where an earlier try of the same content stopped.
 
         Raises:
-            StorageExistsError: as `put_bytes`.
             StorageCorruptError: the file changed while it was read.
         """
         ...

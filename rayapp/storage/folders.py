@@ -66,19 +66,16 @@ class Manifest:
         return cls(files=files)
 
 
-async def put_folder(
-    folder: Path, storage: Storage, *, overwrite: bool = False, keys: Sequence[str] | None = None
-) -> Manifest:
+async def put_folder(folder: Path, storage: Storage, *, overwrite: bool = False) -> Manifest:
     """Write a local folder's files, and its manifest last. Called again after a failure it sends only what is missing.
 
     Args:
         overwrite: replace other content; its manifest goes first, so that no reader sees a mixture.
-        keys: these files only; None is every file.
 
     Raises:
         StorageExistsError: other content is there or on its way, and `overwrite` is not set.
     """
-    manifest = await _scan(folder, keys)
+    manifest = await _scan(folder)
     there = await read_manifest(storage)
     if there is not None and there.digest == manifest.digest:
         return manifest
@@ -128,14 +125,13 @@ async def delete_manifests_first(storage: Storage, keys: Sequence[str]) -> None:
         await together(storage.delete, batch, at_once=_AT_ONCE)
 
 
-async def _scan(folder: Path, keys: Sequence[str] | None) -> Manifest:
+async def _scan(folder: Path) -> Manifest:
     def names() -> list[str]:
         found = (path for path in sorted(folder.rglob("*")) if path.is_file() and not is_aside(path.name))
         return [path.relative_to(folder).as_posix() for path in found]
 
-    wanted = keys if keys is not None else await asyncio.to_thread(names)
     files = {}
-    for key in wanted:
+    for key in await asyncio.to_thread(names):
         if key in {MANIFEST, CLAIM}:
             continue
         path = folder / check_key(key)

@@ -45,9 +45,9 @@ class LocalStorage:
         await asyncio.to_thread(write)
         return ObjectInfo(key=key, num_bytes=len(data), sha256=hash_bytes(data))
 
-    async def put_file(self, path: Path, key: str, *, if_absent: bool = False) -> ObjectInfo:
+    async def put_file(self, path: Path, key: str) -> ObjectInfo:
         await self._pass_fence()
-        return await self._copy(path, self._path(key), key, if_absent=if_absent)
+        return await self._copy(path, self._path(key), key)
 
     async def get_bytes(self, key: str, *, max_bytes: int = MAX_SMALL_BYTES) -> bytes:
         path = self._path(key)
@@ -107,12 +107,10 @@ class LocalStorage:
                 if key.startswith(prefix) and not is_aside(name) and path.is_file():
                     yield ObjectInfo(key=key, num_bytes=path.stat().st_size)
 
-    async def _copy(
-        self, source: Path, target: Path, key: str, *, sha256: str = "", if_absent: bool = False
-    ) -> ObjectInfo:
+    async def _copy(self, source: Path, target: Path, key: str, *, sha256: str = "") -> ObjectInfo:
         with storage_errors(source):
             before = await hash_file(source)
-        with stored(target, if_absent=if_absent) as temporary:
+        with stored(target) as temporary:
             await asyncio.to_thread(_copy_to_disk, source, temporary)
             found = await hash_file(temporary)
             if found != before or (sha256 and found != sha256):

@@ -45,7 +45,6 @@ class Transfer:
 class S3Settings:
     """Everything a client needs. The secret is not shown when this is printed."""
 
-    preset: str = "aws"
     endpoint_url: str | None = None
     region: str | None = None
     access_key_id: str | None = None
@@ -61,9 +60,7 @@ class S3Settings:
     transfer: Transfer = field(default_factory=Transfer)
 
 
-def settings_from_environment(
-    environment: Mapping[str, str] | None = None, *, transfer: Transfer | None = None
-) -> S3Settings:
+def settings_from_environment(environment: Mapping[str, str] | None = None) -> S3Settings:
     """The settings that the environment asks for.
 
     Raises:
@@ -75,10 +72,10 @@ def settings_from_environment(
     builders = {"aws": _aws, "minio": _minio, "oss": _oss}
     if preset not in builders:
         raise StorageConfigError(f"RAYAPP_S3_PRESET={preset!r}: there are {', '.join(PRESETS)}")
-    return builders[preset](env, transfer or Transfer())
+    return builders[preset](env)
 
 
-def _aws(env: Mapping[str, str], transfer: Transfer) -> S3Settings:
+def _aws(env: Mapping[str, str]) -> S3Settings:
     key_id, secret, token = _aws_keys(env)
     return S3Settings(
         endpoint_url=_endpoint(env),
@@ -86,19 +83,18 @@ def _aws(env: Mapping[str, str], transfer: Transfer) -> S3Settings:
         access_key_id=key_id,
         secret_access_key=secret,
         session_token=token,
-        transfer=transfer,
     )
 
 
-def _minio(env: Mapping[str, str], transfer: Transfer) -> S3Settings:
+def _minio(env: Mapping[str, str]) -> S3Settings:
     if _endpoint(env) is None:
         raise StorageConfigError("RAYAPP_S3_PRESET=minio needs AWS_ENDPOINT_URL, e.g. http://minio:9000")
-    own = _aws(env, transfer)
+    own = _aws(env)
     # MinIO signs for this region unless configured otherwise, and has no DNS name per bucket.
-    return replace(own, preset="minio", region=own.region or "us-east-1", addressing_style="path")
+    return replace(own, region=own.region or "us-east-1", addressing_style="path")
 
 
-def _oss(env: Mapping[str, str], transfer: Transfer) -> S3Settings:
+def _oss(env: Mapping[str, str]) -> S3Settings:
     region = env.get("OSS_REGION", "").removeprefix("oss-")
     endpoint = env.get("OSS_ENDPOINT") or _endpoint(env) or (f"https://s3.oss-{region}.aliyuncs.com" if region else "")
     if not endpoint:
@@ -106,7 +102,6 @@ def _oss(env: Mapping[str, str], transfer: Transfer) -> S3Settings:
     names = ("OSS_ACCESS_KEY_ID", "OSS_ACCESS_KEY_SECRET", "OSS_SESSION_TOKEN")
     key_id, secret, token = _pair(env, *names) if env.get(names[0]) or env.get(names[1]) else _aws_keys(env)
     return S3Settings(
-        preset="oss",
         endpoint_url=endpoint if "://" in endpoint else f"https://{endpoint}",
         region=region or _region(env),
         access_key_id=key_id,
@@ -117,7 +112,6 @@ def _oss(env: Mapping[str, str], transfer: Transfer) -> S3Settings:
         signature_version="s3",
         checksums="when_required",
         create_header="x-oss-forbid-overwrite",
-        transfer=transfer,
     )
 
 

@@ -133,7 +133,11 @@ def check_loss(function: Any) -> None:
     """verl's signature of a policy loss: it gives a loss that has a gradient, and metrics."""
     import torch
 
-    _check_takes(function, ("old_log_prob", "log_prob", "advantages", "response_mask"))
+    assert callable(function), f"it is a function, not a {type(function).__name__}"
+    parameters = inspect.signature(function).parameters
+    takes_any = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values())
+    missing = [name for name in ("old_log_prob", "log_prob", "advantages", "response_mask") if name not in parameters]
+    assert takes_any or not missing, f"it does not take {', '.join(missing)}"
     log_prob = torch.full((2, 3), -1.0, requires_grad=True)
     arguments = {
         "old_log_prob": torch.full((2, 3), -1.1),
@@ -179,14 +183,6 @@ def check_provider(make: Any) -> None:
     for name in ("create", "attach", "list", "kill", "close"):
         assert callable(getattr(provider, name, None)), f"a sandbox provider has a method {name}"
     assert isinstance(provider.name, str), "a sandbox provider has a name"
-
-
-def _check_takes(function: Any, names: tuple[str, ...]) -> None:
-    assert callable(function), f"it is a function, not a {type(function).__name__}"
-    parameters = inspect.signature(function).parameters
-    takes_any = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values())
-    missing = [name for name in names if name not in parameters]
-    assert takes_any or not missing, f"it does not take {', '.join(missing)}"
 
 
 _CHECKS: Mapping[Kind, Callable[[Any], None]] = {

@@ -13,6 +13,7 @@ import socket
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from inspect import iscoroutinefunction, signature
 
 from rayapp.core.errors import SandboxConfigError, SandboxError, SandboxGoneError
 from rayapp.core.protocols import Sandbox, SandboxProvider
@@ -309,30 +310,7 @@ async def _answer_backwards(accept: Accept, number: int) -> list[int]:
     return sorted(await asyncio.gather(*answers))
 
 
-CHECKS: tuple[Check, ...] = (
-    code_prints_reads_and_ends,
-    code_that_raises_is_a_result_and_no_error,
-    an_exit_status_comes_back,
-    stateless_runs_share_no_names,
-    stateful_runs_share_names,
-    an_endless_loop_is_stopped_in_time,
-    a_flood_of_output_is_cut_and_stopped,
-    a_flood_past_the_watcher_is_the_codes_failure,
-    a_function_is_called_on_each_input,
-    calls_that_fail_do_not_fail_the_others,
-    a_definition_that_fails_gives_one_failed_call_per_input,
-    a_function_that_hangs_keeps_the_results_before_it,
-    an_object_is_no_value,
-    a_process_left_behind_ends_with_its_run,
-    a_command_runs_with_its_input,
-    files_go_in_and_come_out_up_to_a_limit,
-    the_environment_is_the_specs,
-    texts_are_hashed_alike_in_every_sandbox,
-    what_lies_in_its_folder_replaces_no_module,
-    a_script_imports_what_lies_beside_it_as_it_is_now,
-    ten_megabytes_of_code_are_refused_and_cost_nothing,
-    killed_is_gone_and_killing_twice_is_fine,
-    a_list_holds_those_with_all_labels,
-    a_call_that_is_cancelled_leaves_a_sandbox_that_can_be_ended,
-    what_programs_connect_to_on_their_loopback_is_accepted_here,
+CHECKS: tuple[Check, ...] = tuple(
+    each for each in list(globals().values()) if iscoroutinefunction(each) and "provider" in signature(each).parameters
 )
+"""Every coroutine function above that takes a provider, in their order."""

@@ -141,6 +141,6 @@ def test_two_runs_of_a_machine_share_no_ray_and_sigterm_to_one_or_its_whole_grou
 
     assert first.returncode == 130, output
     with RunFolder.open(Config.model_validate(config)) as opened:
-        checkpoint = opened.latest_checkpoint()
+        checkpoint = opened.checkpoints.latest()
     assert checkpoint is not None, output
     assert checkpoint.version >= 2

@@ -227,7 +227,7 @@ async def test_a_process_that_dies_too_often_ends_the_run_with_a_checkpoint_and_
         await run_while(config, look_and_kill)
 
     with RunFolder.open(config) as folder:
-        checkpoint = folder.latest_checkpoint()
+        checkpoint = folder.checkpoints.latest()
     assert checkpoint is not None
     assert checkpoint.version == 3  # saved on the way out: the one before is of step 2
     (text,) = stacks
@@ -284,7 +284,7 @@ async def test_what_the_cluster_cannot_hold_is_refused_and_the_run_folder_stays_
         await run(config, {})
 
     with RunFolder.open(config) as folder:
-        assert folder.latest_checkpoint() is None
+        assert folder.checkpoints.latest() is None
         assert before.items() <= contents(folder.path).items()
 
 

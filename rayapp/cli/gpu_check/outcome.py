@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -22,9 +22,6 @@ class Outcome:
     details: dict[str, Any] = field(default_factory=dict)
     """Numbers for the report: plain JSON."""
 
-    def as_json(self) -> dict[str, Any]:
-        return asdict(self)
-
 
 def judged(figure: str, problem: str = "", cure: str = "", **details: Any) -> Outcome:
     """ok with its figure, or a problem with both."""
@@ -42,7 +39,7 @@ class CheckContext:
     model: str
     """The user's model; empty: one of random weights, made by the check."""
     folder: Path
-    """Of this check alone, empty."""
+    """An empty folder that this check alone uses."""
 
     @property
     def on_gpu(self) -> bool:

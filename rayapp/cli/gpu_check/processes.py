@@ -21,7 +21,7 @@ from rayapp.cli.gpu_check.outcome import CheckContext, Outcome
 from rayapp.core.files import write_text
 
 PATIENCE_S = 20.0
-"""For a check that is told to end: a run of Ray takes its processes down."""
+"""How long a check that is told to end may take: a run of Ray takes its processes down."""
 LOG_CHARS = 4000
 COMMAND = (sys.executable, "-m", __name__)
 
@@ -36,7 +36,7 @@ class Row:
     seconds: float
 
     def as_json(self) -> dict[str, Any]:
-        return {"name": self.name, "what": self.what, "seconds": self.seconds, **self.outcome.as_json()}
+        return {"name": self.name, "what": self.what, "seconds": self.seconds, **asdict(self.outcome)}
 
 
 def run_check(check: Check, context: CheckContext) -> Row:
@@ -116,7 +116,7 @@ def main(name: str, given: str, result: str) -> None:
             cure="docs/troubleshoot.md has messages; the whole one is in the report",
             details={"log": lines[-LOG_CHARS:]},
         )  # fmt: skip
-    write_text(Path(result), json.dumps(outcome.as_json()))
+    write_text(Path(result), json.dumps(asdict(outcome)))
 
 
 if __name__ == "__main__":

@@ -130,7 +130,7 @@ def judge_run(transport: str, steps: list[dict[str, Any]]) -> Outcome:
 
 
 def sync_gb_s(rows: list[dict[str, Any]]) -> float:
-    """Of the fastest sync: the first includes forming the group."""
+    """GB a second of the fastest weight sync: the first includes forming the group."""
     rates = [
         float(row["weight_sync/bytes"])
         / (float(row["weight_sync/load_s"]) + float(row.get("weight_sync/export_s", 0.0)))

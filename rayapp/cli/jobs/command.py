@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import sys
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from rayapp.cli.arguments import EXIT_FAILED
 from rayapp.core.errors import ConfigError
 from rayapp.core.terminal import visible
 
 app = typer.Typer()
 
-EXIT_FAILED, EXIT_INTERRUPTED = 1, 130
+EXIT_INTERRUPTED = 130
 Address = Annotated[
     str, typer.Option(envvar="RAY_API_SERVER_ADDRESS", help="Of Ray's dashboard, e.g. http://127.0.0.1:8265")
 ]
@@ -35,7 +37,7 @@ def submit(
     """Train as a job of a Ray cluster. The current folder is uploaded; a token is taken from RAY_AUTH_TOKEN."""
     from rayapp.cli.jobs import submit as jobs
 
-    job = jobs.plan(config, overrides or (), python=python, now=jobs.now())
+    job = jobs.plan(config, overrides or (), python=python, now=datetime.now(UTC))
     submission_id = jobs.submit(job, address)
     typer.echo(
         f"job {submission_id} runs; dashboard {address}/#/jobs/{submission_id}\n"
@@ -80,7 +82,7 @@ def status(
     """Say which jobs a Ray cluster has: job, status, seconds, run, and Ray's message. The log: ray job logs JOB."""
     from rayapp.cli.jobs import submit as jobs
 
-    for job in jobs.states(submission_ids or (), address, at=jobs.now()):
+    for job in jobs.states(submission_ids or (), address, at=datetime.now(UTC)):
         line = f"{job.submission_id}  {job.status}  {job.seconds:.0f} s  run {job.run_name or '-'}  {job.message}"
         typer.echo(visible(line))
 

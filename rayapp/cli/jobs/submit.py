@@ -13,8 +13,8 @@ import shlex
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from datetime import UTC, datetime
+from dataclasses import asdict, dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -88,12 +88,7 @@ def submit(job: Job, address: str) -> str:
     with _explained(address):
         client = _client(address)
         _check_name_is_free(client, job)
-        submission_id: str = client.submit_job(
-            entrypoint=job.entrypoint,
-            submission_id=job.submission_id,
-            runtime_env=job.runtime_env,
-            metadata=job.metadata,
-        )
+        submission_id: str = client.submit_job(**asdict(job))
     return submission_id
 
 
@@ -232,7 +227,3 @@ def _explained(address: str) -> Iterator[None]:
         if any(sign in text for sign in ("401", "403", "Unauthori", "uthentica", "token")):
             raise ConfigError(f"{address} refuses the token ({first_line(error)}). {WRONG_TOKEN}") from None
         raise ConfigError(f"{address} refused: {first_line(error)}") from None
-
-
-def now() -> datetime:
-    return datetime.now(UTC)

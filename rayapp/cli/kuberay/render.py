@@ -1,8 +1,7 @@
 """Renders a run's config and Helm values as plain Kubernetes YAML, without a cluster and without the helm program.
 
 Called by `rayapp render-k8s` and by `scripts.kuberay_examples`. The chart in configs/kuberay/chart is the only source
-of the
-manifests: this module merges values, lets the Helm library render, and checks that the entrypoint it got trains.
+of the manifests: this module merges values, lets the Helm library render, and checks that the entrypoint it got trains.
 """
 
 from __future__ import annotations

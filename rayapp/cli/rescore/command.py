@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 app = typer.Typer()
 SHOWN_CHARS = 60
-"""Of an answer, and of what was said of it."""
+"""Characters of a task, an answer and a reason that a row of the table shows."""
 
 
 @app.command(

@@ -116,9 +116,10 @@ def reap(
     yes: Annotated[bool, typer.Option("--yes", help="Don't ask before ending the sandboxes of every run")] = False,
 ) -> None:
     """End sandboxes that runs left at a provider, found by their labels; one line each."""
-    from rayapp.cli.sandbox.reap import load_sandbox_config, reap_command
+    from rayapp.cli.sandbox.reap import reap_command
+    from rayapp.config.loading import load_config
 
-    loaded = load_sandbox_config(config) if config is not None else None
+    loaded = load_config(config).sandbox if config is not None else None
     if run is None and not dry_run and not yes and sys.stdin.isatty():
         typer.confirm("This ends the sandboxes of every run with this key, living ones too. Go on?", abort=True)
     raise typer.Exit(reap_command(run=run, kinds=provider or (), config=loaded, dry_run=dry_run))

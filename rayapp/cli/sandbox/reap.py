@@ -10,7 +10,6 @@ import asyncio
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
 from rayapp.config.sandbox import DaytonaConfig, E2BConfig, SandboxConfig
 from rayapp.core.errors import InputError, SandboxConfigError
@@ -36,32 +35,18 @@ def reap_command(*, run: str | None, kinds: Sequence[str], config: SandboxConfig
     return asyncio.run(_reap(providers, labels_to_reap(run), dry_run=dry_run))
 
 
-def load_sandbox_config(path: Path) -> SandboxConfig:
-    """The sandbox section of a run's config.
-
-    Raises:
-        ConfigError: it can't be read.
-    """
-    from rayapp.config.loading import load_config
-
-    return load_config(path).sandbox
-
-
 def _sections(kinds: Sequence[str], config: SandboxConfig | None) -> SandboxConfig:
     """The sandbox section with only the providers to ask."""
     if unknown := [kind for kind in kinds if kind not in KINDS]:
         raise InputError(
             f"provider {unknown[0]!r} keeps no list that outlives its sandboxes' maker; there are: {', '.join(KINDS)}"
         )
-    found = _configured(config) if config is not None else _defaults(kinds)
-    chosen = [section for section in found if not kinds or section.type in kinds]
+    found = config.providers if config is not None else _defaults(kinds)
+    listed = [section for section in found if isinstance(section, E2BConfig | DaytonaConfig)]
+    chosen = [section for section in listed if not kinds or section.type in kinds]
     if not chosen:
         raise SandboxConfigError(_nothing_to_ask(kinds, config))
     return SandboxConfig(providers=tuple(chosen))
-
-
-def _configured(config: SandboxConfig) -> list[E2BConfig | DaytonaConfig]:
-    return [section for section in config.providers if isinstance(section, E2BConfig | DaytonaConfig)]
 
 
 def _defaults(kinds: Sequence[str]) -> list[E2BConfig | DaytonaConfig]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
-from rayapp.cli.sandbox.reap import load_sandbox_config
+from rayapp.config.loading import load_config
 from rayapp.config.sandbox import DaytonaConfig, E2BConfig, McpConfig, ProviderConfig
 from rayapp.core.errors import InputError, SandboxConfigError
 from rayapp.core.protocols import SandboxProvider
@@ -51,7 +51,7 @@ def choose_provider(
 
 def _section(kind: str, config: Path | None, url: str) -> ProviderConfig:
     if config is not None:
-        for section in load_sandbox_config(config).providers:
+        for section in load_config(config).sandbox.providers:
             if section.type == kind:
                 return section
         raise SandboxConfigError(f"{config} has no provider {kind}: add one to sandbox.providers")

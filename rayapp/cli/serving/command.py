@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import secrets
+from functools import partial
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -80,7 +81,9 @@ async def _serve(
     new_key = "" if given_key else secrets.token_urlsafe(24)
     # First, as it takes a second and says what is wrong with a model.
     formats = await asyncio.to_thread(Formats.of, config)
-    async with (open_running_servers if running else open_servers)(config, report=_report) as engine:
+    async with (open_running_servers if running else open_servers)(
+        config, report=partial(typer.echo, err=True)
+    ) as engine:
         serving = open_to_all(
             formats,
             engine,
@@ -95,10 +98,6 @@ async def _serve(
             is_serving.set()
             typer.echo(_told(name, url, new_key))
             await asyncio.Event().wait()
-
-
-def _report(text: str) -> None:
-    typer.echo(text, err=True)
 
 
 def _told(name: str, url: str, new_key: str) -> str:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 app = typer.Typer(help="Work with tasks.", no_args_is_help=True)
 _MOST_LINES = 50
-"""Of the table; of more tasks only those with findings are shown."""
+"""Most tasks that the table shows whole; of more, only those with findings are shown."""
 
 
 @app.callback()

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from rayapp.cli.score import read_answers, verdict_fields
-from rayapp.config.config import Config
+from rayapp.config.config import Config, with_values
 from rayapp.core.aio import run_until_done
 from rayapp.core.errors import InputError
 from rayapp.core.types import Reward
@@ -73,8 +73,7 @@ def try_reward(trial: Trial, texts: Sequence[str], files: Sequence[str]) -> bool
 
 def with_function(config: Config, trial: Trial) -> Config:
     """The configuration with the function that is tried, if it is one."""
-    custom = trial.name if trial.has_function else ""
-    return config.model_copy(update={"reward": config.reward.model_copy(update={"custom": custom})})
+    return with_values(config, reward={"custom": trial.name if trial.has_function else ""})
 
 
 def rows_of(trial: Trial) -> Iterator[tuple[int, DataRow]]:

@@ -103,7 +103,8 @@ def warmup(key: str, value: Any, values: Values) -> Landing:
     if steps == 0 and ratio > 0.0:
         total = num_steps("trainer.total_training_steps", values["trainer.total_training_steps"], values)
         steps = int(ratio * total.settings["train.num_steps"])
-    count = minibatch_count(values)
+    size = "actor_rollout_ref.actor.ppo_mini_batch_size"
+    count = int(minibatches(size, values[size], values).settings["train.num_minibatches"])
     note = f"{steps} training steps x {count} mini-batches; verl's first step is at 0" if steps else ""
     return Landing(settings={"learner.optimizer.warmup_steps": steps * count}, note=note)
 
@@ -123,11 +124,6 @@ def correction_threshold(key: str, value: Any, values: Values) -> Landing:
             "truncated. Give the upper bound alone."
         )
     return Landing(settings={"algorithm.rollout_correction.threshold": float(value)})
-
-
-def minibatch_count(values: Values) -> int:
-    key = "actor_rollout_ref.actor.ppo_mini_batch_size"
-    return int(minibatches(key, values[key], values).settings["train.num_minibatches"])
 
 
 def kl_loss(key: str, value: Any, values: Values) -> Landing:

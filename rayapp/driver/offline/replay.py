@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from rayapp.config.config import Config
+from rayapp.config.config import Config, with_values
 from rayapp.core.aio import run_until_done
 from rayapp.core.errors import InputError, RunFolderError
 from rayapp.core.logs import start_logs
@@ -24,7 +24,7 @@ from rayapp.driver.phases import Phases
 from rayapp.runs.folder import RunFolder
 from rayapp.runs.tracking.jsonl import read_metrics
 from rayapp.runs.tracking.metrics import summarize_step
-from rayapp.runs.tracking.trackers import RunTracker, make_trackers
+from rayapp.runs.tracking.trackers import make_trackers
 from rayapp.runs.trajectories import read_groups
 from rayapp.storage.models.check import check_model
 from rayapp.storage.models.teacher import check_teacher
@@ -55,7 +55,7 @@ def run_replay(config: Config, recorded: Path) -> None:
     check_teacher(config)
     files = trajectory_files(recorded, config.train.num_steps)
     with RunFolder.open(config) as folder:
-        if folder.latest_checkpoint() is not None:
+        if folder.checkpoints.latest() is not None:
             raise RunFolderError(f"{folder.path} holds a run with checkpoints: give the replay another run.name.")
         folder.truncate_after(0)
         run_until_done(_run(config, folder, files, recorded_metrics(recorded)))
@@ -65,7 +65,7 @@ def apart_from(config: Config, recorded: Path) -> Config:
     """The config under a name of its own, where it would write over the run that it replays."""
     if config.run_folder.resolve() != recorded.resolve():
         return config
-    return config.model_copy(update={"run": config.run.model_copy(update={"name": f"{config.run.name}-replay"})})
+    return with_values(config, run={"name": f"{config.run.name}-replay"})
 
 
 def trajectory_files(recorded: Path, num_steps: int) -> list[Path]:
@@ -134,12 +134,8 @@ async def _run(
                 number, differ = differences(step, recorded.get(step, {}), metrics)
                 num_compared, found = num_compared + number, found + differ
                 tracker.log(step, metrics | phases.metrics(summaries) | {"replay/differ": float(len(differ))})
-        _report(tracker, num_compared, found)
-
-
-def _report(tracker: RunTracker, num_compared: int, found: Sequence[Difference]) -> None:
-    for line in report_lines(num_compared, found):
-        tracker.note(line)
+        for line in report_lines(num_compared, found):
+            tracker.note(line)
 
 
 def report_lines(num_compared: int, found: Sequence[Difference]) -> Iterator[str]:

@@ -24,7 +24,7 @@ from rayapp.core.location import Location
 from rayapp.core.logs import about, start_logs
 from rayapp.core.types import Trajectory
 from rayapp.driver.cluster import LearnerGroup, one_connection, open_learners
-from rayapp.driver.evaluation import evaluate_model, recorded
+from rayapp.driver.evaluation import evaluate_model
 from rayapp.driver.phases import Phases
 from rayapp.driver.run import restore
 from rayapp.driver.saving import CheckpointSaver, is_due, saving, saving_when_stopped, saying_what_is_saved
@@ -176,10 +176,11 @@ class _Learning:
 async def _run(config: Config, section: Config, folder: RunFolder) -> None:
     local = with_local_model(section)
     found = await asyncio.to_thread(read_demonstrations, local, section.warmup.files)
-    held_out = await asyncio.to_thread(_held_out, local)
+    files = section.warmup.eval_files
+    held_out = (await asyncio.to_thread(read_demonstrations, local, files)).rows if files else ()
     with make_trackers(section, folder) as tracker, saying_what_is_saved(folder, tracker.note):
         tracker.note(_what_is_learned(section, found))
-        evaluated = await _evaluated(config, folder, tracker) if folder.latest_checkpoint() is None else {}
+        evaluated = await _evaluated(config, folder, tracker) if folder.checkpoints.latest() is None else {}
         rows = _Rows(learned=found.rows, held_out=held_out, evaluated=evaluated)
         await _learn_through_losses(section, folder, tracker, rows)
     write_reward_plot(folder.path)
@@ -190,14 +191,9 @@ async def _evaluated(config: Config, folder: RunFolder, tracker: RunTracker) -> 
     if not config.eval.before_training:
         return {}
     tracker.phase("eval")
-    with recorded(folder, 0) as record:
+    with folder.recording_evaluation(0) as record:
         metrics = await evaluate_model(config, report=tracker.note, record=record)
     return {f"eval/{name}": value for name, value in metrics.items()}
-
-
-def _held_out(config: Config) -> Sequence[Trajectory]:
-    files = config.warmup.eval_files
-    return read_demonstrations(config, files).rows if files else ()
 
 
 def _what_is_learned(config: Config, found: Demonstrations) -> str:

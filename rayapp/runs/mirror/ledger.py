@@ -35,7 +35,7 @@ class Ledger:
     folder: Path
     uri: str
     generation: int = 0
-    """Of the last lock on the remote folder that was held here. A higher one there means that others wrote since."""
+    """Number of the last lock on the remote folder that was held here; a higher one there: others wrote since."""
     files: dict[str, Stamp] = field(default_factory=dict)
     """By key, the stamp that the local file had when it was sent. Whole folders (`final`) are one entry."""
 

@@ -225,12 +225,10 @@ def mirroring(
         yield mirror
     except BaseException:
         # What the run failed with is the news; that some of it is not uploaded is said beside it.
-        left = mirror.finish()
-        if left:
+        if left := mirror.finish():
             log.warning("%s", _unfinished(mirror, folder, left))
         raise
-    left = mirror.finish()
-    if left:
+    if left := mirror.finish():
         raise StorageIncompleteError(_unfinished(mirror, folder, left))
     shutil.rmtree(folder)
 

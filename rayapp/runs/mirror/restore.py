@@ -14,7 +14,7 @@ from rayapp.core.aio import together
 from rayapp.core.errors import RunFolderError, StorageCorruptError
 from rayapp.runs.mirror.layout import CHECKPOINTS, EXPORTED, FINAL, LOCKS, METRICS, TRAJECTORIES, folder_stamp
 from rayapp.runs.mirror.ledger import Ledger, stamp_of
-from rayapp.runs.mirror.remote_checkpoints import RemoteCheckpoint, fetch, whole_checkpoints
+from rayapp.runs.mirror.remote_checkpoints import fetch, whole_checkpoints
 from rayapp.storage.base import Storage
 from rayapp.storage.folders import MANIFEST
 
@@ -47,7 +47,7 @@ async def prepare(storage: Storage, folder: Path, generation: int, *, must_be_ne
             f"{storage.uri} holds no run, but {folder} holds one that was written there. Delete {folder} to start "
             "anew, or choose another run.name."
         )
-    if must_be_new and await _has_run(storage):
+    if must_be_new and (await storage.exists(METRICS) or await whole_checkpoints(storage)):
         raise RunFolderError(
             f"{storage.uri} holds a run already, and run.resume is never. Choose another run.name, delete it there, or "
             "go on with run.resume=auto."
@@ -59,10 +59,6 @@ async def prepare(storage: Storage, folder: Path, generation: int, *, must_be_ne
     ledger.save()
     (folder / RESTORING).unlink()
     return ledger
-
-
-async def _has_run(storage: Storage) -> bool:
-    return await storage.exists(METRICS) or bool(await whole_checkpoints(storage))
 
 
 async def _restore(storage: Storage, ledger: Ledger) -> None:
@@ -100,14 +96,10 @@ async def _newest(storage: Storage, ledger: Ledger) -> None:
             log.warning("%s/%s is damaged and passed over: %s", storage.uri, checkpoint.key, error)
             damaged = error
             continue
-        _remember(ledger, checkpoint, path)
+        ledger.files[f"{checkpoint.key}/{MANIFEST}"] = stamp_of(path / MANIFEST)
         return
     if damaged is not None:
         raise damaged
-
-
-def _remember(ledger: Ledger, checkpoint: RemoteCheckpoint, path: Path) -> None:
-    ledger.files[f"{checkpoint.key}/{MANIFEST}"] = stamp_of(path / MANIFEST)
 
 
 def _has_files(folder: Path) -> bool:

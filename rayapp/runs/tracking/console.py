@@ -212,16 +212,14 @@ class LiveConsole:
 
     def _render(self) -> RenderableType:
         head = Table.grid(padding=(0, 2))
-        head.add_row(Text(self._name, style="bold", overflow="ellipsis", no_wrap=True), self._progress())
+        progress = ProgressBar(total=self._num_steps, completed=self._step, width=SPARK_STEPS)
+        head.add_row(Text(self._name, style="bold", overflow="ellipsis", no_wrap=True), progress)
         if self._rewards:
             reward = Text(number("reward", self._metrics), style="bold")
             head.add_row(Text("reward", style="dim"), Text.assemble(sparkline(self._rewards), "  ", reward))
         details = [Text(self._details())] if self._metrics else []
         phase = Text(self._phase_text(), style="cyan")
         return Group(head, phase, *details, *(Text(note, style="dim") for note in self._notes))
-
-    def _progress(self) -> ProgressBar:
-        return ProgressBar(total=self._num_steps, completed=self._step, width=SPARK_STEPS)
 
     def _phase_text(self) -> str:
         waited = duration(self._clock() - self._phase_started)

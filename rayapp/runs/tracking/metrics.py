@@ -79,12 +79,7 @@ def _spread(name: str, values: FloatArray) -> dict[str, float]:
     """Nothing for no values: a mean of nothing would be drawn as a fall to zero."""
     if not values.size:
         return {}
-    return {
-        f"{name}/mean": float(values.mean()),
-        f"{name}/std": float(values.std()),
-        f"{name}/min": float(values.min()),
-        f"{name}/max": float(values.max()),
-    }
+    return {f"{name}/{of}": float(getattr(values, of)()) for of in ("mean", "std", "min", "max")}
 
 
 def _groups(summaries: Sequence[GroupSummary]) -> dict[str, float]:

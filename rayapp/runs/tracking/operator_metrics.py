@@ -13,11 +13,12 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import cached_property
-from typing import Literal
+from functools import cached_property, partial
+from typing import Any, Literal
 
 Kind = Literal["gauge", "counter", "timestamp", "histogram"]
 Unit = Literal["", "s", "share", "bytes", "tokens/s", "time"]
+_LABEL = re.compile(r"\{(\w+)\}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +46,7 @@ class Metric:
     @cached_property
     def pattern(self) -> re.Pattern[str]:
         """Matches the scalars it shows, with a group per label."""
-        parts = re.split(r"\{(\w+)\}", self.source)
+        parts = _LABEL.split(self.source)
         return re.compile("".join(f"(?P<{p}>[^/]+)" if i % 2 else re.escape(p) for i, p in enumerate(parts)))
 
 
@@ -58,108 +59,57 @@ class Sample:
     value: float
 
 
+def _of_scalar(kind: Kind, name: str, source: str, text: str, **more: Any) -> Metric:
+    """A metric of one scalar, or of all that `source` describes: its labels are the parts in braces."""
+    return Metric(name=name, kind=kind, source=source, help=text, labels=tuple(_LABEL.findall(source)), **more)
+
+
+_gauge, _counter = partial(_of_scalar, "gauge"), partial(_of_scalar, "counter")
+_timestamp = partial(_of_scalar, "timestamp", unit="time")
 METRICS: tuple[Metric, ...] = (
     # The driver, once a step.
-    Metric(name="rl_step", kind="gauge", source="step", help="Optimizer steps done"),
-    Metric(name="rl_steps_planned", kind="gauge", source="run/num_steps", help="train.num_steps of the run"),
-    Metric(
-        name="rl_last_step_timestamp_seconds", kind="timestamp", source="timing_s/step", unit="time",
-        help="When the last step ended",
-    ),
-    Metric(
-        name="rl_last_checkpoint_timestamp_seconds", kind="timestamp", source="timing_s/checkpoint_write", unit="time",
-        help="When the last checkpoint was saved, or the run started: work after it is lost in a crash",
-    ),
-    Metric(name="rl_reward_mean", kind="gauge", source="reward/mean", help="Mean reward of valid trajectories"),
-    Metric(
-        name="rl_pass_rate", kind="gauge", source="reward/pass_rate/mean", unit="share",
-        help="Mean share of tests passed",
-    ),
-    Metric(
-        name="rl_solved_share", kind="gauge", source="reward/solved/mean", unit="share",
-        help="Trajectories that pass every test",
-    ),
-    Metric(
-        name="rl_no_signal_share", kind="gauge", source="groups/zero_variance", unit="share",
-        help="Groups whose rewards are all equal: they teach nothing",
-    ),
-    Metric(
-        name="rl_tokens_per_second", kind="gauge", source="throughput/response_tokens_per_s", unit="tokens/s",
-        help="Sampled tokens over the whole step",
-    ),
-    Metric(name="rl_entropy", kind="gauge", source="learner/entropy", help="Entropy of the policy in nats"),
-    Metric(name="rl_grad_norm", kind="gauge", source="learner/grad_norm", help="Norm of the gradient before clipping"),
-    Metric(
-        name="rl_phase_seconds", kind="gauge", source="timing_s/{phase}", unit="s", labels=("phase",),
-        is_zero_when_absent=True, help="Seconds of the last step by phase; `step` is the whole",
-    ),
-    Metric(
-        name="rl_idle_share", kind="gauge", source="idle/{role}", unit="share", labels=("role",),
-        help="Share of the last step in which servers generated, or learners trained, nothing",
-    ),
-    Metric(
-        name="rl_staleness_steps", kind="gauge", source="staleness/{stat}", labels=("stat",),
-        help="Optimizer steps between the weights that sampled and those that trained",
-    ),
-    Metric(
-        name="rl_groups", kind="gauge", source="ledger/{state}", labels=("state",),
-        help="Groups by state; `ready` is the queue between rollouts and training",
-    ),
-    Metric(
-        name="rl_queue_age_seconds", kind="gauge", source="queue/oldest_ready_s", unit="s",
-        help="How long the oldest finished group has waited for training",
-    ),
-    Metric(
-        name="rl_weight_sync_seconds", kind="gauge", source="timing_s/weight_sync", unit="s",
-        help="Until every server held the last weights",
-    ),
-    Metric(
-        name="rl_weight_sync_bytes", kind="gauge", source="weight_sync/bytes", unit="bytes",
-        help="Weights sent to each server",
-    ),
-    Metric(
-        name="rl_failed_share", kind="gauge", source="failure/{cause}", unit="share", labels=("cause",),
-        is_zero_when_absent=True, help="Trajectories of the last step that infrastructure failed, by cause",
-    ),
-    Metric(
-        name="rl_failed_share_10_steps", kind="gauge", source="rollout/failed_ratio_10_steps", unit="share",
-        help="The same over ten steps, all causes; past rollout.max_failed_ratio the run stops",
-    ),
-    Metric(
-        name="rl_tracker_failures_total", kind="counter", source="tracking/failed",
-        help="Steps that a tracker failed to record",
-    ),
+    _gauge("rl_step", "step", "Optimizer steps done"),
+    _gauge("rl_steps_planned", "run/num_steps", "train.num_steps of the run"),
+    _timestamp("rl_last_step_timestamp_seconds", "timing_s/step", "When the last step ended"),
+    _timestamp("rl_last_checkpoint_timestamp_seconds", "timing_s/checkpoint_write",
+               "When the last checkpoint was saved, or the run started: work after it is lost in a crash"),
+    _gauge("rl_reward_mean", "reward/mean", "Mean reward of valid trajectories"),
+    _gauge("rl_pass_rate", "reward/pass_rate/mean", "Mean share of tests passed", unit="share"),
+    _gauge("rl_solved_share", "reward/solved/mean", "Trajectories that pass every test", unit="share"),
+    _gauge("rl_no_signal_share", "groups/zero_variance",
+           "Groups whose rewards are all equal: they teach nothing", unit="share"),
+    _gauge("rl_tokens_per_second", "throughput/response_tokens_per_s",
+           "Sampled tokens over the whole step", unit="tokens/s"),
+    _gauge("rl_entropy", "learner/entropy", "Entropy of the policy in nats"),
+    _gauge("rl_grad_norm", "learner/grad_norm", "Norm of the gradient before clipping"),
+    _gauge("rl_phase_seconds", "timing_s/{phase}",
+           "Seconds of the last step by phase; `step` is the whole", unit="s", is_zero_when_absent=True),
+    _gauge("rl_idle_share", "idle/{role}",
+           "Share of the last step in which servers generated, or learners trained, nothing", unit="share"),
+    _gauge("rl_staleness_steps", "staleness/{stat}",
+           "Optimizer steps between the weights that sampled and those that trained"),
+    _gauge("rl_groups", "ledger/{state}", "Groups by state; `ready` is the queue between rollouts and training"),
+    _gauge("rl_queue_age_seconds", "queue/oldest_ready_s",
+           "How long the oldest finished group has waited for training", unit="s"),
+    _gauge("rl_weight_sync_seconds", "timing_s/weight_sync", "Until every server held the last weights", unit="s"),
+    _gauge("rl_weight_sync_bytes", "weight_sync/bytes", "Weights sent to each server", unit="bytes"),
+    _gauge("rl_failed_share", "failure/{cause}", "Trajectories of the last step that infrastructure failed, by cause",
+           unit="share", is_zero_when_absent=True),
+    _gauge("rl_failed_share_10_steps", "rollout/failed_ratio_10_steps",
+           "The same over ten steps, all causes; past rollout.max_failed_ratio the run stops", unit="share"),
+    _counter("rl_tracker_failures_total", "tracking/failed", "Steps that a tracker failed to record"),
     # The sandbox pool, every few seconds.
-    Metric(name="rl_sandbox_leased", kind="gauge", source="sandbox/leased", help="Sandboxes in use"),
-    Metric(name="rl_sandbox_waiting", kind="gauge", source="sandbox/waiting", help="Callers that wait for a sandbox"),
-    Metric(
-        name="rl_sandbox_wait_seconds", kind="gauge", source="sandbox/wait_{quantile}_s", unit="s",
-        labels=("quantile",), help="Wait for a sandbox, over the last 2048 leases",
-    ),
-    Metric(
-        name="rl_sandbox_fallbacks_total", kind="counter", source="sandbox/fallbacks",
-        help="Leases that another provider had to serve",
-    ),
-    Metric(
-        name="rl_sandbox_alive", kind="gauge", source="sandbox/{provider}/alive", labels=("provider",),
-        help="Remote sandboxes that exist",
-    ),
-    Metric(
-        name="rl_sandbox_limit", kind="gauge", source="sandbox/{provider}/limit", labels=("provider",),
-        help="Sandboxes that the provider lets us have",
-    ),
-    Metric(
-        name="rl_sandbox_created_total", kind="counter", source="sandbox/{provider}/created", labels=("provider",),
-        help="Sandboxes created",
-    ),
-    Metric(
-        name="rl_sandbox_failures_total", kind="counter", source="sandbox/{provider}/failed_{cause}",
-        labels=("provider", "cause"), help="Creations that failed, by cause",
-    ),
-    Metric(
-        name="rl_sandbox_strays_total", kind="counter", source="sandbox/{provider}/strays_ended", labels=("provider",),
-        help="Sandboxes found at the provider that nobody knew of, and ended",
-    ),
+    _gauge("rl_sandbox_leased", "sandbox/leased", "Sandboxes in use"),
+    _gauge("rl_sandbox_waiting", "sandbox/waiting", "Callers that wait for a sandbox"),
+    _gauge("rl_sandbox_wait_seconds", "sandbox/wait_{quantile}_s",
+           "Wait for a sandbox, over the last 2048 leases", unit="s"),
+    _counter("rl_sandbox_fallbacks_total", "sandbox/fallbacks", "Leases that another provider had to serve"),
+    _gauge("rl_sandbox_alive", "sandbox/{provider}/alive", "Remote sandboxes that exist"),
+    _gauge("rl_sandbox_limit", "sandbox/{provider}/limit", "Sandboxes that the provider lets us have"),
+    _counter("rl_sandbox_created_total", "sandbox/{provider}/created", "Sandboxes created"),
+    _counter("rl_sandbox_failures_total", "sandbox/{provider}/failed_{cause}", "Creations that failed, by cause"),
+    _counter("rl_sandbox_strays_total", "sandbox/{provider}/strays_ended",
+             "Sandboxes found at the provider that nobody knew of, and ended"),
     # Rollout workers, at every call.
     Metric(
         name="rl_sandbox_exec_seconds", kind="histogram", unit="s", labels=("provider",),
@@ -167,30 +117,14 @@ METRICS: tuple[Metric, ...] = (
         help="Seconds of one call into a sandbox, as the worker saw it",
     ),
     # vLLM servers, every few seconds.
-    Metric(
-        name="rl_server_running", kind="gauge", source="server/{server}/running", labels=("server",),
-        help="Requests being decoded",
-    ),
-    Metric(
-        name="rl_server_waiting", kind="gauge", source="server/{server}/waiting", labels=("server",),
-        help="Requests that wait for the engine",
-    ),
-    Metric(
-        name="rl_server_kv_used_share", kind="gauge", source="server/{server}/kv_used", unit="share",
-        labels=("server",), help="Share of the KV cache in use",
-    ),
-    Metric(
-        name="rl_server_prefix_queries_total", kind="counter", source="server/{server}/prefix_queries",
-        labels=("server",), help="Prompt tokens looked up in the prefix cache",
-    ),
-    Metric(
-        name="rl_server_prefix_hits_total", kind="counter", source="server/{server}/prefix_hits", labels=("server",),
-        help="Prompt tokens found there",
-    ),
-    Metric(
-        name="rl_server_preempted_total", kind="counter", source="server/{server}/preempted", labels=("server",),
-        help="Requests thrown out and computed again, for want of KV cache",
-    ),
+    _gauge("rl_server_running", "server/{server}/running", "Requests being decoded"),
+    _gauge("rl_server_waiting", "server/{server}/waiting", "Requests that wait for the engine"),
+    _gauge("rl_server_kv_used_share", "server/{server}/kv_used", "Share of the KV cache in use", unit="share"),
+    _counter("rl_server_prefix_queries_total", "server/{server}/prefix_queries",
+             "Prompt tokens looked up in the prefix cache"),
+    _counter("rl_server_prefix_hits_total", "server/{server}/prefix_hits", "Prompt tokens found there"),
+    _counter("rl_server_preempted_total", "server/{server}/preempted",
+             "Requests thrown out and computed again, for want of KV cache"),
 )  # fmt: skip
 BY_NAME = {metric.name: metric for metric in METRICS}
 

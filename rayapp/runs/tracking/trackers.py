@@ -6,7 +6,7 @@ import json
 import logging
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -24,7 +24,6 @@ from rayapp.runs.folder import RunFolder
 from rayapp.runs.tracking.background import BackgroundTracer, BackgroundTracker, RolloutTracer
 from rayapp.runs.tracking.console import LineConsole, LiveConsole, LogConsole, NotebookConsole, in_notebook
 from rayapp.runs.tracking.jsonl import JsonlTracker
-from rayapp.runs.tracking.traces import Decode
 from rayapp.storage.models.tokenizer import load_tokenizer
 
 log = logging.getLogger(__name__)
@@ -78,12 +77,10 @@ class RunTracker:
         try:
             yield
         except Exception as error:  # boundary: a tracker is never worth a run
-            self._report(name, error)
-
-    def _report(self, name: str, error: Exception) -> None:
-        if name not in self._num_failed:
-            log.warning("tracker %s failed and may miss steps from now on: %s: %s", name, type(error).__name__, error)
-        self._num_failed[name] = self._num_failed.get(name, 0) + 1
+            if name not in self._num_failed:
+                kind = type(error).__name__
+                log.warning("tracker %s failed and may miss steps from now on: %s: %s", name, kind, error)
+            self._num_failed[name] = self._num_failed.get(name, 0) + 1
 
     def close(self) -> None:
         for name, tracker in self._trackers.items():
@@ -94,11 +91,8 @@ class RunTracker:
 @contextmanager
 def make_trackers(config: Config, folder: RunFolder) -> Iterator[RunTracker]:
     """The trackers that `tracking.trackers` names, closed at the end of the block."""
-    tracker = _make(config, folder.path)
-    try:
+    with closing(_make(config, folder.path)) as tracker:
         yield tracker
-    finally:
-        tracker.close()
 
 
 def _make(config: Config, path: Path) -> RunTracker:
@@ -148,12 +142,8 @@ def _mlflow(config: Config, path: Path, first_step: int) -> RolloutTracer:
         uri=section.mlflow_uri,
         experiment=section.project,
         parameters=flattened(config),
-        load_decode=partial(_load_decode, config),
+        load_decode=lambda: partial(load_tokenizer(config).decode, skip_special_tokens=False),
     )
-
-
-def _load_decode(config: Config) -> Decode:
-    return partial(load_tokenizer(config).decode, skip_special_tokens=False)
 
 
 def _wandb(config: Config, path: Path, first_step: int) -> Tracker:

@@ -16,7 +16,7 @@ _EPSILON = 1e-6
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Advantages:
-    """Of one group.
+    """The advantages of one group's trajectories.
 
     Example: rewards 1 and 0 under grpo -> mean 0.5, standard deviation 0.7071, values (0.7071, -0.7071).
     """

@@ -14,6 +14,8 @@ from rayapp.runs.tracking.jsonl import read_records
 from rayapp.runs.view.source import RunSource
 
 MAX_POINTS = 600
+Curves = dict[str, dict[str, list[float]]]
+"""By metric: {"steps": [...], "values": [...]}."""
 
 
 class Metrics:
@@ -57,10 +59,7 @@ class Metrics:
 
 def keys_of(records: Sequence[dict[str, Any]]) -> list[str]:
     """Every metric that some step has."""
-    found: dict[str, None] = {}
-    for record in records:
-        found |= dict.fromkeys(record)
-    return sorted(key for key in found if key not in ("step", "time"))
+    return sorted({key for record in records for key in record} - {"step", "time"})
 
 
 def curve(

@@ -14,32 +14,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from rayapp.core.errors import InputError
-from rayapp.runs.view.source import FOLDERS, RunSource, recorded_group
+from rayapp.runs.view.source import FOLDERS, SCALARS, RunSource, recorded_group
 from rayapp.runs.view.tokens import Tokenizer, token_texts
 
 MAX_TEXT_CHARS = 60_000
 MAX_TOKENS = 40_000
 MAX_TRAJECTORIES = 256
-_GROUP_COLUMNS = (
-    "index",
-    "task",
-    "prompt",
-    "prefill",
-    "completion",
-    "reward",
-    "reward_terms",
-    "reward_status",
-    "reward_detail",
-    "valid",
-    "failure_kind",
-    "status",
-    "num_prompt_tokens",
-    "num_turns",
-    "min_policy_version",
-    "max_policy_version",
-    "time_generate_s",
-    "time_score_s",
-)
+_GROUP_COLUMNS = ("index", "prefill", "completion", "reward_detail", *SCALARS)
 _TOKEN_COLUMNS = ("token_ids", "response_mask", "rollout_log_probs")
 FORKS = "forks"
 """Optional column: where tokens don't go on from those before them."""

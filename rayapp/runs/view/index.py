@@ -19,8 +19,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from rayapp.runs.trajectories import SCHEMA_VERSION
-from rayapp.runs.view.source import RunSource, StepFile
+from rayapp.runs.trajectories import SCHEMA_VERSION, VERSION_KEY
+from rayapp.runs.view.source import SCALARS, RunSource, StepFile
 
 MAX_FILES_PER_REFRESH = 64
 MAX_ROWS_PER_REFRESH = 100_000
@@ -28,27 +28,9 @@ MAX_REFUSED_PER_REFRESH = 3
 """Files that a storage fails to give before it is left alone until the next look: each may cost a whole timeout."""
 FIRST_ROWS = 4096
 """Rows after which the first batch ends: enough for a first page, read before anybody is told the address."""
-_VERSION_KEY = b"rayapp.schema_version"
 _PREVIEW_CHARS = 800
 """End of a prompt that is kept: what the user asked is near it."""
-_COLUMNS = (
-    "step",
-    "group_id",
-    "task",
-    "prompt",
-    "reward",
-    "reward_terms",
-    "reward_status",
-    "valid",
-    "failure_kind",
-    "status",
-    "num_prompt_tokens",
-    "num_turns",
-    "min_policy_version",
-    "max_policy_version",
-    "time_generate_s",
-    "time_score_s",
-)
+_COLUMNS = ("step", "group_id", *SCALARS)
 
 _CREATE = """
 create table groups (
@@ -222,7 +204,7 @@ def read_narrow(source: RunSource, file: StepFile) -> Any:
 
 def check_schema(schema: Any) -> None:
     """Raises ValueError unless this version can read the file."""
-    found = (schema.metadata or {}).get(_VERSION_KEY, b"none").decode()
+    found = (schema.metadata or {}).get(VERSION_KEY, b"none").decode()
     if found != SCHEMA_VERSION:
         raise ValueError(f"trajectory schema {found}, and this version reads {SCHEMA_VERSION}; use a newer rayapp")
     missing = [name for name in _COLUMNS if name not in schema.names]

@@ -17,11 +17,9 @@ from jinja2 import Environment, PackageLoader, select_autoescape
 
 from rayapp.core.errors import InputError
 from rayapp.core.files import write_text
-from rayapp.runs.plots import Curves, draw_panels
-from rayapp.runs.view.curves import keys_of
-from rayapp.runs.view.groups import GroupFilter, Page
-from rayapp.runs.view.panels import PANELS, keys_of_panel
-from rayapp.runs.view.run import ViewedRun, curves_of
+from rayapp.runs.plots import draw_panels
+from rayapp.runs.view.groups import GroupFilter, Page, find_groups
+from rayapp.runs.view.run import ViewedRun, panels_of
 from rayapp.runs.view.source import open_source
 
 MAX_EXAMPLE_CHARS = 4000
@@ -66,17 +64,10 @@ def write_report(uri: str, out: Path | None) -> Report:
         raise InputError(f"{uri} has no step in metrics.jsonl yet: there is nothing to report")
     out = out or (Path(uri) if "://" not in uri else Path.cwd() / run.name) / "report"
     out.mkdir(parents=True, exist_ok=True)
-    plots = draw_panels(panel_curves(records), out)
+    plots = draw_panels(panels_of(records), out)
     page = out / "report.html"
     write_text(page, _render(run, records, plots))
     return Report(page=page, plots=tuple(plots.values()))
-
-
-def panel_curves(records: list[dict[str, Any]]) -> list[Curves]:
-    """The panels that have data."""
-    known = keys_of(records)
-    shown = ((panel, keys_of_panel(panel, known)) for panel in PANELS)
-    return [Curves(panel=panel, curves=curves_of(records, panel, keys)) for panel, keys in shown if keys]
 
 
 def headlines(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -100,7 +91,7 @@ def examples(run: ViewedRun) -> list[dict[str, Any]]:
     for task in run.facets()["tasks"]:
         for when, descending in (("first", False), ("last", True)):
             page = Page(sort="step", descending=descending, limit=1)
-            rows = run.find(GroupFilter(task=task, purpose="train"), page)["rows"]
+            rows = find_groups(run.index, GroupFilter(task=task, purpose="train"), page)["rows"]
             if not rows:  # a task of evaluations alone
                 continue
             row = rows[0]

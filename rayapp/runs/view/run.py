@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ import yaml
 
 from rayapp.core.errors import InputError, RayappError, StorageError
 from rayapp.runs.view.advantages import group_advantages
-from rayapp.runs.view.curves import Metrics, curve, keys_of
+from rayapp.runs.view.curves import Curves, Metrics, curve, keys_of
 from rayapp.runs.view.details import read_group, read_trajectory
 from rayapp.runs.view.diff import diff_lines
 from rayapp.runs.view.groups import GroupFilter, Page, facets, find_groups, neighbours, same_prompt
@@ -98,19 +98,9 @@ class ViewedRun:
         }
 
     def panels(self) -> list[dict[str, Any]]:
-        """Charts with their curves; one without any data is left out."""
-        records = self._metrics.records()
-        known = keys_of(records)
-        shown = [(panel, keys_of_panel(panel, known)) for panel in PANELS]
-        return [
-            asdict(panel) | {"keys": keys, "curves": curves_of(records, panel, keys)} for panel, keys in shown if keys
-        ]
-
-    def metric_keys(self) -> list[str]:
-        return keys_of(self._metrics.records())
-
-    def curve(self, key: str) -> dict[str, list[float]]:
-        return curve(self._metrics.records(), key)
+        """Charts with their curves."""
+        shown = panels_of(self._metrics.records())
+        return [asdict(panel) | {"keys": list(curves), "curves": curves} for panel, curves in shown]
 
     def facets(self) -> dict[str, Any]:
         return facets(self.index)
@@ -119,14 +109,10 @@ class ViewedRun:
         """Raises InputError: a filter that can't be."""
         chosen, page = GroupFilter.parse(query), Page.parse(query)
         if chosen.text is None:
-            return self.find(chosen, page)
+            return find_groups(self.index, chosen, page)
         found = self.search.find(chosen.text)
         looked = {"searched": found.num_searched, "files": found.num_files}
         return find_groups(self.index, chosen, page, among=found.groups) | looked
-
-    def find(self, chosen: GroupFilter, page: Page) -> dict[str, Any]:
-        """As `groups`, for callers that have no address."""
-        return find_groups(self.index, chosen, page)
 
     def group(self, step: int, group_id: int) -> dict[str, Any]:
         """A group with its trajectories, their advantages, and the other groups of its prompt.
@@ -169,7 +155,7 @@ class ViewedRun:
             "group_size": len(rows),
         }
 
-    def diff(self, left: tuple[int, int, int], right: tuple[int, int, int]) -> dict[str, Any]:
+    def diff(self, left: Sequence[int], right: Sequence[int]) -> dict[str, Any]:
         """Two completions against each other, each named by (step, group, index).
 
         Raises:
@@ -203,10 +189,13 @@ class ViewedRun:
         return group_advantages([row["reward"] for row in rows], [row["valid"] for row in rows], algorithm)
 
 
-def curves_of(records: list[dict[str, Any]], panel: Panel, keys: Sequence[str]) -> dict[str, dict[str, list[float]]]:
-    """The curves of a panel by their metric."""
-    absent = 0.0 if panel.absent_is_zero else None
-    return {key: curve(records, key, absent=absent) for key in keys}
+def panels_of(records: list[dict[str, Any]]) -> Iterator[tuple[Panel, Curves]]:
+    """Each panel with its curves; one without any data is left out."""
+    known = keys_of(records)
+    for panel in PANELS:
+        absent = 0.0 if panel.absent_is_zero else None
+        if keys := keys_of_panel(panel, known):
+            yield panel, {key: curve(records, key, absent=absent) for key in keys}
 
 
 def run_state(records: list[dict[str, Any]], num_steps: int | None, *, now: float) -> str:

@@ -57,15 +57,12 @@ class TextSearch:
             if key not in self._seen:
                 if self._clock() - started > BUDGET_S:
                     break
-                self._remember(key, tuple(self._in_file(file, text)))
+                self._seen[key] = tuple(self._in_file(file, text))
+                if len(self._seen) > MOST_REMEMBERED:
+                    self._seen.popitem(last=False)
             groups += self._seen[key]
             num_searched += 1
         return Found(groups=tuple(groups), num_searched=num_searched, num_files=len(files))
-
-    def _remember(self, key: tuple[str, str, tuple[int, int]], found: tuple[str, ...]) -> None:
-        self._seen[key] = found
-        if len(self._seen) > MOST_REMEMBERED:
-            self._seen.popitem(last=False)
 
     def _in_file(self, file: StepFile, text: str) -> Iterator[str]:
         try:

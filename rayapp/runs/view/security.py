@@ -73,11 +73,15 @@ class Guard:
             return PlainTextResponse("this page is read only", status_code=405)
         headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
         if not self._token:
-            return None if _host_name(headers.get("host", "")) in LOCAL_NAMES else _foreign_host()
+            if _host_name(headers.get("host", "")) in LOCAL_NAMES:
+                return None
+            return PlainTextResponse("open this page as http://127.0.0.1 or http://localhost", status_code=403)
         offered = parse_qs(scope["query_string"].decode("latin-1")).get("token", [""])[0]
         if offered and self._matches(offered):
             return self._welcome(scope)
-        return None if self._matches(_cookie(headers.get("cookie", ""), self._cookie)) else _no_token()
+        if self._matches(_cookie(headers.get("cookie", ""), self._cookie)):
+            return None
+        return PlainTextResponse("open the address that `rayapp view` printed: it has the token", status_code=401)
 
     def _welcome(self, scope: Scope) -> Response:
         """The token goes from the address, where it would be copied with a link, into a cookie."""
@@ -103,11 +107,3 @@ def _cookie(header: str, name: str) -> str:
     except CookieError:
         return ""
     return morsel.value if morsel else ""
-
-
-def _foreign_host() -> Response:
-    return PlainTextResponse("open this page as http://127.0.0.1 or http://localhost", status_code=403)
-
-
-def _no_token() -> Response:
-    return PlainTextResponse("open the address that `rayapp view` printed: it has the token", status_code=401)

@@ -13,6 +13,7 @@ import json
 import math
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -43,8 +44,6 @@ def make_app(runs: Sequence[ViewedRun], *, token: str = "", refresh_every_s: flo
         Route("/api/runs", lambda request: answer([run.summary() for run in request.app.state.runs])),
         Route("/api/runs/{run:int}/config", _of_run(lambda run, _: run.config())),
         Route("/api/runs/{run:int}/panels", _of_run(lambda run, _: run.panels())),
-        Route("/api/runs/{run:int}/keys", _of_run(lambda run, _: run.metric_keys())),
-        Route("/api/runs/{run:int}/curve", _of_run(lambda run, query: run.curve(query.get("key", "")))),
         Route("/api/runs/{run:int}/facets", _of_run(lambda run, _: run.facets())),
         Route("/api/runs/{run:int}/groups", _of_run(lambda run, query: run.groups(query))),
         Route("/api/runs/{run:int}/group", _of_run(lambda run, query: run.group(*_numbers(query, "step", "group")))),
@@ -58,7 +57,7 @@ def make_app(runs: Sequence[ViewedRun], *, token: str = "", refresh_every_s: flo
     app = Starlette(
         routes=routes,
         lifespan=lambda _: _refreshing(runs, refresh_every_s),
-        exception_handlers={InputError: _bad_request, StorageError: _bad_gateway},
+        exception_handlers={InputError: partial(_refusal, 404), StorageError: partial(_refusal, 502)},
     )
     app.state.runs = list(runs)
     return Guard(app, token)
@@ -96,7 +95,7 @@ def _of_run(read: Callable[[ViewedRun, Any], Any]) -> Callable[[Request], Respon
 def _diff(run: ViewedRun, query: Any) -> dict[str, Any]:
     left = _numbers(query, "step", "group", "index")
     right = _numbers(query, "other_step", "other_group", "other_index")
-    return run.diff((left[0], left[1], left[2]), (right[0], right[1], right[2]))
+    return run.diff(left, right)
 
 
 def _numbers(query: Any, *names: str) -> list[int]:
@@ -110,12 +109,8 @@ def _page(_: Request) -> Response:
     return FileResponse(STATIC / "index.html", headers={"cache-control": "no-cache"})
 
 
-def _bad_request(_: Request, error: Exception) -> Response:
-    return answer({"error": str(error)}, 404)
-
-
-def _bad_gateway(_: Request, error: Exception) -> Response:
-    return answer({"error": str(error)}, 502)
+def _refusal(status: int, _: Request, error: Exception) -> Response:
+    return answer({"error": str(error)}, status)
 
 
 @asynccontextmanager

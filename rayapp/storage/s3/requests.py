@@ -113,7 +113,7 @@ class S3Requests:
     async def check(self) -> None:
         await self.ask(self.root, "list_objects_v2", Prefix=self.root.key, MaxKeys=1)
 
-    async def _put(self, data: bytes, key: str, *, if_absent: bool) -> ObjectInfo:
+    async def _put(self, data: bytes, key: str, *, if_absent: bool = False) -> ObjectInfo:
         location, writer = self.location(key), uuid.uuid4().hex
         sha256 = await asyncio.to_thread(hash_bytes, data)
         extra = await asyncio.to_thread(checksum_arguments, data, self.settings.checksums)

@@ -23,11 +23,11 @@ class S3Storage(S3Requests):
     def fenced(self, fence: Fence) -> S3Storage:
         return S3Storage(self.client, self.root, self.settings, fence)
 
-    async def put_file(self, path: Path, key: str, *, if_absent: bool = False) -> ObjectInfo:
+    async def put_file(self, path: Path, key: str) -> ObjectInfo:
         if (await asyncio.to_thread(path.stat)).st_size > self.settings.transfer.part_bytes:
-            return await upload(self, path, key, if_absent=if_absent)
+            return await upload(self, path, key)
         async with self.slots:
-            return await self._put(await asyncio.to_thread(path.read_bytes), key, if_absent=if_absent)
+            return await self._put(await asyncio.to_thread(path.read_bytes), key)
 
     async def get_file(self, key: str, path: Path, *, sha256: str = "") -> ObjectInfo:
         return await download(self, key, path, sha256=sha256)

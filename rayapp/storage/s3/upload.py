@@ -11,7 +11,6 @@ import asyncio
 import json
 import math
 import os
-import uuid
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,7 @@ from rayapp.core.location import Location
 from rayapp.storage.base import ObjectInfo
 from rayapp.storage.hashing import hash_file
 from rayapp.storage.s3.body import Body, checksum_arguments
-from rayapp.storage.s3.requests import S3Requests
+from rayapp.storage.s3.requests import SHA256, S3Requests
 
 MAX_PARTS = 10_000
 _JOURNAL = ".uploading"
@@ -36,8 +35,6 @@ class _Upload:
     sha256: str
     num_bytes: int
     part_bytes: int
-    writer: str = ""
-    """Tells one creator's object from another's with the same content."""
 
     @property
     def num_parts(self) -> int:
@@ -63,27 +60,22 @@ def part_bytes_for(num_bytes: int, part_bytes: int) -> int:
     return part_bytes if least <= part_bytes else math.ceil(least / (1 << 20)) * (1 << 20)
 
 
-async def upload(storage: S3Requests, path: Path, key: str, *, if_absent: bool) -> ObjectInfo:
-    """Send one file. Raises what `Storage.put_file` says.
-
-    With `if_absent` nothing is resumed: two writers of the same content would finish one upload, and both believe that
-    they had made the object.
-    """
+async def upload(storage: S3Requests, path: Path, key: str) -> ObjectInfo:
+    """Send one file. Raises what `Storage.put_file` says."""
     location, before = storage.location(key), await asyncio.to_thread(path.stat)
     sha256 = await hash_file(path)
     part_bytes = part_bytes_for(before.st_size, storage.settings.transfer.part_bytes)
     wanted = _Upload(upload_id="", sha256=sha256, num_bytes=before.st_size, part_bytes=part_bytes)
-    current, etags = (None, {}) if if_absent else await _resume(storage, location, key, wanted)
+    current, etags = await _resume(storage, location, key, wanted)
     if current is None:
-        current = await _start(storage, location, key, wanted, journal=not if_absent)
+        current = await _start(storage, location, key, wanted)
     etags = await _send_parts(storage, location, path, current, etags)
     after = await asyncio.to_thread(path.stat)
     if (after.st_size, after.st_mtime_ns) != (before.st_size, before.st_mtime_ns):
         await storage.ask(location, "abort_multipart_upload", Key=location.key, UploadId=current.upload_id)
         raise StorageCorruptError(f"{path} changed while it was uploaded; nothing was written to {location}")
-    await _complete(storage, location, key, current, etags, if_absent=if_absent)
-    if not if_absent:
-        await storage.delete(journal_key(key))
+    await _complete(storage, location, key, current, etags)
+    await storage.delete(journal_key(key))
     return ObjectInfo(key=key, num_bytes=current.num_bytes, sha256=sha256)
 
 
@@ -120,13 +112,11 @@ async def _parts_there(storage: S3Requests, location: Location, current: _Upload
         arguments["PartNumberMarker"] = page["NextPartNumberMarker"]
 
 
-async def _start(storage: S3Requests, location: Location, key: str, wanted: _Upload, *, journal: bool) -> _Upload:
-    writer = uuid.uuid4().hex
-    metadata = {"sha256": wanted.sha256, "writer": writer}
+async def _start(storage: S3Requests, location: Location, key: str, wanted: _Upload) -> _Upload:
+    metadata = {SHA256: wanted.sha256}
     answer = await storage.ask(location, "create_multipart_upload", Key=location.key, Metadata=metadata)
-    started = replace(wanted, upload_id=answer["UploadId"], writer=writer)
-    if journal:
-        await storage.put_bytes(json.dumps(asdict(started)).encode(), journal_key(key))
+    started = replace(wanted, upload_id=answer["UploadId"])
+    await storage.put_bytes(json.dumps(asdict(started)).encode(), journal_key(key))
     return started
 
 
@@ -161,36 +151,24 @@ def _read_part(path: Path, current: _Upload, number: int) -> bytes:
     return data
 
 
-async def _complete(
-    storage: S3Requests, location: Location, key: str, current: _Upload, etags: dict[int, str], *, if_absent: bool
-) -> None:
+async def _complete(storage: S3Requests, location: Location, key: str, current: _Upload, etags: dict[int, str]) -> None:
     parts = [{"PartNumber": number, "ETag": etags[number]} for number in sorted(etags)]
-    condition = {"IfNoneMatch": "*"} if if_absent else {}
     try:
         await storage.change(location, lambda: storage.client.complete_multipart_upload(
             Bucket=location.bucket, Key=location.key, UploadId=current.upload_id, MultipartUpload={"Parts": parts},
-            **condition,
         ))  # fmt: skip
     except StorageTakenError:
         raise
     except StorageError:
         # Its answer may have been lost: whether it worked is told by what is there now.
-        if not await _is_there(storage, key, current, by_us=if_absent):
-            if if_absent:
-                await _abort(storage, location, current)
+        if not await _is_there(storage, key, current):
             raise
-    if not await _is_there(storage, key, current, by_us=if_absent):
+    if not await _is_there(storage, key, current):
         raise StorageCorruptError(f"{location}: not {current.num_bytes} bytes with our checksum after its upload")
 
 
-async def _is_there(storage: S3Requests, key: str, current: _Upload, *, by_us: bool) -> bool:
-    try:
-        head = await storage.head(key)
-    except StorageNotFoundError:
-        return False
-    metadata = head["Metadata"]
-    same = (head["ContentLength"], metadata.get("sha256")) == (current.num_bytes, current.sha256)
-    return same and (not by_us or metadata.get("writer") == current.writer)
+async def _is_there(storage: S3Requests, key: str, current: _Upload) -> bool:
+    return await storage.info(key) == ObjectInfo(key=key, num_bytes=current.num_bytes, sha256=current.sha256)
 
 
 async def _abort(storage: S3Requests, location: Location, current: _Upload) -> None:

@@ -28,7 +28,7 @@ class Outcome:
     injected: dict[str, int] = field(default_factory=dict)
 
     def report(self) -> dict[str, object]:
-        """For JSON."""
+        """The counts as plain data for JSON."""
         invalid = sum(self.invalid.values())
         return {
             "executions": self.executions,

@@ -43,14 +43,14 @@ class FaultRun:
 
     executions: int
     share: float = 0.05
-    """Of calls that fail."""
+    """Share of calls that fail."""
     death_share: float = 0.05
     """Of executions in whose course some sandbox dies by itself, leased or idle. Not so many a second: on a machine
     that is slow for a while, everything would die before it is done."""
     concurrency: int = 12
     """Executions at once, for each provider."""
     timeout_s: float = 20.0
-    """Of an honest program: long, since a slow machine must not make a wrong verdict."""
+    """Deadline of an honest program: long, since a slow machine must not make a wrong verdict."""
     answer_within_s: float = 10.0
     """What a call may take beyond that. A call that hangs costs the sum of both."""
     create_timeout_s: float = 10.0

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import os
+import pwd
 import signal
+import socket
 import subprocess
 import time
 import urllib.error
@@ -113,8 +115,6 @@ class SwiftServer:
         return True
 
     def _listens(self, kind: str) -> bool:
-        import socket
-
         with socket.socket() as probe:
             probe.settimeout(1.0)
             return probe.connect_ex(("127.0.0.1", self._ports[kind])) == 0
@@ -153,9 +153,10 @@ class SwiftServer:
 
     def _defaults(self, kind: str) -> str:
         # Workers 0: one process, which ends with the process we started.
+        user = pwd.getpwuid(os.getuid()).pw_name
         return (
             f"[DEFAULT]\nbind_ip = 127.0.0.1\nbind_port = {self._ports[kind]}\nworkers = 0\nswift_dir = {self._home}\n"
-            f"devices = {self._devices}\nmount_check = false\nuser = {_user()}\nlog_level = WARNING\n"
+            f"devices = {self._devices}\nmount_check = false\nuser = {user}\nlog_level = WARNING\n"
         )
 
 
@@ -166,9 +167,3 @@ def _options(name: str) -> str:
     if name == "s3api":
         return f"location = {REGION}\ns3_acl = false\nmin_segment_size = 5242880\n"
     return ""
-
-
-def _user() -> str:
-    import pwd
-
-    return pwd.getpwuid(os.getuid()).pw_name

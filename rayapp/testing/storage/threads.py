@@ -2,44 +2,24 @@
 
 from __future__ import annotations
 
-import asyncio
-import threading
 import time
 from collections.abc import Callable
 
-from rayapp.testing.storage.faulty_proxy import FaultyProxy, Plan
+from rayapp.core.own_thread import LoopThread
+from rayapp.testing.storage.faulty_proxy import FaultyProxy
 
 
-class ProxyThread:
-    """A `FaultyProxy` for tests without an event loop: `with ProxyThread(server.url) as proxy:`."""
-
-    def __init__(self, target_url: str) -> None:
-        self._proxy = FaultyProxy(target_url)
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="faulty-proxy", daemon=True)
-
-    @property
-    def url(self) -> str:
-        return self._proxy.url
-
-    @property
-    def plan(self) -> Plan:
-        return self._proxy.plan
-
-    @plan.setter
-    def plan(self, plan: Plan) -> None:
-        self._proxy.plan = plan
+class ProxyThread(FaultyProxy):
+    """For tests without an event loop: `with ProxyThread(server.url) as proxy:`."""
 
     def __enter__(self) -> ProxyThread:
-        self._thread.start()
-        asyncio.run_coroutine_threadsafe(self._proxy.__aenter__(), self._loop).result(30)
+        self._thread = LoopThread("faulty-proxy")
+        self._thread.run(self.__aenter__())
         return self
 
     def __exit__(self, *exc: object) -> None:
-        asyncio.run_coroutine_threadsafe(self._proxy.__aexit__(), self._loop).result(30)
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(30)
-        self._loop.close()
+        self._thread.run(self.__aexit__())
+        self._thread.close()
 
 
 def make_bucket(url: str, bucket: str, key: str, secret: str, region: str) -> None:

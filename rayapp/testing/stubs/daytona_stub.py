@@ -39,7 +39,7 @@ class DaytonaStub(StubServer):
         super().__init__(faults)
         self.max_alive = max_alive
         self.bodies: list[dict[str, Any]] = []
-        """Of every create."""
+        """Body of every request to create a sandbox."""
         self._snapshots = snapshots
         self._kernels: dict[str, Kernel] = {}
         for method, path, call, handler in (
@@ -48,14 +48,14 @@ class DaytonaStub(StubServer):
             ("GET", "/api/sandbox/{id}", "info", self._info),
             ("DELETE", "/api/sandbox/{id}", "kill", self._kill),
             ("POST", "/api/sandbox/{id}/ttl/{minutes}", "extend", self._ttl),
-            ("POST", "/api/sandbox/{id}/last-activity", "activity", self._activity),
+            ("POST", "/api/sandbox/{id}/last-activity", "activity", self._accepted),
         ):
             self.app.router.add_route(method, path, self.wrap(call, _CONTROL, self._with_key(handler)))
         for method, path, call, handler in (
             ("POST", "/toolbox/{id}/process/execute", "execute", self._execute),
             ("POST", "/toolbox/{id}/files/bulk-upload", "write", self._upload),
             ("GET", "/toolbox/{id}/process/interpreter/execute", "session", self._session),
-            ("POST", "/toolbox/{id}/process/session", "shell", self._shell),
+            ("POST", "/toolbox/{id}/process/session", "shell", self._accepted),
             ("POST", "/toolbox/{id}/process/session/{name}/exec", "start", self._start),
             ("POST", "/toolbox/{id}/process/session/{name}/command/{pid}/input", "input", self._input),
             ("GET", "/toolbox/{id}/process/session/{name}/command/{pid}/logs", "logs", self._logs),
@@ -148,7 +148,7 @@ class DaytonaStub(StubServer):
         request["box"].ends_at = time.time() + float(request.match_info["minutes"]) * 60
         return web.json_response(self._dto(request["box"]))
 
-    async def _activity(self, request: web.Request) -> web.StreamResponse:
+    async def _accepted(self, request: web.Request) -> web.StreamResponse:
         return web.Response(status=201)
 
     async def _execute(self, request: web.Request) -> web.StreamResponse:
@@ -164,9 +164,6 @@ class DaytonaStub(StubServer):
         if box.ended.is_set():
             return self.fail(request, 502, "failed to proxy to the sandbox")
         return web.json_response({"exitCode": status, "result": out.decode(errors="replace")})
-
-    async def _shell(self, request: web.Request) -> web.StreamResponse:
-        return web.Response(status=201)
 
     async def _start(self, request: web.Request) -> web.StreamResponse:
         asked = await request.json()

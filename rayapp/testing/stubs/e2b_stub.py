@@ -19,7 +19,7 @@ from aiohttp import web
 from rayapp.testing.stubs.boxes import Box
 from rayapp.testing.stubs.e2b_stub_ports import Ports
 from rayapp.testing.stubs.faults import CONTROL_FAULTS, DATA_FAULTS, Faults
-from rayapp.testing.stubs.server import StubServer
+from rayapp.testing.stubs.server import Handler, StubServer
 
 API_KEY = "e2b_0000000000000000000000000000000000000000"
 ENVD_VERSION = "0.5.8"
@@ -46,7 +46,7 @@ class E2BStub(StubServer):
         super().__init__(faults)
         self.max_alive = max_alive
         self.bodies: list[dict[str, Any]] = []
-        """Of every create."""
+        """Body of every request to create a sandbox."""
         self._dialect = dialect
         self._templates = templates
         self._page = page
@@ -56,15 +56,16 @@ class E2BStub(StubServer):
         self._add_port_routes()
 
     def _add_control_routes(self, prefix: str) -> None:
-        add, one = self.app.router.add_route, f"{prefix}/sandboxes/{{id}}"
-        create = self.wrap("create", CONTROL_FAULTS, self._create)
-        add("POST", f"{prefix}/sandboxes", create)
-        if self._dialect == "e2b":
-            add("POST", "/v2/sandboxes", create)
-        add("GET", f"{prefix}/v2/sandboxes", self.wrap("list", CONTROL_FAULTS, self._list))
-        add("GET", one, self.wrap("info", CONTROL_FAULTS, self._info))
-        add("DELETE", one, self.wrap("kill", CONTROL_FAULTS, self._kill))
-        add("POST", f"{one}/timeout", self.wrap("extend", CONTROL_FAULTS, self._timeout))
+        one = f"{prefix}/sandboxes/{{id}}"
+        for method, path, call, handler in (
+            ("POST", f"{prefix}/sandboxes", "create", self._create),
+            *((("POST", "/v2/sandboxes", "create", self._create),) if self._dialect == "e2b" else ()),
+            ("GET", f"{prefix}/v2/sandboxes", "list", self._list),
+            ("GET", one, "info", self._info),
+            ("DELETE", one, "kill", self._kill),
+            ("POST", f"{one}/timeout", "extend", self._timeout),
+        ):
+            self.app.router.add_route(method, path, self.wrap(call, CONTROL_FAULTS, self._with_key(handler)))
 
     def _add_port_routes(self) -> None:
         for method, path, call, handler in (
@@ -79,14 +80,15 @@ class E2BStub(StubServer):
             self.app.router.add_route(method, path, wrapped)
             self.app.router.add_route(method, f"/kruise/{{id}}/{{port}}{path}", wrapped)
 
-    def _problem(self, request: web.Request) -> web.Response | None:
-        if request.headers.get("X-API-KEY") != API_KEY:
-            return self.fail(request, 401, "Invalid API key")
-        return None
+    def _with_key(self, handler: Handler) -> Handler:
+        async def handle(request: web.Request) -> web.StreamResponse:
+            if request.headers.get("X-API-KEY") != API_KEY:
+                return self.fail(request, 401, "Invalid API key")
+            return await handler(request)
+
+        return handle
 
     async def _create(self, request: web.Request) -> web.StreamResponse:
-        if (problem := self._problem(request)) is not None:
-            return problem
         body = await request.json()
         self.bodies.append(body)
         key = request.headers.get("Idempotency-Key", "")
@@ -141,8 +143,6 @@ class E2BStub(StubServer):
         }
 
     async def _list(self, request: web.Request) -> web.StreamResponse:
-        if (problem := self._problem(request)) is not None:
-            return problem
         pairs = urllib.parse.parse_qsl(request.query.get("metadata", ""))
         labels = {urllib.parse.unquote(key): urllib.parse.unquote(value) for key, value in pairs}
         found = self.boxes.with_labels(labels)
@@ -153,13 +153,9 @@ class E2BStub(StubServer):
 
     async def _info(self, request: web.Request) -> web.StreamResponse:
         box = self.boxes.get(request.match_info["id"])
-        if (problem := self._problem(request)) is not None:
-            return problem
         return web.json_response(self._detail(box)) if box is not None else self._unknown(request)
 
     async def _kill(self, request: web.Request) -> web.StreamResponse:
-        if (problem := self._problem(request)) is not None:
-            return problem
         return web.Response(status=204) if self.boxes.end(request.match_info["id"]) else self._unknown(request)
 
     async def _timeout(self, request: web.Request) -> web.StreamResponse:

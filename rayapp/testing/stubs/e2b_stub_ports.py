@@ -14,9 +14,9 @@ from aiohttp import web
 
 from rayapp.testing.stubs.boxes import Box, Boxes
 from rayapp.testing.stubs.kernel import Kernel
+from rayapp.testing.stubs.server import Handler
 
 InBox = Callable[[web.Request, Box], Awaitable[web.StreamResponse]]
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 _END_OF_STREAM = 2
 _CHUNK = 32768
 

@@ -37,7 +37,7 @@ class JudgeStub(StubServer):
         self.said = ""
         """What it answers in place of JSON."""
         self.bodies: list[dict[str, Any]] = []
-        """Of all requests."""
+        """Body of every request."""
         self._key = key
         self.app.router.add_post("/v1/chat/completions", self._answer)
         self.app.router.add_post("/classify", self._answer)

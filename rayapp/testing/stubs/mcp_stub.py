@@ -24,26 +24,21 @@ from rayapp.testing.stubs.boxes import Box, Boxes
 from rayapp.testing.stubs.faults import Faults
 from rayapp.testing.stubs.kernel import Kernel
 
-API_KEY = "key-of-the-stub"
+API_KEY, TEMPLATE = "key-of-the-stub", "code-interpreter"
 _FAULTS = ("500", "hang", "die", "slow")
 _HTTP_FAULTS = ("429", "500", "502", "503", "hang", "garbage", "cut", "lost-session")
 
 
 class McpStub:
-    """See the module.
+    """See the module."""
 
-    Args:
-        templates: names that exist.
-    """
-
-    def __init__(self, faults: Faults | None = None, *, templates: tuple[str, ...] = ("code-interpreter",)) -> None:
-        self._templates = templates
+    def __init__(self, faults: Faults | None = None) -> None:
         self.boxes = Boxes()
         self.faults = faults or Faults()
         self.headers: list[dict[str, str]] = []
-        """Of every call of a tool."""
+        """Headers of every call of a tool."""
         self.calls: list[tuple[str, frozenset[str]]] = []
-        """Of every call of a tool, its name and the names of its arguments."""
+        """Name of every tool that was called, and the names of its arguments."""
         self._by_session: dict[str, Box] = {}
         self._kernels: dict[str, Kernel] = {}
         self._server = MCPServer("sandboxes")
@@ -121,7 +116,7 @@ class McpStub:
         return box
 
     def _new_box(self, headers: Mapping[str, str]) -> Box:
-        if (template := headers.get("x-template", "code-interpreter")) not in self._templates:
+        if (template := headers.get("x-template", TEMPLATE)) != TEMPLATE:
             raise ToolError(f"failed to create sandbox: template '{template}' not found")
         return self.boxes.create(
             template=headers.get("x-template", ""), labels={}, ttl_s=float(headers.get("x-sandbox-ttl", 300))

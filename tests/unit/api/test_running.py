@@ -114,7 +114,7 @@ def run_at_four(monkeypatch: pytest.MonkeyPatch) -> Any:
         saver.saved.append(version)
 
     monkeypatch.setattr(loop, "begin_checkpoint", begin)
-    folder = SimpleNamespace(latest_checkpoint=lambda: None)
+    folder = SimpleNamespace(checkpoints=SimpleNamespace(latest=lambda: None))
     return SimpleNamespace(saver=saver, folder=folder)
 
 

@@ -193,7 +193,7 @@ async def test_stopped_run_saves_the_steps_since_its_last_checkpoint(tmp_path: P
     with RunFolder.open(config) as folder:
         await stopped(folder, version=3)
 
-        checkpoint = folder.latest_checkpoint()
+        checkpoint = folder.checkpoints.latest()
 
     assert checkpoint is not None
     assert checkpoint.version == 3
@@ -205,7 +205,7 @@ async def test_stopped_run_without_a_step_saves_nothing(tmp_path: Path) -> None:
     with RunFolder.open(config) as folder:
         await stopped(folder, version=0)
 
-        assert folder.latest_checkpoint() is None
+        assert folder.checkpoints.latest() is None
 
 
 def test_the_token_of_this_machines_ray_is_read_for_an_address_of_this_machine_alone(

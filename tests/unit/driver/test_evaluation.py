@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -102,7 +103,7 @@ def run_with(worker: Worker, *, prompts_at_once: int, folder: RunFolder | None =
     watchdog = Watchdog(
         report_after_s=60, stop_after_s=STOP_AFTER_S, report=print, dump_stacks=no_stacks, clock=lambda: worker.now_s
     )
-    keeps_nothing = SimpleNamespace(keeps_trajectories=False)
+    keeps_nothing = SimpleNamespace(recording_evaluation=lambda step: nullcontext())
     run: Any = SimpleNamespace(cluster=cluster, watchdog=watchdog, folder=folder or keeps_nothing)
     return run  # type: ignore[no-any-return]
 

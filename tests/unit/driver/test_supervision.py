@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
+from rayapp.config.sections import RecoverySection
 from rayapp.core.errors import (
     DeadlineError,
     EngineDeadError,
@@ -19,9 +19,14 @@ from rayapp.core.errors import (
     RestartsUsedUpError,
 )
 from rayapp.driver.cluster import Cluster
-from rayapp.driver.supervision import Limits, Supervisor
+from rayapp.driver.supervision import Supervisor
 
-LIMITS = Limits(max_restarts=2, ping_every_s=0.001, ping_timeout_s=1.0, revive_timeout_s=1.0)
+RECOVERY = RecoverySection(max_restarts=2, ping_every_s=0.001, ping_timeout_s=1.0)
+PATIENT = RecoverySection(max_restarts=2, ping_every_s=60.0, ping_timeout_s=1.0)
+
+
+def supervising(*members: Any, recovery: RecoverySection = RECOVERY, **options: Any) -> Supervisor:
+    return Supervisor(members, recovery, **{"revive_timeout_s": 1.0, **options})
 
 
 class Process:
@@ -84,7 +89,7 @@ async def eventually(condition) -> None:  # type: ignore[no-untyped-def]
 
 async def test_a_dead_process_is_made_ready_again_and_not_killed_a_second_time() -> None:
     process = Process()
-    supervisor = Supervisor([process], LIMITS)
+    supervisor = supervising(process)
     async with supervisor.watching():
         process.die()
         await eventually(lambda: process.log)
@@ -96,7 +101,7 @@ async def test_a_dead_process_is_made_ready_again_and_not_killed_a_second_time()
 @pytest.mark.parametrize("state", ["hanging", "broken"])
 async def test_a_process_that_hangs_or_has_lost_its_engine_is_killed_and_replaced(state: str) -> None:
     process = Process()
-    async with Supervisor([process], LIMITS).watching():
+    async with supervising(process).watching():
         process.state = state
         await eventually(lambda: len(process.log) == 2)
     assert process.log == ["killed", "revived 2"]
@@ -104,7 +109,7 @@ async def test_a_process_that_hangs_or_has_lost_its_engine_is_killed_and_replace
 
 async def test_a_process_that_ray_has_started_again_unnoticed_is_made_ready() -> None:
     process = Process()
-    async with Supervisor([process], LIMITS).watching():
+    async with supervising(process).watching():
         process.start += 1  # it answers, but as another incarnation
         await eventually(lambda: process.log)
     assert process.log == ["revived 2"]
@@ -112,7 +117,7 @@ async def test_a_process_that_ray_has_started_again_unnoticed_is_made_ready() ->
 
 async def test_one_that_answers_late_while_it_starts_is_not_taken_for_hung() -> None:
     process = Process(is_starved=True)
-    supervisor = Supervisor([process], LIMITS)
+    supervisor = supervising(process)
     async with supervisor.watching():
         process.state = "hanging"
         await eventually(lambda: len(process.log) == 2)
@@ -124,7 +129,7 @@ async def test_one_that_answers_late_while_it_starts_is_not_taken_for_hung() -> 
 async def test_one_that_lives_but_could_not_be_made_ready_is_started_again_and_not_waited_for() -> None:
     # It does not die when what it needs is gone: nobody but us would start it again.
     process = Process("rollout-worker-0", needs=1)
-    async with Supervisor([process], LIMITS).watching():
+    async with supervising(process).watching():
         process.die()
         await eventually(lambda: "revived 3" in process.log)
     assert process.log == ["killed", "revived 3"]
@@ -132,7 +137,7 @@ async def test_one_that_lives_but_could_not_be_made_ready_is_started_again_and_n
 
 async def test_many_callers_that_see_one_death_cause_one_restart_and_all_wait_for_it() -> None:
     process = Process()
-    supervisor = Supervisor([process], LIMITS)
+    supervisor = supervising(process)
     async with supervisor.watching():
         process.die()
         await asyncio.gather(*(supervisor.settled() for _ in range(50)))
@@ -142,7 +147,7 @@ async def test_many_callers_that_see_one_death_cause_one_restart_and_all_wait_fo
 
 async def test_one_that_is_condemned_is_replaced_although_it_answers() -> None:
     process = Process()
-    supervisor = Supervisor([process], LIMITS)
+    supervisor = supervising(process)
     async with supervisor.watching():
         await supervisor.condemn(process.name, supervisor.incarnation(process.name), "half of the weights")
     assert process.log == ["killed", "revived 2"]
@@ -163,7 +168,7 @@ class SlowProcess(Process):
 async def test_a_replacement_goes_on_when_whoever_waits_for_it_is_stopped_and_counts_once() -> None:
     # The learners are lost with the same node: the groups that wait for the server are given up, and the run goes on.
     process = SlowProcess()
-    supervisor = Supervisor([process], replace(LIMITS, ping_every_s=60.0, revive_timeout_s=60.0))
+    supervisor = supervising(process, recovery=PATIENT, revive_timeout_s=60.0)
     async with supervisor.watching():
         process.die()
         waiting = asyncio.create_task(supervisor.settled())
@@ -191,7 +196,7 @@ class Weights:
 
 async def test_a_server_that_dies_before_a_weight_sync_counts_one_restart_and_its_replacement_is_left_alone() -> None:
     process = Process()
-    supervisor = Supervisor([process], LIMITS)
+    supervisor = supervising(process)
     parts: Any = {"learners": None, "servers": (process,), "supervisor": supervisor}
     async with supervisor.watching():
         cluster = SimpleNamespace(**parts, weights=Weights(process, supervisor))
@@ -207,7 +212,7 @@ async def test_a_server_that_dies_before_a_weight_sync_counts_one_restart_and_it
 
 async def test_whoever_condemns_a_start_that_is_gone_already_changes_nothing() -> None:
     process = Process()
-    supervisor = Supervisor([process], LIMITS)
+    supervisor = supervising(process)
     async with supervisor.watching():
         first = supervisor.incarnation(process.name)
         await asyncio.gather(*(supervisor.condemn(process.name, first, "half of the weights") for _ in range(3)))
@@ -218,7 +223,7 @@ async def test_whoever_condemns_a_start_that_is_gone_already_changes_nothing() -
 async def test_restarts_are_bounded_and_the_error_says_what_to_do() -> None:
     process = Process()
     with pytest.raises(BaseExceptionGroup) as caught:
-        async with Supervisor([process], LIMITS).watching():
+        async with supervising(process).watching():
             for count in range(1, 3):
                 process.die()
                 await eventually(lambda count=count: len(process.log) == count)
@@ -231,7 +236,7 @@ async def test_restarts_are_bounded_and_the_error_says_what_to_do() -> None:
 async def test_one_that_never_comes_back_uses_its_restarts_up() -> None:
     process = Process(revives=False)
     with pytest.raises(BaseExceptionGroup) as caught:
-        async with Supervisor([process], LIMITS).watching():
+        async with supervising(process).watching():
             process.die()
             await asyncio.sleep(10)
     assert "it died again" in str(caught.value.exceptions[0])
@@ -239,7 +244,7 @@ async def test_one_that_never_comes_back_uses_its_restarts_up() -> None:
 
 async def test_the_others_are_left_alone() -> None:
     dying, healthy = Process("rollout-worker-0"), Process("rollout-worker-1")
-    async with Supervisor([dying, healthy], LIMITS).watching():
+    async with supervising(dying, healthy).watching():
         dying.die()
         await eventually(lambda: dying.log)
     assert healthy.log == []
@@ -252,11 +257,10 @@ async def test_a_server_is_not_started_before_there_is_room_and_the_wait_is_not_
         asked.append(name)
         await has_room.wait()
 
-    limits = replace(LIMITS, revive_timeout_s=0.3)
-    async with Supervisor([process], limits, may_start=may_start).watching():
+    async with supervising(process, revive_timeout_s=0.3, may_start=may_start).watching():
         process.die()
         await eventually(lambda: asked == ["vllm-server-0"])
-        late = asyncio.get_running_loop().time() + limits.revive_timeout_s
+        late = asyncio.get_running_loop().time() + 0.3
         await eventually(lambda: asyncio.get_running_loop().time() > late)
         assert process.log == []
         has_room.set()

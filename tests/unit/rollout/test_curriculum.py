@@ -115,7 +115,7 @@ async def test_groups_that_a_checkpoint_keeps_are_counted_once_by_the_run_that_g
         saver = CheckpointSaver(Learners(), folder, asynchronous=False)
         run: Any = SimpleNamespace(store=store, cluster=cluster, curriculum=history, saver=saver)
         await begin_checkpoint(run, 1)
-        checkpoint = folder.latest_checkpoint()
+        checkpoint = folder.checkpoints.latest()
     assert checkpoint is not None
     resumed = Curriculum.open(config, [NUM_PROMPTS], checkpoint.path)
     resumed.end_step()
@@ -160,7 +160,7 @@ async def test_its_counts_are_in_the_checkpoint_and_its_manifest(tmp_path: Path)
     with RunFolder.open(config) as folder:
         saver = CheckpointSaver(Learners(), folder, asynchronous=False)
         await saver.begin(5, next_group_id=10, files=history.state(never))
-        checkpoint = folder.latest_checkpoint()
+        checkpoint = folder.checkpoints.latest()
     assert checkpoint is not None
     assert FILE in json.loads((checkpoint.path / "manifest.json").read_text())["files"]
     resumed = Curriculum.open(config, [NUM_PROMPTS], checkpoint.path)

@@ -216,8 +216,8 @@ def test_a_checkpoint_that_the_learners_wrote_elsewhere_does_not_count(tmp_path:
     from rayapp.core.errors import CheckpointError
 
     folder = RunFolder(tmp_path, Config())
-    folder.begin_checkpoint(1)
+    folder.checkpoints.begin(1)
 
     with pytest.raises(CheckpointError, match="they wrote on another machine"):
-        folder.commit_checkpoint(1, next_group_id=1)
-    assert folder.latest_checkpoint() is None
+        folder.checkpoints.commit(1, next_group_id=1)
+    assert folder.checkpoints.latest() is None

@@ -29,14 +29,14 @@ def config(path: Path, **overrides: object) -> Config:
 
 
 def save(folder: RunFolder, version: int) -> Path:
-    pending = folder.begin_checkpoint(version)
+    pending = folder.checkpoints.begin(version)
     (pending / "weights").write_bytes(b"w" * 100)
-    folder.commit_checkpoint(version, next_group_id=2 * version)
+    folder.checkpoints.commit(version, next_group_id=2 * version)
     return folder.path / "checkpoints" / f"step={version:06d}"
 
 
 def latest_version(folder: RunFolder) -> int | None:
-    checkpoint = folder.latest_checkpoint()
+    checkpoint = folder.checkpoints.latest()
     return checkpoint.version if checkpoint else None
 
 
@@ -64,7 +64,7 @@ def test_the_newest_whole_checkpoint_is_found_and_older_ones_are_pruned(tmp_path
     with RunFolder.open(config(tmp_path, checkpoint__keep_last=2)) as folder:
         for version in (2, 4, 6):
             save(folder, version)
-        checkpoint = folder.latest_checkpoint()
+        checkpoint = folder.checkpoints.latest()
         assert checkpoint is not None
         assert (checkpoint.version, checkpoint.next_group_id) == (6, 12)
         names = sorted(path.name for path in (folder.path / "checkpoints").iterdir())
@@ -102,7 +102,7 @@ def test_a_damaged_checkpoint_is_refused_aloud_for_the_one_before(
     for _ in range(2):  # the second start still says so
         caplog.clear()
         with RunFolder.open(config(tmp_path)) as folder:
-            found = folder.verified_checkpoint()
+            found = folder.checkpoints.verified()
             assert found is not None
             assert found.version == 4
             assert latest_version(folder) == 4  # nobody else goes on from it either
@@ -161,7 +161,7 @@ def test_a_checkpoint_of_before_checksums_is_gone_on_from_with_a_note(
 
 def test_a_save_that_was_killed_leaves_nothing_that_is_picked_up_and_is_cleared_by_the_next(tmp_path: Path) -> None:
     with RunFolder.open(config(tmp_path)) as folder:
-        (folder.begin_checkpoint(2) / "weights").write_bytes(b"w")
+        (folder.checkpoints.begin(2) / "weights").write_bytes(b"w")
         assert latest_version(folder) is None
         save(folder, 3)
         assert [path.name for path in (folder.path / "checkpoints").iterdir()] == ["step=000003"]
@@ -234,7 +234,7 @@ def test_a_last_line_that_lost_only_its_end_of_line_is_kept_and_the_next_one_is_
 def test_a_full_disk_gives_one_message_and_leaves_the_last_checkpoint_whole(tmp_path: Path) -> None:
     with RunFolder.open(config(tmp_path)) as folder:
         save(folder, 1)
-        pending = folder.begin_checkpoint(2)
+        pending = folder.checkpoints.begin(2)
         limits = resource.getrlimit(resource.RLIMIT_FSIZE)
         # A limit on file sizes stands in for a disk without room: the same write fails at the same place.
         resource.setrlimit(resource.RLIMIT_FSIZE, (10, limits[1]))

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import numpy as np
 
+from rayapp.core.summaries import summarize_group
 from rayapp.core.types import Group, Prompt, Reward, RolloutStatus, Trajectory, TurnRecord, VersionSpan
-from rayapp.runs.kept_groups import FOLDER, KeptGroups, summaries
+from rayapp.runs.kept_groups import FOLDER, KeptGroups
 
 
 def group(group_id: int) -> Group:
@@ -49,7 +50,8 @@ def test_waiting_groups_come_back_with_the_versions_that_sampled_them(tmp_path: 
     assert after.turns == before.turns
     np.testing.assert_array_equal(after.token_ids, before.token_ids)
     np.testing.assert_array_equal(after.rollout_log_probs, before.rollout_log_probs)
-    assert [(s.group_id, s.min_policy_version) for s in summaries(found.waiting)] == [(4, 3), (7, 3)]
+    summaries = [summarize_group(each, time_total_s=0.0) for each in found.waiting]
+    assert [(s.group_id, s.min_policy_version) for s in summaries] == [(4, 3), (7, 3)]
 
 
 def test_ids_alone_are_kept_too(tmp_path: Path) -> None:

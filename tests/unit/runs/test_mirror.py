@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from rayapp.cli.sync import sync_command
+from rayapp.cli.sync import sync
 from rayapp.config.config import Config
 from rayapp.core.errors import (
     RunFolderError,
@@ -98,10 +98,10 @@ def step(folder: Path, number: int, *, reward: float = 0.0) -> None:
 
 def save(config: Config, number: int, mirror: RunMirror | None = None, *, score: float = 0.0) -> None:
     folder = RunFolder(config.run_folder, config, mirror)
-    pending = folder.begin_checkpoint(number)
+    pending = folder.checkpoints.begin(number)
     (pending / "learner").mkdir()
     (pending / "learner" / "weights").write_bytes(bytes([number]) * 1000)
-    folder.commit_checkpoint(number, next_group_id=2 * number, score=score)
+    folder.checkpoints.commit(number, next_group_id=2 * number, score=score)
 
 
 def there(config: Config, settings: S3Settings) -> dict[str, bytes]:
@@ -171,7 +171,7 @@ def test_an_empty_machine_goes_on_from_the_last_whole_checkpoint(config: Config,
 
     with opened() as mirror:
         folder = RunFolder(config.run_folder, config, mirror)
-        checkpoint = folder.latest_checkpoint()
+        checkpoint = folder.checkpoints.latest()
         assert checkpoint is not None
         assert (checkpoint.version, checkpoint.next_group_id) == (2, 4)
         assert (checkpoint.path / "learner" / "weights").read_bytes() == bytes([2]) * 1000
@@ -195,7 +195,7 @@ def test_a_checkpoint_without_its_manifest_is_not_gone_on_from(config: Config, s
 
     asyncio.run(tear())
     with opened():
-        latest = RunFolder(config.run_folder, config).latest_checkpoint()
+        latest = RunFolder(config.run_folder, config).checkpoints.latest()
         assert latest is not None
         assert latest.version == 1
 
@@ -216,7 +216,7 @@ def test_a_damaged_checkpoint_is_passed_over_and_told(
 
     asyncio.run(damage())
     with opened():
-        latest = RunFolder(config.run_folder, config).latest_checkpoint()
+        latest = RunFolder(config.run_folder, config).checkpoints.latest()
         assert latest is not None
         assert latest.version == 1
     assert "step=000002 is damaged and passed over" in caplog.text
@@ -289,7 +289,7 @@ def test_what_is_not_uploaded_at_the_end_stays_here_and_the_message_says_how_to_
     proxy.plan = lambda _: None
     for name, value in environment(settings).items():
         monkeypatch.setenv(name, value)
-    sync_command(folder)
+    sync(folder)
     assert steps_of(there(config, settings)["metrics.jsonl"]) == [1, 2]
     assert f"checkpoints/step=000001/{MANIFEST}" in there(config, settings)
     assert not folder.exists()
@@ -306,7 +306,7 @@ def environment(settings: S3Settings) -> dict[str, str]:
 
 def test_sync_of_another_folder_says_what_it_wants(tmp_path: Path) -> None:
     with pytest.raises(RunFolderError, match="is no staging folder of a run on s3://"):
-        sync_command(tmp_path)
+        sync(tmp_path)
 
 
 def test_a_second_run_is_refused_while_the_first_one_lives(config: Config, settings: S3Settings, opened) -> None:

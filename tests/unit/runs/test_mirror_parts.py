@@ -45,10 +45,10 @@ def uploader(bucket: LocalStorage, staging: Path, **section: int) -> Uploader:
 
 def save(staging: Path, version: int, *, score: float = 0.0) -> Path:
     folder = RunFolder(staging, Config.model_validate({"checkpoint": {"keep_last": 9}}))
-    pending = folder.begin_checkpoint(version)
+    pending = folder.checkpoints.begin(version)
     (pending / "learner").mkdir()
     (pending / "learner" / "weights").write_bytes(bytes([version]) * 10)
-    folder.commit_checkpoint(version, next_group_id=version, score=score)
+    folder.checkpoints.commit(version, next_group_id=version, score=score)
     with (staging / "metrics.jsonl").open("a") as file:
         file.write(json.dumps({"step": version}) + "\n")
     return staging / "checkpoints" / f"step={version:06d}"
@@ -335,7 +335,7 @@ async def test_a_damaged_newest_checkpoint_does_not_take_the_place_of_the_one_th
     empty = tmp_path / "empty"
     empty.mkdir()
     await prepare(bucket, empty, 2, must_be_new=False)
-    latest = RunFolder(empty, Config()).latest_checkpoint()
+    latest = RunFolder(empty, Config()).checkpoints.latest()
     assert latest is not None
     assert latest.version == 4
 
@@ -407,7 +407,7 @@ async def test_a_restore_that_was_killed_begins_again(bucket: LocalStorage, stag
     await prepare(bucket, half, 2, must_be_new=False)
 
     assert last_step(half / "metrics.jsonl") == 1
-    assert RunFolder(half, Config()).latest_checkpoint() is not None
+    assert RunFolder(half, Config()).checkpoints.latest() is not None
     assert not half.with_name("half.stale-1").exists()
 
 

@@ -50,11 +50,11 @@ class Breaking(LocalStorage):
         super().__init__(root)
         self.num_left = num_left
 
-    async def put_file(self, path: Path, key: str, *, if_absent: bool = False) -> ObjectInfo:
+    async def put_file(self, path: Path, key: str) -> ObjectInfo:
         self.num_left -= 1
         if self.num_left < 0:
             raise StorageError("the disk went away")
-        return await super().put_file(path, key, if_absent=if_absent)
+        return await super().put_file(path, key)
 
 
 async def test_local_objects_come_back_and_are_listed_in_order(storage: Storage, folder: Path, tmp_path: Path) -> None:

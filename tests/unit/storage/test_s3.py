@@ -184,15 +184,6 @@ async def test_a_conditional_create_whose_answer_was_lost_still_knows_that_it_wo
     assert await storage.get_bytes("claim") == b"mine"
 
 
-async def test_a_large_conditional_create_fails_where_the_object_is(storage: Storage, big: Path) -> None:
-    await storage.put_bytes(b"first", "big.bin")
-
-    with pytest.raises(StorageExistsError):
-        await storage.put_file(big, "big.bin", if_absent=True)
-
-    assert await storage.get_bytes("big.bin") == b"first"
-
-
 @pytest.mark.parametrize("fault", [Fault.SLOW_DOWN, Fault.DROP, Fault.LOSE_ANSWER])
 async def test_what_passes_is_retried_without_sending_other_parts_again(
     storage: Storage, proxy: FaultyProxy, big: Path, tmp_path: Path, fault: Fault
