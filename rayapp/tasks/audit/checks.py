@@ -6,7 +6,7 @@ Called by `audit.py`. A verdict that infrastructure failed to give is no evidenc
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -213,26 +213,20 @@ def _is_paid(reward: Reward) -> bool:
 
 def duplicates(subjects: Sequence[Subject]) -> list[Finding]:
     """Tasks that ask the same as an earlier one, white space and case aside."""
-    first: dict[str, str] = {}
-    found = []
-    for subject in subjects:
-        key = " ".join(subject.prompt.lower().split())
-        if key in first:
-            detail = f"it asks the same as {first[key]}"
-            found.append(Finding(task=subject.name, check="duplicate", detail=detail))
-        first.setdefault(key, subject.name)
-    return found
+    found = _repeated(subjects, lambda subject: " ".join(subject.prompt.lower().split()))
+    return [Finding(task=name, check="duplicate", detail=f"it asks the same as {first}") for name, first in found]
 
 
 def shared_tests(subjects: Sequence[Subject]) -> dict[str, str]:
     """By task: the earlier one with the same hidden tests. No fault where one is held out on purpose."""
-    first: dict[str, str] = {}
-    found = {}
-    for subject in subjects:
-        if subject.tests_key in first:
-            found[subject.name] = first[subject.tests_key]
-        first.setdefault(subject.tests_key, subject.name)
-    return found
+    return dict(_repeated(subjects, lambda subject: subject.tests_key))
+
+
+def _repeated(subjects: Sequence[Subject], key: Callable[[Subject], str]) -> list[tuple[str, str]]:
+    """Names of those whose key an earlier one has, each with that one's name."""
+    first: dict[str, Subject] = {}
+    pairs = ((subject, first.setdefault(key(subject), subject)) for subject in subjects)
+    return [(subject.name, earlier.name) for subject, earlier in pairs if earlier is not subject]
 
 
 async def audit(
