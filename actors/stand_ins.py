@@ -22,7 +22,7 @@ from rayapp.core.errors import WeightSyncError
 from rayapp.core.timing.stall_detection import InHand
 from rayapp.core.types import Completion, FloatArray, Group, GroupSummary, SamplingParams, VersionSpan
 from rayapp.engine.weights.buckets import TensorEntry, WeightBucket
-from rayapp.learner.shares import Share
+from rayapp.learner.shares import Shares
 
 Scripts = tuple[tuple[tuple[int, ...] | str, ...], ...]
 
@@ -163,11 +163,7 @@ class InstantLearner:
         return {"rank": self._rank}
 
     def train_step(
-        self,
-        step: int,
-        summaries: tuple[GroupSummary, ...],
-        shares: tuple[tuple[Share, ...], ...],
-        *groups: Group,
+        self, step: int, summaries: tuple[GroupSummary, ...], shares: Shares, *groups: Group
     ) -> dict[str, float]:
         assert step == self._version + 1, f"step {step} after {self._version}: state is not that of the step before"
         assert len(groups) == len(shares[self._data_rank])
