@@ -66,7 +66,7 @@ def compute_advantages(inputs: AdvantageInputs, algorithm: AlgorithmSection) -> 
         raise LearnerError(f"rewards must be finite, got {inputs.rewards.tolist()}: the task's scorer has a bug")
     name = algorithm.adv_estimator
     estimate = get_adv_estimator_fn(name) if name in ADV_ESTIMATORS else load_plugin("estimators", name)
-    advantages, _ = estimate(**_arguments(inputs, algorithm))
+    advantages: Tensor = estimate(**_arguments(inputs, algorithm))[0]
     return advantages.detach().float()
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import uuid
 from collections.abc import Awaitable, Callable, Coroutine
+from dataclasses import dataclass
 from typing import TypeVar
 
 import e2b
@@ -49,19 +50,13 @@ class _Counted:
             raise SandboxProtocolError("a command wrote more than a report can have")
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Lifecycle:
     """The control plane's calls about one sandbox, as the channel needs them."""
 
-    def __init__(
-        self,
-        *,
-        is_running: Callable[[str], Awaitable[bool]],
-        extend: Callable[[str, float], Awaitable[None]],
-        kill: Callable[[str], Awaitable[None]],
-    ) -> None:
-        self.is_running = is_running
-        self.extend = extend
-        self.kill = kill
+    is_running: Callable[[str], Awaitable[bool]]
+    extend: Callable[[str, float], Awaitable[None]]
+    kill: Callable[[str], Awaitable[None]]
 
 
 class E2BChannel:

@@ -10,7 +10,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from rayapp.core.errors import SandboxConfigError, SandboxError, UnusableWorkError, one_error
+from rayapp.core.aio import side_by_side
+from rayapp.core.errors import SandboxConfigError, SandboxError, UnusableWorkError
 from rayapp.core.protocols import SandboxSource
 from rayapp.core.types import Reward
 from rayapp.tasks.audit.hunt import places_of, texts_in_sandbox
@@ -248,11 +249,9 @@ async def audit(
         async with turns:
             return await Auditor(subject=subject, sandboxes=sandboxes, runs=runs, max_trivial=max_trivial).report()
 
-    with one_error():
-        async with asyncio.TaskGroup() as group:
-            running = [group.create_task(one(subject)) for subject in subjects]
+    reports = await side_by_side(map(one, subjects))
     twice, alike = duplicates(subjects), shared_tests(subjects)
-    return [_with_others(task.result(), twice, alike) for task in running]
+    return [_with_others(report, twice, alike) for report in reports]
 
 
 def _with_others(report: TaskReport, twice: Sequence[Finding], alike: dict[str, str]) -> TaskReport:
