@@ -31,7 +31,7 @@ Players = AgentLoops | ExternalAgent
 MAX_KEPT_CHARS = 1 << 16
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, repr=False)
 class DataGroups:
     """Groups of data rows; group N of the training is row N of the run, whatever worker it is on."""
 

@@ -29,7 +29,7 @@ OpenLoop = Callable[[tuple[str, ...]], Awaitable[AgentLoop]]
 """From the tools that a task brings to a loop with them."""
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, repr=False)
 class TaskAgents:
     """See the module."""
 

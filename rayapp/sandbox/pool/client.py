@@ -39,7 +39,7 @@ class Pool(Protocol):
     async def heartbeat(self, holder: str) -> None: ...
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, repr=False)
 class PoolClient:
     """See `rayapp.core.protocols.SandboxSource`."""
 
@@ -172,7 +172,7 @@ class PoolClient:
         await asyncio.gather(*(provider.close() for provider in providers))
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, repr=False)
 class PoolLease:
     """See `rayapp.core.protocols.SandboxLease`."""
 

@@ -51,7 +51,7 @@ class Channel(Protocol):
     async def kill(self, *, timeout_s: float) -> None: ...
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, repr=False)
 class RemoteSandbox:
     """See `rayapp.core.protocols.Sandbox`."""
 
