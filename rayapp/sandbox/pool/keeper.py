@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Collection, Coroutine, Mapping
+from collections.abc import Callable, Collection, Coroutine, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass, field
 
 from rayapp.core.errors import (
@@ -133,17 +134,21 @@ class Keeper:
             self.on_change()
 
     async def _ask(self, spec: SandboxSpec) -> ConnectedSandbox:
-        try:
+        rules = self.rules
+        with self._asking():
             return await self.provider.create(
-                spec,
-                labels=self.labels,
-                ttl_s=self.rules.sandbox_ttl_s,
-                timeout_s=self.rules.create_timeout_s,
+                spec, labels=self.labels, ttl_s=rules.sandbox_ttl_s, timeout_s=rules.create_timeout_s
             )
+
+    @contextmanager
+    def _asking(self) -> Iterator[None]:
+        """Around a call of the provider: whatever its SDK raises is counted and shown as an error of ours."""
+        try:
+            yield
         except SandboxError:
             raise
-        except Exception as error:  # boundary: a provider's SDK may raise anything; it is counted and shown
-            raise self._unexpected(error) from error
+        except Exception as error:  # boundary: a provider's SDK may raise anything
+            raise SandboxProtocolError(f"provider {self.supply.name}: {type(error).__name__}: {error}") from error
 
     def _count_down(self, spec: SandboxSpec) -> None:
         self.supply.num_creating[spec] -= 1
@@ -195,8 +200,7 @@ class Keeper:
 
     def _failed(self, error: SandboxError, spec: SandboxSpec) -> None:
         supply = self.supply
-        supply.failures[type(error).__name__] += 1
-        supply.last_error = f"{type(error).__name__}: {error}"
+        supply.note(error)
         if supply.bucket is None or supply.breaker is None:
             return
         if isinstance(error, SandboxConfigError):
@@ -216,8 +220,7 @@ class Keeper:
             self.num_ended += 1
         except SandboxError as error:
             # Leave it as a stray: the sweep tries again, and the provider's own time limit ends it at last.
-            self.supply.failures["kill"] += 1
-            self.supply.last_error = f"{type(error).__name__}: {error}"
+            self.supply.note(error, "kill")
         finally:
             self.supply.members.pop(sandbox_id, None)
             self.on_change()
@@ -243,8 +246,7 @@ class Keeper:
             attach = self.provider.attach
             is_same = await self._look(lambda: attach(member.connection, member.spec)) == member.fingerprint
         except SandboxError as error:
-            self.supply.failures[type(error).__name__] += 1
-            self.supply.last_error = f"{type(error).__name__}: {error}"
+            self.supply.note(error)
             is_same = False
         if is_same and member.state is State.CHECKING and not self._is_closing:
             self.supply.put_ready(member)
@@ -259,15 +261,8 @@ class Keeper:
         Raises:
             SandboxError: there is no telling. The caller must go on: a sandbox left CHECKING serves nobody, but counts.
         """
-        try:
+        with self._asking():
             return await fingerprint(attach(), timeout_s=_CHECK_TIMEOUT_S)
-        except SandboxError:
-            raise
-        except Exception as error:  # boundary: a provider's SDK may raise anything; it is counted and shown
-            raise self._unexpected(error) from error
-
-    def _unexpected(self, error: Exception) -> SandboxProtocolError:
-        return SandboxProtocolError(f"provider {self.supply.name}: {type(error).__name__}: {error}")
 
     def tend(self, kinds_in_use: Collection[SandboxSpec]) -> None:
         """Extend the sandboxes in use, and end those that nobody needs. Called every few seconds.
@@ -311,8 +306,7 @@ class Keeper:
         try:
             living = await self.living(labels)
         except SandboxError as error:
-            self.supply.failures["list"] += 1
-            self.supply.last_error = f"{type(error).__name__}: {error}"
+            self.supply.note(error, "list")
             return 0
         self._bury(known_before - living)
         return await self._end_strays(living - set(self.supply.members), patience_s)
@@ -323,13 +317,9 @@ class Keeper:
         Raises:
             SandboxError: it does not say.
         """
-        try:
+        with self._asking():
             async with asyncio.timeout(_LIST_TIMEOUT_S + self.rules.grace_s):
                 return {found async for found in self.provider.list(labels or self.labels, timeout_s=_LIST_TIMEOUT_S)}
-        except SandboxError:
-            raise
-        except Exception as error:  # boundary: a provider's SDK may raise anything; the caller counts it
-            raise self._unexpected(error) from error
 
     def _bury(self, gone: set[str]) -> None:
         for sandbox_id in gone:
@@ -370,8 +360,7 @@ class Keeper:
             try:
                 left = await self.living()
             except SandboxError as error:
-                self.supply.failures["list"] += 1
-                self.supply.last_error = f"{type(error).__name__}: {error}"
+                self.supply.note(error, "list")
                 continue
             if not left or is_last or self.clock() > deadline:
                 break

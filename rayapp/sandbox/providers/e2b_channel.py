@@ -7,7 +7,6 @@ are kept by the server or not at all, so they are only a help: the deadline that
 from __future__ import annotations
 
 import asyncio
-import uuid
 from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass
 from typing import TypeVar
@@ -28,11 +27,9 @@ from rayapp.core.types import ExecResult
 from rayapp.sandbox.leases import Connection
 from rayapp.sandbox.providers.relay import Hear, Say
 from rayapp.sandbox.providers.session import Sink, run_session
-from rayapp.sandbox.verdict.program import shell_command, shell_command_of_file
+from rayapp.sandbox.verdict.program import command_of, shell_command
 
 T = TypeVar("T")
-_MAX_INLINE_CHARS = 90_000
-"""Longest program that goes into a command line: Linux allows 128 KiB per argument."""
 _PROBE_TIMEOUT_S = 10.0
 MakeConfig = Callable[[dict[str, str]], ConnectionConfig]
 """From headers of one sandbox to the SDK's configuration."""
@@ -79,14 +76,10 @@ class E2BChannel:
         )
 
     async def run_python(self, program: str, *, timeout_s: float, max_chars: int) -> str:
-        if len(program) <= _MAX_INLINE_CHARS:
-            return await self._command(shell_command(program), timeout_s, max_chars)
-        path = f"/tmp/rayapp-{uuid.uuid4().hex}.py"
-        await self._guard(self._sandbox.files.write(path, program, request_timeout=timeout_s), "write a program")
-        return await self._command(shell_command_of_file(path), timeout_s, max_chars)
+        async def write(path: str) -> None:
+            await self._guard(self._sandbox.files.write(path, program, request_timeout=timeout_s), "write a program")
 
-    async def _command(self, command: str, timeout_s: float, max_chars: int) -> str:
-        output = _Counted(max_chars)
+        command, output = await command_of(program, write), _Counted(max_chars)
         try:
             run = self._sandbox.commands.run(
                 command, timeout=timeout_s, request_timeout=timeout_s, on_stdout=output.take, on_stderr=output.take
