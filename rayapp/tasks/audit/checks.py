@@ -120,7 +120,7 @@ class Auditor:
         most = -1.0
         for answer in self.subject.nothing:
             rewards = [await self._verdict(self.subject.score, answer, seed) for seed in range(self.runs)]
-            paid = [reward.value for reward in rewards if _is_paid(reward)]
+            paid = [each.value for each in rewards if each.valid and (each.value > _TINY or _is_solved(each))]
             if paid:
                 self._found("nothing", f"{answer.name} earns {max(paid):g}, {len(paid)} of {self.runs} times")
             most = max([most, *(reward.value for reward in rewards if reward.valid)])
@@ -206,10 +206,6 @@ class Auditor:
 
 def _is_solved(reward: Reward) -> bool:
     return reward.valid and reward.terms.get("solved", reward.value) >= 1.0
-
-
-def _is_paid(reward: Reward) -> bool:
-    return reward.valid and (reward.value > _TINY or _is_solved(reward))
 
 
 def duplicates(subjects: Sequence[Subject]) -> list[Finding]:
