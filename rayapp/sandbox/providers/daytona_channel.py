@@ -77,10 +77,9 @@ class DaytonaChannel:
             failed = (await self._guard(call, "run_code")).error
             return f"{failed.name}: {failed.value}" if failed is not None else ""
 
-        async def alive() -> bool:
-            return await self.alive(timeout_s=10.0)
-
-        return await run_session("daytona", code, run, alive, timeout_s=timeout_s, max_output_bytes=max_output_bytes)
+        return await run_session(
+            "daytona", code, run, self.alive, timeout_s=timeout_s, max_output_bytes=max_output_bytes
+        )
 
     async def converse(self, program: str, hear: Hear, started: Callable[[Say], None]) -> None:
         """See `rayapp.sandbox.providers.relay.Converse`."""

@@ -105,10 +105,7 @@ class E2BChannel:
             failed = (await self._guard(call, "run_code")).error
             return f"{failed.name}: {failed.value}" if failed is not None else ""
 
-        async def alive() -> bool:
-            return await self.alive(timeout_s=_PROBE_TIMEOUT_S)
-
-        return await run_session("e2b", code, run, alive, timeout_s=timeout_s, max_output_bytes=max_output_bytes)
+        return await run_session("e2b", code, run, self.alive, timeout_s=timeout_s, max_output_bytes=max_output_bytes)
 
     async def converse(self, program: str, hear: Hear, started: Callable[[Say], None]) -> None:
         """See `rayapp.sandbox.providers.relay.Converse`."""

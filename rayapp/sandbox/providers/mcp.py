@@ -149,10 +149,7 @@ class McpChannel:
             failed = answer.get("error")
             return f"{failed.get('name')}: {failed.get('value')}" if isinstance(failed, dict) else ""
 
-        async def alive() -> bool:
-            return await self.alive(timeout_s=10.0)
-
-        return await run_session("mcp", code, run, alive, timeout_s=timeout_s, max_output_bytes=max_output_bytes)
+        return await run_session("mcp", code, run, self.alive, timeout_s=timeout_s, max_output_bytes=max_output_bytes)
 
     async def write_file(self, path: str, data: bytes, *, timeout_s: float) -> None:
         self._needs_session()
