@@ -104,3 +104,10 @@ def _first_lines(error: BaseException, num_lines: int = 3) -> str:
 
 INCARNATION = uuid.uuid4().hex
 """Of this process: each Ray actor has its own."""
+
+
+class Restartable:
+    """An actor whose process Ray starts again, and that tells which start it is."""
+
+    async def incarnation(self) -> str:
+        return INCARNATION

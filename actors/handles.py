@@ -28,7 +28,7 @@ from rayapp.core.types import (
     Trajectory,
 )
 from rayapp.engine.weights.transfer_plan import TransferPlan
-from rayapp.learner.shares import Share
+from rayapp.learner.shares import Shares
 from rayapp.rollout.order import GroupRequest
 from rayapp.sandbox.leases import Fate, Lease
 
@@ -73,6 +73,10 @@ class Handle:
         """Which start of the process answers. Not for learners: they answer only between steps."""
         return await self.call("incarnation", timeout_s=timeout_s)
 
+    async def ping(self, timeout_s: float) -> str:
+        """`incarnation`, if a server or a worker also gets on with its work."""
+        return await self.call("ping", timeout_s=timeout_s)
+
 
 def _found(kind: type[Handle], name: str, others: tuple[Any, ...]) -> Handle:
     return kind(ray.get_actor(name), name, *others)
@@ -87,10 +91,6 @@ class VllmServerHandle(Handle):
 
     async def ready(self, timeout_s: float) -> Facts:
         return await self.call("start", timeout_s=timeout_s, label="")
-
-    async def ping(self, timeout_s: float) -> str:
-        """`incarnation`, if the engine answers too."""
-        return await self.call("ping", timeout_s=timeout_s)
 
     async def generate_many(
         self, requests: Sequence[GenerateRequest]
@@ -133,10 +133,6 @@ class ModelServerHandle(Handle):
     async def ready(self, timeout_s: float, address: tuple[str, int] | None = None) -> tuple[str, int]:
         return await self.call("start", address, timeout_s=timeout_s, label="")
 
-    async def ping(self, timeout_s: float) -> str:
-        """`incarnation`, if its server answers too."""
-        return await self.call("ping", timeout_s=timeout_s)
-
     async def close(self, timeout_s: float = 20.0) -> None:
         await self.call("close", timeout_s=timeout_s)
 
@@ -151,11 +147,7 @@ class LearnerHandle(Handle):
         return await self.call("ready", timeout_s=timeout_s)
 
     async def train_step(
-        self,
-        step: int,
-        summaries: tuple[GroupSummary, ...],
-        shares: tuple[tuple[Share, ...], ...],
-        groups: Sequence[ObjectRef],
+        self, step: int, summaries: tuple[GroupSummary, ...], shares: Shares, groups: Sequence[ObjectRef]
     ) -> dict[str, float]:
         """`groups` are references; Ray resolves top-level arguments in the learner's process, not here."""
         return await self._of_step("train_step", step, summaries, shares, *groups, label=f"step={step}")
@@ -259,10 +251,6 @@ class RolloutWorkerHandle(Handle):
 
     async def ready(self, timeout_s: float) -> Facts:
         return await self.call("ready", timeout_s=timeout_s)
-
-    async def ping(self, timeout_s: float) -> str:
-        """`incarnation`, if its groups end in time."""
-        return await self.call("ping", timeout_s=timeout_s)
 
     async def run_group(self, request: GroupRequest) -> tuple[GroupSummary, ObjectRef]:
         """Returns the summary and a *reference* to the Group."""

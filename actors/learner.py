@@ -26,7 +26,7 @@ from rayapp.core.logs import about, label_logs
 from rayapp.core.types import FloatArray, Group, GroupSummary, Trajectory
 from rayapp.engine.weights.buckets import WeightBucket
 from rayapp.engine.weights.transfer_plan import TransferPlan
-from rayapp.learner.shares import Share
+from rayapp.learner.shares import Shares
 from rayapp.storage.models.prefetch import with_local_model
 
 if TYPE_CHECKING:
@@ -114,11 +114,7 @@ class Learner:
         return {"rank": ranks.rank, "device": str(ranks.device), "num_parameters": parameters}
 
     def train_step(
-        self,
-        step: int,
-        summaries: tuple[GroupSummary, ...],
-        shares: tuple[tuple[Share, ...], ...],
-        *groups: Group,
+        self, step: int, summaries: tuple[GroupSummary, ...], shares: Shares, *groups: Group
     ) -> dict[str, float]:
         """One step on the groups that `summaries` describe, of which this rank got `shares[data rank]`, in that order.
 

@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from actors.calls import INCARNATION
+from actors.calls import INCARNATION, Restartable
 from actors.spawn import free_address
 from rayapp.config.config import Config, alone
 from rayapp.config.model_servers import ModelServerSection
@@ -52,7 +52,7 @@ def vllm_serve(section: ModelServerSection, model: str, host: str, port: int) ->
     return command
 
 
-class ModelServer:
+class ModelServer(Restartable):
     """See the module.
 
     Args:
@@ -98,10 +98,6 @@ class ModelServer:
             await asyncio.sleep(POLL_S)
         log.info("%r serves %s at %s after %.0f s", self, local.model.path, self._url, time.monotonic() - started)
         return host, port
-
-    async def incarnation(self) -> str:
-        """See `actors.calls`."""
-        return INCARNATION
 
     async def ping(self) -> str:
         """`incarnation`, if the server answers.

@@ -11,7 +11,7 @@ import logging
 from collections.abc import Mapping
 from dataclasses import replace
 
-from actors.calls import INCARNATION
+from actors.calls import INCARNATION, Restartable
 from actors.group_calls import GroupCalls
 from actors.handles import SandboxPoolHandle, VllmServerHandle
 from actors.metrics import Reporter
@@ -38,7 +38,7 @@ LATE_S = 60.0
 """Past its own deadline, until a group that has not ended means that this process does not get on."""
 
 
-class RolloutWorker:
+class RolloutWorker(Restartable):
     """See the module.
 
     Args:
@@ -83,10 +83,6 @@ class RolloutWorker:
         if self._groups is None:
             self._groups = await open_groups(self._config, self._sandboxes)
         return {"num_eval_prompts": float(sum(self._groups.num_eval_prompts))}
-
-    async def incarnation(self) -> str:
-        """See `actors.calls`."""
-        return INCARNATION
 
     async def ping(self) -> str:
         """`incarnation`, if no group is in hand long after its deadline.

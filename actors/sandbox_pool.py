@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 
-from actors.calls import INCARNATION
+from actors.calls import Restartable
 from actors.handles import SandboxReaperHandle
 from actors.metrics import Reporter
 from rayapp.config.sandbox import SandboxConfig
@@ -25,7 +25,7 @@ CLOSE_TIMEOUT_S = 15.0
 """Well below the driver's deadline for `close`: past that this process is killed in the middle of ending sandboxes."""
 
 
-class SandboxPool:
+class SandboxPool(Restartable):
     """See the module.
 
     Args:
@@ -64,10 +64,6 @@ class SandboxPool:
             if self._config.min_ready:
                 self._pool.prefetch(SandboxSpec(), self._config.min_ready)
         return self._pool.stats()
-
-    async def incarnation(self) -> str:
-        """See `actors.calls`."""
-        return INCARNATION
 
     async def _tend_for_ever(self) -> None:
         reporter = Reporter(self._run_name)
@@ -130,11 +126,8 @@ class SandboxPool:
             # The reaper is not dismissed: it hears no more, and tries for longer than this process can wait.
             log.error("%d sandboxes may be left: rayapp sandbox reap --run %s --dry-run", len(left), self._run_name)
         elif self._reaper is not None:
-            await self._dismiss(self._reaper)
-
-    async def _dismiss(self, reaper: SandboxReaperHandle) -> None:
-        self._reaper = None
-        try:
-            await reaper.dismiss()
-        except RayappError as error:
-            log.warning("the sandbox reaper does not answer: %s", error)
+            reaper, self._reaper = self._reaper, None
+            try:
+                await reaper.dismiss()
+            except RayappError as error:
+                log.warning("the sandbox reaper does not answer: %s", error)

@@ -20,9 +20,9 @@ from actors.vllm_server import StartEngine, VllmServer
 from rayapp.config.config import Config
 from rayapp.core.errors import WeightSyncError
 from rayapp.core.timing.stall_detection import InHand
-from rayapp.core.types import Completion, FloatArray, Group, GroupSummary, SamplingParams, VersionSpan
+from rayapp.core.types import Completion, FloatArray, Group, GroupSummary, Int32Array, SamplingParams, VersionSpan
 from rayapp.engine.weights.buckets import TensorEntry, WeightBucket
-from rayapp.learner.shares import Share
+from rayapp.learner.shares import Shares
 
 Scripts = tuple[tuple[tuple[int, ...] | str, ...], ...]
 
@@ -59,31 +59,25 @@ class SeededEngine:
             if self._latency_s:
                 await asyncio.sleep(self._latency_s)
         if self._scripts:
-            return self._scripted(request_id, sampling, version)
-        token_ids = (34 + np.arange(sampling.max_tokens) + (sampling.seed or 0) % 40).astype(np.int32) % 90 + 2
-        return Completion(
-            token_ids=token_ids,
-            log_probs=np.full(token_ids.size, -1.0, np.float32),
-            text="a" * ((sampling.seed or 0) % 5),
-            finish_reason="length",
-            policy_version=version,
-            version_spans=self._spans(version, token_ids.size),
-            time_generate_s=self._latency_s,
-        )
-
-    def _scripted(self, request_id: str, sampling: SamplingParams, version: int) -> Completion:
-        script = self._scripts[(sampling.seed or 0) % len(self._scripts)]
-        _, has_turns, turn = request_id.rpartition("/turn=")
-        said = script[int(turn) if has_turns else 0]
-        text, token_ids = (said, np.array([2], np.int32)) if isinstance(said, str) else ("", np.array(said, np.int32))
+            text, token_ids = self._scripted(request_id, sampling)
+        else:
+            token_ids = (34 + np.arange(sampling.max_tokens) + (sampling.seed or 0) % 40).astype(np.int32) % 90 + 2
+            text = "a" * ((sampling.seed or 0) % 5)
         return Completion(
             token_ids=token_ids,
             log_probs=np.full(token_ids.size, -1.0, np.float32),
             text=text,
-            finish_reason="stop",
+            finish_reason="stop" if self._scripts else "length",
             policy_version=version,
+            version_spans=() if self._scripts else self._spans(version, token_ids.size),
             time_generate_s=self._latency_s,
         )
+
+    def _scripted(self, request_id: str, sampling: SamplingParams) -> tuple[str, Int32Array]:
+        script = self._scripts[(sampling.seed or 0) % len(self._scripts)]
+        _, has_turns, turn = request_id.rpartition("/turn=")
+        said = script[int(turn) if has_turns else 0]
+        return (said, np.array([2], np.int32)) if isinstance(said, str) else ("", np.array(said, np.int32))
 
     def _spans(self, first: int, num_tokens: int) -> tuple[VersionSpan, ...]:
         """Weights that arrive while it samples get the second half of the tokens."""
@@ -163,11 +157,7 @@ class InstantLearner:
         return {"rank": self._rank}
 
     def train_step(
-        self,
-        step: int,
-        summaries: tuple[GroupSummary, ...],
-        shares: tuple[tuple[Share, ...], ...],
-        *groups: Group,
+        self, step: int, summaries: tuple[GroupSummary, ...], shares: Shares, *groups: Group
     ) -> dict[str, float]:
         assert step == self._version + 1, f"step {step} after {self._version}: state is not that of the step before"
         assert len(groups) == len(shares[self._data_rank])

@@ -12,7 +12,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
-from actors.calls import INCARNATION
+from actors.calls import INCARNATION, Restartable
 from actors.handles import GenerateRequest
 from actors.metrics import Reporter
 from rayapp.config.config import Config
@@ -29,7 +29,7 @@ StartEngine = Callable[..., Awaitable[VllmEngine]]
 REPORT_EVERY_S = 5.0
 
 
-class VllmServer:
+class VllmServer(Restartable):
     """See the module.
 
     Args:
@@ -223,10 +223,6 @@ class VllmServer:
         if is_asleep:
             self._not_servable = f"{self!r} sleeps while the learners train"
         return is_asleep
-
-    async def incarnation(self) -> str:
-        """See `actors.calls`."""
-        return INCARNATION
 
     async def ping(self) -> str:
         """`incarnation`, if the engine answers and gets on with what it has in hand.

@@ -30,7 +30,7 @@ class _Member:
         return await self.handle.incarnation(timeout_s)
 
     async def ping(self, timeout_s: float) -> str:
-        return await self.handle.incarnation(timeout_s)
+        return await self.handle.ping(timeout_s)
 
     async def kill(self) -> None:
         await restart(self.handle.actor)
@@ -43,9 +43,6 @@ class ServerMember(_Member):
     handle: VllmServerHandle
     start_timeout_s: float
     load_weights: Callable[[VllmServerHandle], Awaitable[None]]
-
-    async def ping(self, timeout_s: float) -> str:
-        return await self.handle.ping(timeout_s)
 
     async def revive(self) -> None:
         await self.handle.ready(self.start_timeout_s)
@@ -65,9 +62,6 @@ class ModelServerMember(_Member):
         """For who takes it as OpenAI's clients do."""
         return "http://{}:{}/v1".format(*self.address)
 
-    async def ping(self, timeout_s: float) -> str:
-        return await self.handle.ping(timeout_s)
-
     async def revive(self) -> None:
         await self.handle.ready(self.start_timeout_s, self.address)
 
@@ -79,9 +73,6 @@ class WorkerMember(_Member):
     handle: RolloutWorkerHandle
     start_timeout_s: float
     pool: SandboxPoolHandle
-
-    async def ping(self, timeout_s: float) -> str:
-        return await self.handle.ping(timeout_s)
 
     async def revive(self) -> None:
         try:
@@ -98,6 +89,9 @@ class PoolMember(_Member):
 
     handle: SandboxPoolHandle
     make_ready: Callable[[], Awaitable[None]]
+
+    async def ping(self, timeout_s: float) -> str:
+        return await self.handle.incarnation(timeout_s)
 
     async def revive(self) -> None:
         await self.make_ready()

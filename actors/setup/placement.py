@@ -18,6 +18,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import ray
@@ -45,17 +46,15 @@ def group_name(run_name: str) -> str:
     return f"{run_name}: servers and learners"
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class Placement:
     """The run's reserved bundles; make it with `reserve`, give it back with `release`."""
 
-    def __init__(
-        self, group: PlacementGroup, bundles: list[Bundle], gpu_ids: dict[int, str], places: Sequence[int]
-    ) -> None:
-        self._group = group
-        self._bundles = bundles
-        self._gpu_ids = gpu_ids
-        self._places = places
-        """By position among the bundles: Ray's index of the one that it takes."""
+    group: PlacementGroup
+    bundles: list[Bundle]
+    gpu_ids: dict[int, str]
+    places: Sequence[int]
+    """By position among the bundles: Ray's index of the one that it takes."""
 
     @classmethod
     async def reserve(
@@ -93,26 +92,26 @@ class Placement:
     @property
     def shares_gpus(self) -> bool:
         """Servers use the GPUs of their learners."""
-        return bool(self._gpu_ids)
+        return bool(self.gpu_ids)
 
     def server(self, index: int) -> Seat:
         """Where server `index` runs."""
-        position = next(p for p, bundle in enumerate(self._bundles) if bundle.server == index)
-        bundle = self._bundles[position]
+        position = next(p for p, bundle in enumerate(self.bundles) if bundle.server == index)
+        bundle = self.bundles[position]
         strategy = self._strategy(position)
         if bundle.learners:
-            return Seat(strategy=strategy, visible_devices=self._gpu_ids[position])
+            return Seat(strategy=strategy, visible_devices=self.gpu_ids[position])
         return Seat(strategy=strategy, num_gpus=bundle.num_gpus)
 
     def learner(self, rank: int) -> Seat:
         """Where learner `rank` runs."""
-        position = next(p for p, bundle in enumerate(self._bundles) if rank in bundle.learners)
-        return Seat(strategy=self._strategy(position), num_gpus=min(1, self._bundles[position].num_gpus))
+        position = next(p for p, bundle in enumerate(self.bundles) if rank in bundle.learners)
+        return Seat(strategy=self._strategy(position), num_gpus=min(1, self.bundles[position].num_gpus))
 
     def model_server(self, name: str) -> Seat:
         """Where the model server of this name runs."""
-        position = next(p for p, bundle in enumerate(self._bundles) if bundle.model_server == name)
-        return Seat(strategy=self._strategy(position), num_gpus=self._bundles[position].num_gpus)
+        position = next(p for p, bundle in enumerate(self.bundles) if bundle.model_server == name)
+        return Seat(strategy=self._strategy(position), num_gpus=self.bundles[position].num_gpus)
 
     async def address_of_learner(self, rank: int) -> tuple[str, int]:
         """Its node's address, and a port that is free there now."""
@@ -122,12 +121,12 @@ class Placement:
         return found
 
     def _strategy(self, position: int) -> PlacementGroupSchedulingStrategy:
-        return PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=self._places[position])
+        return PlacementGroupSchedulingStrategy(self.group, placement_group_bundle_index=self.places[position])
 
     def release(self) -> None:
         """Give the bundles back; what still runs in them ends. Idempotent."""
         try:
-            remove_placement_group(self._group)
+            remove_placement_group(self.group)
         except (ValueError, RuntimeError):
             # The connection to Ray ended first, and our bundles with it.
             return

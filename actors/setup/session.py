@@ -138,10 +138,9 @@ def _connect(config: Config) -> tuple[Any, bool]:
                 f"it may refuse the token. {WRONG_TOKEN}"
             ) from None
     started_here = "" if address else _address_of_ray_start()
-    if not started_here:
-        _make_token_folder()
     if started_here:
         return ray.init(address=started_here, **common), False
+    _make_token_folder()
     with _processes_in_a_session_of_their_own():
         cluster = config.cluster
         own = {

@@ -105,7 +105,8 @@ def is_aside(name: str) -> bool:
 
 def put_in_place(pending: Path, target: Path) -> None:
     """Make a folder that was written aside `target`, on disk. What is at `target` now is deleted."""
-    fsync_tree(pending)
+    for path in (*pending.rglob("*"), pending):
+        fsync(path)
     remove_tree(target)
     pending.rename(target)
     fsync(target.parent)
@@ -126,12 +127,6 @@ def remove_pending(folder: Path) -> None:
 def remove_tree(folder: Path) -> None:
     """Delete a folder, also while others may be adding to it or deleting it: what they add at that moment may stay."""
     shutil.rmtree(folder, ignore_errors=True)
-
-
-def fsync_tree(folder: Path) -> None:
-    """Have the disk hold every file and folder below, and the folder itself."""
-    for path in (*folder.rglob("*"), folder):
-        fsync(path)
 
 
 def fsync(path: Path) -> None:

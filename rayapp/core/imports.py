@@ -1,11 +1,15 @@
-"""Imports of large libraries, which each process of a run pays for in seconds of a core before it does anything."""
+"""Imports of files by their path, and of large libraries, which each process of a run pays for in seconds of a core
+before it does anything."""
 
 from __future__ import annotations
 
 import gc
+import importlib.util
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 UNUSED = ("is_sklearn_available", "is_scipy_available")
@@ -13,6 +17,16 @@ UNUSED = ("is_sklearn_available", "is_scipy_available")
 SciPy for a loss of object detection."""
 UNUSED_BY_VLLM = ("scipy.signal", "pandas")
 """What vLLM imports where it is found, for sound and for tables of AMD's kernels."""
+
+
+def module_of(file: str | Path, name: str) -> ModuleType:
+    """A Python file run as a module of this name, which no import finds."""
+    spec = importlib.util.spec_from_file_location(name, file)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 @contextmanager

@@ -24,7 +24,7 @@ from torch.nn.functional import pad
 from rayapp.core.errors import LearnerError
 from rayapp.learner.families.flex import TreeMask, flex_tree_attention, tree_mask
 from rayapp.learner.families.masked_blocks import Block, Rule, blocks_of, mask_of, masked_backward, masked_forward
-from rayapp.learner.packing import Packing, Segment
+from rayapp.learner.packing import Packing, Segment, segment_paths
 
 ATTENTION_NAME = "rayapp_packed"
 _HARMLESS = frozenset(
@@ -140,10 +140,7 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, pla
 
 
 def varlen_plan(packing: Packing, device: torch.device) -> VarlenPlan:
-    paths: list[Any] = []
-    for segment in packing.segments:
-        own = np.arange(segment.start, segment.end)
-        paths.append(own if segment.parent < 0 else np.concatenate([paths[segment.parent], own]))
+    paths = segment_paths(packing.segments)
     queries = [segment.end - segment.start for segment in packing.segments]
     keys = [path.size for path in paths]
     return VarlenPlan(
@@ -248,22 +245,15 @@ def _forward_blocks(
     done = 0
     for block in blocks:
         rows, columns = block.rows, block.columns
+        part = query[:, :, rows], key[:, :, columns], value[:, :, columns]
         if block.is_masked:
-            part = query[:, :, rows], key[:, :, columns], value[:, :, columns]
             found, found_lse = masked_forward(*part, mask_of(block, positions, rule), rule)
         else:
-            found, found_lse = _flash(query, key, value, rows, columns, scale=rule.scale, is_causal=block.is_own)
+            found, found_lse = _flash_forward(*part, 0.0, block.is_own, scale=rule.scale)
         if rows.start == done:  # the rows' own block, which comes first
             out[:, :, rows], lse[:, :, rows], done = found, found_lse, rows.stop
         else:
             _merge(out[:, :, rows], lse[:, :, rows], found, found_lse)
-    return out, lse
-
-
-def _flash(
-    query: Tensor, key: Tensor, value: Tensor, rows: slice, columns: slice, *, scale: float, is_causal: bool
-) -> tuple[Tensor, Tensor]:
-    out, lse = _flash_forward(query[:, :, rows], key[:, :, columns], value[:, :, columns], 0.0, is_causal, scale=scale)
     return out, lse
 
 

@@ -16,13 +16,11 @@ from numpy.typing import NDArray
 
 from rayapp.core.errors import LearnerError
 from rayapp.core.forks import branches
-from rayapp.core.types import FloatArray, Trajectory
-from rayapp.learner.packing import Packing, common_prefix, pack
+from rayapp.core.types import FloatArray, Int32Array, Trajectory
+from rayapp.learner.packing import Int64Array, Packing, common_prefix, pack, sort_key
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-Int64Array = NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,7 +73,7 @@ def split(items: Sequence[TrainItem], *, max_tokens: int, share_prefixes: bool) 
     Raises:
         LearnerError: a trajectory alone exceeds `max_tokens`, or it has a response token without a prompt.
     """
-    ordered = sorted(items, key=lambda item: (item.group, inputs_of(item)[0].astype(">u4").tobytes()))
+    ordered = sorted(items, key=lambda item: (item.group, sort_key(inputs_of(item)[0])))
     costs = _costs(ordered, max_tokens, share_prefixes=share_prefixes)
     total = sum(marginal for marginal, _ in costs)
     # Fill all bins about equally: the rest after full ones would be small, and small matrix products are slow.
@@ -141,17 +139,20 @@ def _pack_routed(
     return replace(packing, token_ids=tokens[where].astype(np.int64)), experts[where]
 
 
-def empty_micro_batch(pad_token: int = 0) -> MicroBatch:
-    """A micro-batch of one token that nobody trains on, for a rank to compute while others still have work."""
-    packing = pack([[np.array([pad_token], dtype=np.int32)]], share_prefixes=False)
-    one = np.zeros(1, np.int64)
-    none = np.zeros((0, 1), np.int64)
+def empty_micro_batch(num_tokens: int = 1, *, num_heads: int = 1) -> MicroBatch:
+    """A micro-batch of one sequence that nobody trains on: for a rank to compute while others still have work, and to
+    measure memory.
+
+    Args:
+        num_heads: positions that go through the output head, 0 or 1.
+    """
+    heads, none = np.zeros(num_heads, np.int64), np.zeros((0, 1), np.int64)
     return MicroBatch(
         items=(),
-        packing=packing,
-        head_positions=one,
-        pair_rows=one,
-        pair_targets=one,
+        packing=pack([[np.zeros(num_tokens, np.int32)]], share_prefixes=False),
+        head_positions=heads,
+        pair_rows=heads,
+        pair_targets=heads,
         row_pairs=none,
         row_heads=none,
         mask=none.astype(np.float32),
@@ -186,22 +187,23 @@ def _num_unique(item: TrainItem) -> int:
 def _costs(ordered: Sequence[TrainItem], max_tokens: int, *, share_prefixes: bool) -> list[tuple[int, int]]:
     """For each item: tokens it adds to its predecessors in the same micro-batch, and tokens it needs alone."""
     costs: list[tuple[int, int]] = []
-    previous: TrainItem | None = None
+    previous, experts = None, None
     for item in ordered:
         alone = _num_unique(item) if share_prefixes else item.num_inputs
         _check_length(item, alone, max_tokens)
-        shared = 0
+        own, shared = _experts_of([item]) if share_prefixes else None, 0
         if share_prefixes and previous is not None and previous.group == item.group:
-            shared = _num_shared(previous, item)
+            shared = _num_shared(inputs_of(previous)[0], inputs_of(item)[0], experts, own)
         costs.append((alone - shared, alone))
-        previous = item
+        previous, experts = item, own
     return costs
 
 
-def _num_shared(first: TrainItem, second: TrainItem) -> int:
-    """Leading tokens that are computed once for both."""
-    common = common_prefix(inputs_of(first)[0], inputs_of(second)[0])
-    own, theirs = (_experts_of([item]) for item in (first, second))
+def _num_shared(
+    first: Int32Array, second: Int32Array, own: NDArray[np.int16] | None, theirs: NDArray[np.int16] | None
+) -> int:
+    """Leading tokens that are computed once for two rows, whose experts are `own` and `theirs`."""
+    common = common_prefix(first, second)
     if own is None or theirs is None:
         return common if own is theirs else 0
     differ = np.flatnonzero((own[:common] != theirs[:common]).any((1, 2)))

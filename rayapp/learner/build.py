@@ -33,20 +33,16 @@ def build_learner(config: Config, ranks: Ranks) -> PolicyLearner:
     model = load_policy(config, ranks.mesh, trainable=True)
     frozen = {name: load_frozen(name, own, ranks, model) for name, own in frozen_models(config).items()}
     config = with_token_budget(with_sharing(config, [model, *frozen.values()]), ranks, model)
+    told = config.distillation
     return PolicyLearner(
         config=config,
         ranks=ranks,
         model=model,
         optimizer=make_optimizer(model, config.learner.optimizer),
         frozen=frozen,
-        verdicts=_verdict_reader(config),
-    )
-
-
-def _verdict_reader(config: Config) -> VerdictReader | None:
-    section = config.distillation
-    return (
-        None if section.privileged == "none" else VerdictReader(load_tokenizer(config), section.max_privileged_tokens)
+        verdicts=None
+        if told.privileged == "none"
+        else VerdictReader(load_tokenizer(config), told.max_privileged_tokens),
     )
 
 

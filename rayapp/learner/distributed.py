@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -72,8 +72,9 @@ class Ranks:
         """The values of ranks that train on different trajectories: of ranks that share theirs only the first one's."""
         return self.gather(value)[:: self.num_parts]
 
-    def largest(self, value: int) -> int:
-        return max(self.gather(value))
+    def first_of(self, problem: str) -> str:
+        """What is told on the first rank that has something to tell, so that all act alike; else empty. Collective."""
+        return next(filter(None, self.gather(problem)), "")
 
 
 def start_ranks(config: Config, rank: int, world_size: int, master_address: str, master_port: int) -> Ranks:
@@ -180,7 +181,3 @@ def use_threads(config: Config, world_size: int) -> None:
     torch.set_num_threads(
         config.learner.cpu_threads or share_of_cores(world_size, is_synchronous=config.train.max_staleness == 0)
     )
-
-
-def flatten(parts: Sequence[Sequence[T]]) -> list[T]:
-    return [value for part in parts for value in part]

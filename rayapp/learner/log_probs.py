@@ -13,16 +13,14 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from rayapp.config.distillation import DistillationSection
 from rayapp.learner.algo.distillation import kl, kl_gradient
+from rayapp.learner.packing import Int64Array
 
 CACHE_ROWS = 64
 """Rows that go through the softmax together on CPU: 64 x 49152 float32 stay in the last-level cache."""
-
-Int64Array = NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

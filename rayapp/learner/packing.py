@@ -74,78 +74,59 @@ def pack(trees: Sequence[Sequence[Int32Array]], *, share_prefixes: bool) -> Pack
     Returns:
         paths in the order of the flattened input.
     """
-    builder = _Builder()
-    for sequences in trees:
-        for forest in [list(range(len(sequences)))] if share_prefixes else [[i] for i in range(len(sequences))]:
-            builder.add_tree(sequences, forest)
-        builder.end_tree(len(sequences))
+    sequences = [sequence for tree in trees for sequence in tree]
+    numbers = range(len(sequences))
+    builder, rest = _Builder(sequences), iter(numbers)
+    for members in [[next(rest) for _ in tree] for tree in trees] if share_prefixes else [[i] for i in numbers]:
+        builder.add_tree(members)
     return builder.finish()
 
 
 class _Builder:
     """Collects segments depth first."""
 
-    def __init__(self) -> None:
+    def __init__(self, sequences: Sequence[Int32Array]) -> None:
+        self._sequences = sequences
         self._tokens: list[Int32Array] = []
         self._positions: list[Int64Array] = []
         self._segments: list[Segment] = []
-        self._paths: list[Int64Array] = []
-        self._tree_paths: dict[int, Int64Array] = {}
+        self._paths: dict[int, Int64Array] = {}
         self._size = 0
 
-    def add_tree(self, sequences: Sequence[Int32Array], members: list[int]) -> None:
+    def add_tree(self, members: list[int]) -> None:
         # Sort: sequences with a common prefix become neighbours, and what a range of them shares is the least that two
         # neighbours in it share.
-        order = sorted(members, key=lambda i: _sort_key(sequences[i]))
-        shared = [common_prefix(sequences[a], sequences[b]) for a, b in itertools.pairwise(order)]
-        self._branch(sequences, order, shared, depth=0, path=np.empty(0, np.int64), parent=-1)
-
-    def end_tree(self, num_sequences: int) -> None:
-        self._paths.extend(self._tree_paths.pop(i) for i in range(num_sequences))
+        order = sorted(members, key=lambda i: sort_key(self._sequences[i]))
+        shared = [common_prefix(self._sequences[a], self._sequences[b]) for a, b in itertools.pairwise(order)]
+        self._branch(order, shared, depth=0, path=np.empty(0, np.int64), parent=-1)
 
     def finish(self) -> Packing:
         return Packing(
             token_ids=_joined(self._tokens),
             position_ids=_joined(self._positions),
             segments=tuple(self._segments),
-            paths=tuple(self._paths),
+            paths=tuple(self._paths[i] for i in range(len(self._sequences))),
         )
 
-    def _branch(
-        self,
-        sequences: Sequence[Int32Array],
-        order: list[int],
-        shared: list[int],
-        *,
-        depth: int,
-        path: Int64Array,
-        parent: int,
-    ) -> None:
+    def _branch(self, order: list[int], shared: list[int], *, depth: int, path: Int64Array, parent: int) -> None:
         """Place the sequences `order` (sorted; `shared[i]` is the common prefix of neighbours) from `depth` on."""
-        common = min(shared) if shared else sequences[order[0]].size
+        common = min(shared) if shared else self._sequences[order[0]].size
         saved = (common - depth) * (len(order) - 1)
         if len(order) > 1 and saved < MIN_SAVED_TOKENS:
             common = depth
         if common > depth:
             index = len(self._segments)
             self._segments.append(Segment(start=0, end=0, subtree_end=0, parent=parent))  # replaced below
-            start = self._place(sequences[order[0]][depth:common], depth)
-            path = np.concatenate([path, np.arange(start, self._size)])
-            segment_end, parent_of_children = self._size, index
-            self._branch_children(sequences, order, shared, depth=common, path=path, parent=parent_of_children)
-            self._segments[index] = Segment(start=start, end=segment_end, subtree_end=self._size, parent=parent)
+            start = self._place(self._sequences[order[0]][depth:common], depth)
+            end = self._size
+            path = np.concatenate([path, np.arange(start, end)])
+            self._branch_children(order, shared, depth=common, path=path, parent=index)
+            self._segments[index] = Segment(start=start, end=end, subtree_end=self._size, parent=parent)
         else:
-            self._branch_children(sequences, order, shared, depth=depth, path=path, parent=parent)
+            self._branch_children(order, shared, depth=depth, path=path, parent=parent)
 
     def _branch_children(
-        self,
-        sequences: Sequence[Int32Array],
-        order: list[int],
-        shared: list[int],
-        *,
-        depth: int,
-        path: Int64Array,
-        parent: int,
+        self, order: list[int], shared: list[int], *, depth: int, path: Int64Array, parent: int
     ) -> None:
         """Place what follows the `depth` common tokens: a branch ends where neighbours share no more than those."""
         smallest = min(shared) if shared else 0
@@ -156,10 +137,10 @@ class _Builder:
                 continue
             members, inner = order[first : i + 1], shared[first:i]
             first = i + 1
-            if len(members) == 1 and sequences[members[0]].size == depth:
-                self._tree_paths[members[0]] = path
+            if len(members) == 1 and self._sequences[members[0]].size == depth:
+                self._paths[members[0]] = path
             else:
-                self._branch(sequences, members, inner, depth=depth, path=path, parent=parent)
+                self._branch(members, inner, depth=depth, path=path, parent=parent)
 
     def _place(self, tokens: Int32Array, depth: int) -> int:
         start = self._size
@@ -176,9 +157,18 @@ def common_prefix(first: Int32Array, second: Int32Array) -> int:
     return int(differ[0]) if differ.size else int(size)
 
 
-def _sort_key(tokens: Int32Array) -> bytes:
+def sort_key(tokens: Int32Array) -> bytes:
     # Big-endian bytes of non-negative ids order as the ids do.
     return tokens.astype(">u4").tobytes()
+
+
+def segment_paths(segments: Sequence[Segment]) -> list[Int64Array]:
+    """Packed positions of each segment's path: those of the segments it continues, and its own."""
+    paths: list[Int64Array] = []
+    for segment in segments:
+        own = np.arange(segment.start, segment.end)
+        paths.append(own if segment.parent < 0 else np.concatenate([paths[segment.parent], own]))
+    return paths
 
 
 def _joined(parts: Sequence[NDArray[np.int32] | Int64Array]) -> Int64Array:

@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
@@ -37,6 +36,7 @@ from rayapp.learner.compute.sequence import (
     SequenceGroup,
     SequencePlan,
     check_sequence_parallel,
+    gather_rows,
     own_tokens,
     register_sequence_attention,
 )
@@ -44,7 +44,6 @@ from rayapp.learner.families.head import head_rule
 from rayapp.learner.families.router_replay import EXPERTS, RouterReplay
 from rayapp.learner.family import check_family, fit_to_packing, read_architecture, training_mode
 from rayapp.learner.log_probs import HeadOptions, Targets, TeacherHead, first_pairs_of, token_log_probs
-from rayapp.learner.packing import Packing
 from rayapp.learner.state.lora import add_adapters
 from rayapp.learner.state.pretrained import generation_config, load_pretrained, start_adapters
 
@@ -91,7 +90,9 @@ def to_device(batch: MicroBatch, device: torch.device, group: SequenceGroup | No
     tokens, heads, pairs = (slice(None),) * 3 if part is None else (part.tokens, part.heads, part.pairs)
     plan: Any = plan_attention(packing, device)
     head_positions = batch.head_positions if part is None else part.head_positions(batch)
-    rows = batch.pair_rows[pairs] - (heads.start or 0)
+    rows, experts = batch.pair_rows[pairs] - (heads.start or 0), batch.routed_experts
+    if experts is not None:
+        experts = np.pad(experts, ((0, packing.num_tokens - len(experts)), (0, 0), (0, 0)), constant_values=-1)
     return DeviceBatch(
         token_ids=moved(packing.token_ids[tokens])[None],
         position_ids=moved(packing.position_ids[tokens])[None],
@@ -105,13 +106,9 @@ def to_device(batch: MicroBatch, device: torch.device, group: SequenceGroup | No
         row_pairs=moved(batch.row_pairs),
         row_heads=moved(batch.row_heads),
         mask=moved(batch.mask),
-        routed_experts=None if batch.routed_experts is None else moved(_padded(batch.routed_experts, packing)[tokens]),
+        routed_experts=None if experts is None else moved(experts[tokens]),
         part=part,
     )
-
-
-def _padded(experts: NDArray[np.int16], packing: Packing) -> NDArray[np.int16]:
-    return np.pad(experts, ((0, packing.num_tokens - len(experts)), (0, 0), (0, 0)), constant_values=-1)
 
 
 class TokenScores(NamedTuple):
@@ -141,9 +138,10 @@ class PolicyModel(nn.Module):
         log_probs, *by_head = token_log_probs(
             self._hidden(batch), self._output_weight(), batch.targets, self._head.applied_to(options), teacher
         )
-        if batch.part is not None:
-            log_probs = batch.part.gather_pairs(log_probs)
-            by_head = [batch.part.gather_heads(values) for values in by_head]
+        if (part := batch.part) is not None:
+            log_probs = gather_rows(log_probs, part.num_pairs, part.group)
+            own = slice(part.num_heads[part.group.rank])
+            by_head = [gather_rows(values[own], part.num_heads, part.group) for values in by_head]
         return TokenScores(
             _rows(log_probs, batch.row_pairs, batch.mask),
             *(_rows(values, batch.row_heads, batch.mask) for values in by_head),

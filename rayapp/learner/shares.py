@@ -41,7 +41,11 @@ class _Row(NamedTuple):
     """Tokens that a rank computes once for all of the group's trajectories that it has."""
 
 
-def deal(summaries: Sequence[GroupSummary], config: Config, num_ranks: int) -> tuple[tuple[Share, ...], ...]:
+Shares = tuple[tuple[Share, ...], ...]
+"""By the group of ranks that trains on them, in the order of the step."""
+
+
+def deal(summaries: Sequence[GroupSummary], config: Config, num_ranks: int) -> Shares:
     """Each rank's shares, in the order of the step: runs of neighbours, so that few groups are cut.
 
     The busiest rank of a mini-batch is ahead of the others by one trajectory at most.

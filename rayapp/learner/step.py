@@ -105,7 +105,7 @@ class PolicyLearner:
         batches = split(items, max_tokens=max_tokens, share_prefixes=learner.share_prefixes)
         if self.model.replay is not None:
             self.model.replay.check([batch.routed_experts for batch in batches])
-        missing = self.ranks.largest(len(batches)) - len(batches)
+        missing = max(self.ranks.gather(len(batches))) - len(batches)
         return batches + [empty_micro_batch()] * missing
 
     def update(self, losses: Sequence[float], step: int) -> tuple[float, bool]:
@@ -292,7 +292,9 @@ class _Step:
             if self.config.distillation.needs_logits:
                 learner.frozen["teacher"].reshard()  # type: ignore[operator]
         with self.watch("optimizer"):
-            self._update([facts.loss for facts in self.micro_facts[num_before:]])
+            norm, is_finite = learner.update([facts.loss for facts in self.micro_facts[num_before:]], self.number)
+        self.grad_norms.append(norm)
+        self.num_skipped += not is_finite
 
     def _coupled_gradients(
         self, items: Sequence[TrainItem], scale: LossScale, actor_config: Any
@@ -414,11 +416,6 @@ class _Step:
                 ref_log_probs=None if ref is None else ref[i, :size],
                 teacher_kl=None if teacher_kl is None else teacher_kl[i, :size],
             )
-
-    def _update(self, losses: Sequence[float]) -> None:
-        norm, is_finite = self.learner.update(losses, self.number)
-        self.grad_norms.append(norm)
-        self.num_skipped += not is_finite
 
     def _agreement(self) -> dict[str, float]:
         """How far the learner's routers agree with the server's; nothing without `learner.router_replay`."""

@@ -64,20 +64,16 @@ def make_table(summaries: Sequence[GroupSummary], config: Config) -> StepTable:
         if estimator not in NEEDS_NO_GROUP and valid.sum() < 2:
             valid[:] = False
     sizes = [summary.rewards.size for summary in summaries]
+    overlong = np.array([status == RolloutStatus.TRUNCATED for s in summaries for status in s.statuses], np.bool_)
     return StepTable(
         group=np.repeat(np.arange(len(sizes)), sizes),
         index=np.concatenate([np.arange(size) for size in sizes]),
         trained=np.concatenate(trained),
-        filtered=_overlong(summaries) & config.algorithm.overlong.filter,
+        filtered=overlong & config.algorithm.overlong.filter,
         rewards=np.concatenate([summary.rewards for summary in summaries]),
         num_response_tokens=np.concatenate([summary.num_response_tokens for summary in summaries]).astype(np.int64),
         num_groups=len(sizes),
     )
-
-
-def _overlong(summaries: Sequence[GroupSummary]) -> NDArray[np.bool_]:
-    """(R,) True where the trajectory ran into the limit of tokens."""
-    return np.array([status == RolloutStatus.TRUNCATED for s in summaries for status in s.statuses], np.bool_)
 
 
 def advantage_inputs(table: StepTable, summaries: Sequence[GroupSummary], config: Config) -> AdvantageInputs:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -31,26 +31,17 @@ Players = AgentLoops | ExternalAgent
 MAX_KEPT_CHARS = 1 << 16
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class DataGroups:
     """Groups of data rows; group N of the training is row N of the run, whatever worker it is on."""
 
-    def __init__(
-        self,
-        config: Config,
-        players: Players,
-        rewards: AnswerRewards,
-        sandboxes: SandboxSource,
-        *,
-        train: TrainingData | None,
-        held_out: TrainingData | None,
-    ) -> None:
-        self._config = config
-        self._players = players
-        self._rewards = rewards
-        self._sandboxes = sandboxes
-        self._train = train
-        self._held_out = held_out
-        self._reading = asyncio.Lock()
+    config: Config
+    players: Players
+    rewards: AnswerRewards
+    sandboxes: SandboxSource
+    train: TrainingData | None
+    held_out: TrainingData | None
+    _reading: asyncio.Lock = field(default_factory=asyncio.Lock, init=False)
 
     @classmethod
     async def open(cls, config: Config, sandboxes: SandboxSource) -> DataGroups:
@@ -73,20 +64,20 @@ class DataGroups:
 
     @property
     def num_eval_prompts(self) -> int:
-        if self._held_out is None:
+        if self.held_out is None:
             return 0
-        return min(len(self._held_out), self._config.data.max_eval_rows or len(self._held_out))
+        return min(len(self.held_out), self.config.data.max_eval_rows or len(self.held_out))
 
     @property
     def num_train_prompts(self) -> int:
-        return len(self._train) if self._train is not None else 0
+        return len(self.train) if self.train is not None else 0
 
     async def assignment(self, request: GroupRequest, *, seed: int) -> Assignment:
         tests = scoring_seed(request.group_id, seed=seed)
-        return assignment_of(await self._row(request), self._players, self._rewards, self._sandboxes, seed=tests)
+        return assignment_of(await self._row(request), self.players, self.rewards, self.sandboxes, seed=tests)
 
     async def _row(self, request: GroupRequest) -> DataRow:
-        rows = self._train if request.purpose == "group" else self._held_out
+        rows = self.train if request.purpose == "group" else self.held_out
         assert rows is not None, "the driver checks which files a command needs"
         # One at a time: two groups that reach a new window of rows together would both load it.
         async with self._reading:
@@ -94,7 +85,7 @@ class DataGroups:
 
     async def close(self) -> None:
         """End what the tools hold."""
-        await self._players.close()
+        await self.players.close()
 
 
 def assignment_of(

@@ -187,7 +187,8 @@ def _of_conversation(
     parts: list[tuple[list[int], bool]] = []
     so_far, answers = "", list[str]()
     for i in turns:
-        _check_answer(messages[i], i)
+        if not messages[i].get("tool_calls"):
+            _not_empty(messages[i].get("content"), f"the content of message {i} (assistant)")
         head, answer = _turn(messages, i, render, tokenizer)
         if parts and not head.startswith(so_far):
             yield _trajectory(parts, answers[-1])
@@ -238,11 +239,6 @@ def _messages(value: Any) -> list[dict[str, Any]]:
         raise ValueError("messages are a list of objects with role and content")
     # Parquet fills the keys that one message has in all others.
     return [{key: item for key, item in one.items() if item is not None} for one in value]
-
-
-def _check_answer(message: Mapping[str, Any], number: int) -> None:
-    if not message.get("tool_calls"):
-        _not_empty(message.get("content"), f"the content of message {number} (assistant)")
 
 
 def _not_empty(value: Any, what: str) -> None:

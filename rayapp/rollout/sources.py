@@ -85,11 +85,6 @@ class RunGroups:
         self._judges = judges
         self._mixing = Mixing([source.ratio for source in sources], seed=seed)
 
-    async def check_judges(self) -> None:
-        """Ask each judge a question, before anything is sampled. Raises ConfigError: one gives no usable answer."""
-        if self._judges is not None:
-            await self._judges.check()
-
     @property
     def num_eval_prompts(self) -> tuple[int, ...]:
         """Prompts of one evaluation by source. Requests of purpose `eval` count through all of them."""
@@ -143,9 +138,11 @@ async def open_groups(config: Config, sandboxes: SandboxSource) -> RunGroups:
     """
     config = await asyncio.to_thread(with_local_model, config)
     sources, opened = sources_of(config), list[Groups]()
-    groups = RunGroups(sources, opened, seed=config.run.seed, judges=open_judges(config))
+    judges = open_judges(config)
+    groups = RunGroups(sources, opened, seed=config.run.seed, judges=judges)
     try:
-        await groups.check_judges()
+        if judges is not None:
+            await judges.check()  # before anything is sampled
         for source in sources:
             with naming(source):
                 opened.append(await _open(source.config, sandboxes))

@@ -8,7 +8,7 @@ Called by `TaskGroups`. Tasks that bring the same tools share a loop, whose prom
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import numpy as np
@@ -29,33 +29,22 @@ OpenLoop = Callable[[tuple[str, ...]], Awaitable[AgentLoop]]
 """From the tools that a task brings to a loop with them."""
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class TaskAgents:
-    """See the module.
+    """See the module."""
 
-    Args:
-        make_loop: called once for each set of tools.
-        max_prompt_tokens: longer prompts are refused.
-        tool_weight: of the sum of what tools gave for single calls.
-        tool_verdict_weight: of the sum of their verdicts on whole trajectories.
-        agent: who plays with a loop: itself, or a plug-in.
-    """
-
-    def __init__(
-        self,
-        make_loop: OpenLoop,
-        *,
-        max_prompt_tokens: int,
-        tool_weight: float,
-        tool_verdict_weight: float = 0.0,
-        agent: str = TOOL_AGENT,
-    ) -> None:
-        self._make_loop = make_loop
-        self._max_prompt_tokens = max_prompt_tokens
-        self._tool_weight = tool_weight
-        self._tool_verdict_weight = tool_verdict_weight
-        self._agent = agent
-        self._loops: dict[tuple[str, ...], AgentLoop] = {}
-        self._players: dict[tuple[str, ...], Player] = {}
+    make_loop: OpenLoop
+    """Called once for each set of tools."""
+    max_prompt_tokens: int
+    """Longer prompts are refused."""
+    tool_weight: float
+    """Of the sum of what tools gave for single calls."""
+    tool_verdict_weight: float = 0.0
+    """Of the sum of their verdicts on whole trajectories."""
+    agent: str = TOOL_AGENT
+    """Who plays with a loop: itself, or a plug-in."""
+    _loops: dict[tuple[str, ...], AgentLoop] = field(default_factory=dict, init=False)
+    _players: dict[tuple[str, ...], Player] = field(default_factory=dict, init=False)
 
     @classmethod
     def of(cls, config: Config, sandboxes: SandboxSource) -> TaskAgents:
@@ -80,14 +69,14 @@ class TaskAgents:
             UserError: a task can't be played by an agent, its prompt is too long, or a tool can't be used.
         """
         prompts = [await self._prompt(task) for task in tasks]
-        check_length(prompts, self._max_prompt_tokens)
+        check_length(prompts, self.max_prompt_tokens)
         return list(zip(tasks, prompts, strict=True))
 
     async def _prompt(self, task: Task) -> Prompt:
         start = agent_start(task)
         if start.tools not in self._loops:
-            loop = self._loops[start.tools] = await self._make_loop(start.tools)
-            self._players[start.tools] = player_of(self._agent, loop)
+            loop = self._loops[start.tools] = await self.make_loop(start.tools)
+            self._players[start.tools] = player_of(self.agent, loop)
         chat = self._loops[start.tools].chat
         return Prompt(
             task=task.name,
@@ -115,8 +104,8 @@ class TaskAgents:
             return with_terms(None, episode)
         reward, terms = await verdict(), {"tool": tool_reward(episode), "tool_verdict": tool_verdict(episode)}
         if reward.valid:
-            value = reward.value + self._tool_weight * terms["tool"]
-            value += self._tool_verdict_weight * terms["tool_verdict"]
+            value = reward.value + self.tool_weight * terms["tool"]
+            value += self.tool_verdict_weight * terms["tool_verdict"]
             reward = replace(reward, value=value, terms={**reward.terms, **terms})
         return with_terms(reward, episode)
 

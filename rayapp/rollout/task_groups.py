@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from functools import partial
 
 from rayapp.core.protocols import RolloutEngine, SandboxSource, Task
-from rayapp.core.types import Completion, Prompt, Reward, SamplingParams
+from rayapp.core.types import Prompt, Reward, SamplingParams
 from rayapp.rollout.agent.episode import Episode, EpisodeEnd
 from rayapp.rollout.agent.transcript import Transcript
 from rayapp.rollout.environments.agents import EnvironmentAgents
@@ -61,10 +61,11 @@ class TaskGroups:
         if (agents := self._agents) is None:
             return Assignment(prompt=prompt, play=partial(_one_turn, prompt), score=score)
 
-        async def agents_score(episode: Episode) -> Reward:
-            return await agents.score(episode, partial(score, episode))
-
-        return Assignment(prompt=prompt, play=agents.play(task, prompt), score=agents_score)
+        return Assignment(
+            prompt=prompt,
+            play=agents.play(task, prompt),
+            score=lambda episode: agents.score(episode, partial(score, episode)),
+        )
 
     async def close(self) -> None:
         """End what the tools hold."""
@@ -74,10 +75,6 @@ class TaskGroups:
 
 async def _one_turn(prompt: Prompt, *, engine: RolloutEngine, sampling: SamplingParams, request_id: str) -> Episode:
     transcript = Transcript(prompt.token_ids.tolist())
-    completion = await transcript.sample_turn(engine, request_id, sampling, _text_of)
-    return transcript.finished(EpisodeEnd.MAX_TOKENS if completion.finish_reason == "length" else EpisodeEnd.ANSWERED)
-
-
-def _text_of(completion: Completion) -> str:
     # The engine's text and not the decoded tokens: those hold the stop text, which is no part of the code.
-    return completion.text
+    completion = await transcript.sample_turn(engine, request_id, sampling, lambda completion: completion.text)
+    return transcript.finished(EpisodeEnd.MAX_TOKENS if completion.finish_reason == "length" else EpisodeEnd.ANSWERED)

@@ -13,12 +13,12 @@ The files are loaded by path: importing verl itself takes seconds, with torch an
 from __future__ import annotations
 
 import functools
-import importlib.util
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from rayapp.core.imports import module_of
 from rayapp.tasks.code.outputs import Comparison
 
 GSM8K = "openai/gsm8k"
@@ -107,10 +107,5 @@ def _number(found: Any) -> float:
 
 @functools.cache
 def _load(rule_file: str) -> Callable[..., Any]:
-    spec = importlib.util.spec_from_file_location("verl_rule", rule_file)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    compute_score: Callable[..., Any] = module.compute_score
+    compute_score: Callable[..., Any] = module_of(rule_file, "verl_rule").compute_score
     return compute_score

@@ -287,12 +287,9 @@ class CodingTask(BaseModel):
         return replace(verdict, time_score_s=time.monotonic() - started)
 
     async def _tested(self, code: str, sandboxes: SandboxSource, *, seed: int) -> Reward:
+        """The verdict of the hidden tests."""
         # Draw in a thread: the reference may be slow, and other trajectories would wait.
         cases = await asyncio.to_thread(self.cases.draw, seed)
-        return await self._run(code, cases, sandboxes)
-
-    async def _run(self, code: str, cases: tuple[Case, ...], sandboxes: SandboxSource) -> Reward:
-        """The verdict of the hidden tests."""
 
         async def judge(sandbox: Sandbox) -> Reward:
             inputs = [case.args for case in cases]

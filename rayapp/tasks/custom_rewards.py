@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import importlib
-import importlib.util
 import inspect
 import math
 from collections.abc import Awaitable, Callable, Mapping
@@ -20,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from rayapp.core.errors import ConfigError, KindError
+from rayapp.core.imports import module_of
 from rayapp.core.names.given import given, is_given
 from rayapp.core.names.plugins import is_plugin, load_plugin
 from rayapp.core.own_thread import in_thread
@@ -132,12 +132,7 @@ def load_function(path: str, *, what: str = "reward function", is_reward: bool =
 def _load_file(path: Path) -> Any:
     if not path.is_file():
         raise FileNotFoundError(f"there is no file {path}")
-    spec = importlib.util.spec_from_file_location(f"rayapp_user_reward_{path.stem}", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return module_of(path, f"rayapp_user_reward_{path.stem}")
 
 
 def is_storable(value: float) -> bool:

@@ -42,7 +42,7 @@ def extract_code(completion: str, func_name: str, *, prefill: str = "") -> str |
     else:
         candidates = [*reversed(_fenced_blocks(text)), _unfenced(_until_fence(text), func_name)]
     for candidate in candidates:
-        if _has_def(candidate, func_name):
+        if _def_pattern(func_name).search(candidate):
             return cut_after_function(candidate, func_name)
     return None
 
@@ -135,7 +135,7 @@ def _fenced_blocks(text: str, *, only_marked: bool = False) -> list[str]:
     for line in text.split("\n"):
         if opening is None:
             opening, body = _fence(line), []
-        elif _closes(line, opening[0]):
+        elif (text := line.strip(" \t")).startswith(opening[0]) and not text.strip("`~"):
             blocks += _python_block(opening[1], [*body, ""], only_marked)
             opening = None
         else:
@@ -157,11 +157,6 @@ def _fence(line: str) -> tuple[str, str] | None:
     return (text[:num_marks], language) if num_marks >= 3 and "`" not in language else None
 
 
-def _closes(line: str, fence: str) -> bool:
-    text = line.strip(" \t")
-    return text.startswith(fence) and not text.strip("`~")
-
-
 def _unfenced(text: str, func_name: str) -> str:
     """The code from the first line above the function that begins Python (a definition, import, decorator) and parses.
 
@@ -177,10 +172,6 @@ def _unfenced(text: str, func_name: str) -> str:
         if parse("\n".join(lines[start : target + 1]) + " pass") is not None:
             return "\n".join(lines[start:])
     return "\n".join(lines[target:])
-
-
-def _has_def(source: str, func_name: str) -> bool:
-    return _def_pattern(func_name).search(source) is not None
 
 
 def _def_pattern(func_name: str) -> re.Pattern[str]:

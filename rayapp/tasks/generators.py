@@ -13,6 +13,7 @@ import json
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 from urllib.parse import parse_qsl
 
@@ -88,11 +89,7 @@ class GeneratedTask:
             verdict = _reward(_compared(answer, self.answer))
         else:
             spec = SandboxSpec(packages=(PACKAGE,))
-
-            async def judge(sandbox: Sandbox) -> Reward:
-                return await self._judge(answer, sandbox)
-
-            verdict = await judged_in_sandbox(sandboxes, spec, judge)
+            verdict = await judged_in_sandbox(sandboxes, spec, partial(self._judge, answer))
         return replace(verdict, time_score_s=time.monotonic() - started)
 
     async def _judge(self, answer: str, sandbox: Sandbox) -> Reward:

@@ -30,7 +30,7 @@ from rayapp.core.validation import explain
 from rayapp.tasks.code.benchmarks import PREFIX, load_benchmark
 from rayapp.tasks.coding import CodingTask
 from rayapp.tasks.environments.files import VerifiersEnvironment, parse_environment
-from rayapp.tasks.environments.task import EnvironmentTask, row_tasks
+from rayapp.tasks.environments.task import row_tasks
 from rayapp.tasks.environments.verifiers import verifiers_tasks
 from rayapp.tasks.generators import GENERATED, load_generated
 from rayapp.tasks.repository.folder import TRUST
@@ -87,7 +87,8 @@ def load_source(source: str) -> Sequence[Task]:
         return [load_task(name) for name in shipped_repositories()]
     folder, trusts_script = _folder_of(source)
     if folder.suffix in _YAML and "environment" in (data := _yaml(_read(folder), source)):
-        return _environment_tasks(data, folder)
+        environment = parse_environment(data, folder)
+        return verifiers_tasks(environment) if isinstance(environment, VerifiersEnvironment) else row_tasks(environment)
     if folder.is_dir() and not (folder / "instruction.md").exists():
         found = sorted(entry for entry in folder.iterdir() if (entry / "instruction.md").is_file())
         if not found:
@@ -111,11 +112,6 @@ def _folder_of(source: str) -> tuple[Path, bool]:
     return Path(folder), True
 
 
-def _environment_tasks(data: dict[str, Any], path: Path) -> Sequence[EnvironmentTask]:
-    environment = parse_environment(data, path)
-    return verifiers_tasks(environment) if isinstance(environment, VerifiersEnvironment) else row_tasks(environment)
-
-
 def load_task(source: str) -> Task:
     """One task, checked: its reference has run on the tests of a few seeds.
 
@@ -136,8 +132,7 @@ def load_task(source: str) -> Task:
     elif path.suffix in _YAML:
         task = _from_yaml(_read(path), source)
     elif source in shipped_tasks():
-        text = _shipped_text(source)
-        task = _from_yaml(text, source)
+        task = _from_yaml(_shipped_text(source), source)
     elif is_plugin("tasks", source):
         task = _of_plugin(source)
     else:

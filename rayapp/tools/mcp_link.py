@@ -9,6 +9,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Mapping
+from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 from rayapp.core.errors import ConfigError, ToolUnavailableError, first_error
@@ -20,41 +21,30 @@ _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 5.0
 _CONNECT_TIMEOUT_S, _PING_TIMEOUT_S = 30.0, 5.0
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class McpLink:
-    """See the module.
+    """See the module."""
 
-    Args:
-        name: the server's name, for messages.
-        url: its endpoint.
-        headers: sent with each request; they hold the key.
-        reconnect_timeout_s: how long a lost server is tried again before callers are told.
-        keeps_state: calls build on earlier ones of their session, so another session can't take its place once it has
-            answered: its names would be gone, and the policy would be taught that it had used undefined ones.
-    """
-
-    def __init__(
-        self,
-        name: str,
-        url: str,
-        headers: Mapping[str, str],
-        *,
-        reconnect_timeout_s: float,
-        keeps_state: bool = False,
-    ) -> None:
-        self._name = name
-        self._keeps_state = keeps_state
-        self._has_state = False
-        self._url = url
-        self._headers = dict(headers)
-        self._reconnect_timeout_s = reconnect_timeout_s
-        self._session: McpSession | None = None
-        self._opening: asyncio.Task[McpSession] | None = None
-        self._is_closed = False
-        self.num_reconnects = 0
+    name: str
+    """The server's, for messages."""
+    url: str
+    """Its endpoint."""
+    headers: Mapping[str, str]
+    """Sent with each request; they hold the key."""
+    _: KW_ONLY
+    reconnect_timeout_s: float
+    """How long a lost server is tried again before callers are told."""
+    keeps_state: bool = False
+    """Calls build on earlier ones of their session, so another session can't take its place once it has answered: its
+    names would be gone, and the policy would be taught that it had used undefined ones."""
+    _has_state: bool = False
+    _session: McpSession | None = None
+    _opening: asyncio.Task[McpSession] | None = None
+    _is_closed: bool = False
 
     @property
     def where(self) -> str:
-        return f"MCP server {self._name!r} at {self._url}"
+        return f"MCP server {self.name!r} at {self.url}"
 
     async def list_tools(self) -> list[Any]:
         """The server's tools, on the first connection: no second try, so that a wrong address is told at once.
@@ -87,17 +77,17 @@ class McpLink:
             session = await self._open_session()
             try:
                 answer = await session.call(tool, arguments, timeout_s=timeout_s)
-                self._has_state = self._keeps_state
+                self._has_state = self.keeps_state
                 return answer
             except TimeoutError:
-                self._has_state = self._keeps_state
+                self._has_state = self.keeps_state
                 if not await session.ping(timeout_s=_PING_TIMEOUT_S):
                     self._drop(session)
                     raise ToolUnavailableError(f"{self.where} does not answer any more") from None
                 raise
             except Exception as error:  # boundary: as above; what is not an answer is a lost session
                 if isinstance(error, RpcError) and not error.is_lost:
-                    self._has_state = self._keeps_state
+                    self._has_state = self.keeps_state
                     raise
                 self._drop(session)
                 if attempt:
@@ -127,12 +117,12 @@ class McpLink:
         if self._has_state:
             raise ToolUnavailableError(f"{self.where}: the session of this trajectory is lost, and its state with it")
         if self._opening is None or self._opening.done():
-            self._opening = asyncio.create_task(self._reopen(), name=f"reconnect to {self._url}")
+            self._opening = asyncio.create_task(self._reopen(), name=f"reconnect to {self.url}")
         # Shield the attempt from this caller's cancellation: others wait for it too.
         return await asyncio.shield(self._opening)
 
     async def _reopen(self) -> McpSession:
-        ends_at = time.monotonic() + self._reconnect_timeout_s
+        ends_at = time.monotonic() + self.reconnect_timeout_s
         pause_s = _FIRST_PAUSE_S
         while True:
             try:
@@ -140,17 +130,16 @@ class McpLink:
             except Exception as error:  # boundary: as above
                 if time.monotonic() + pause_s >= ends_at:
                     raise ToolUnavailableError(
-                        f"{self.where} could not be reached for {self._reconnect_timeout_s:g} s: {_describe(error)}"
+                        f"{self.where} could not be reached for {self.reconnect_timeout_s:g} s: {_describe(error)}"
                     ) from error
                 await asyncio.sleep(pause_s)
                 pause_s = min(pause_s * 2, _LONGEST_PAUSE_S)
             else:
-                self.num_reconnects += 1
                 log.warning("%s: connected anew", self.where)
                 return self._session
 
     async def _connect(self) -> McpSession:
-        session = McpSession(self._url, self._headers, wrap=PatientTransport)
+        session = McpSession(self.url, self.headers, wrap=PatientTransport)
         try:
             await session.open(timeout_s=_CONNECT_TIMEOUT_S)
         except Exception as error:  # boundary: as above

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Self
 
 from jsonschema.exceptions import SchemaError
@@ -92,26 +93,21 @@ class ToolSet:
         await asyncio.gather(*(close() for close in closing))
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class ToolStates:
     """See `ToolSet.trajectory`. Example: `async with tools.trajectory(kwargs) as states: states["calc"]`."""
 
-    def __init__(
-        self,
-        tools: Mapping[str, Tool],
-        tools_kwargs: Mapping[str, Mapping[str, Any]],
-        workspace: Workspace | None,
-    ) -> None:
-        self._tools = tools
-        self._kwargs = tools_kwargs
-        self._states: dict[str, Any] = {}
-        # Whichever of its tools is released first closes it.
-        self._workspace = workspace
-        self.answer: str | None = None
-        """What a tool named as the trajectory's answer; the first one counts."""
+    tools: Mapping[str, Tool]
+    kwargs: Mapping[str, Mapping[str, Any]]
+    workspace: Workspace | None
+    """Whichever of its tools is released first closes it."""
+    answer: str | None = None
+    """What a tool named as the trajectory's answer; the first one counts."""
+    _states: dict[str, Any] = field(default_factory=dict)
 
     async def __aenter__(self) -> Self:
         try:
-            for name, tool in self._tools.items():
+            for name, tool in self.tools.items():
                 self._states[name] = await _guarded(self._create(name, tool), f"tool {name}: create")
         except BaseException:
             await self._release()
@@ -119,9 +115,9 @@ class ToolStates:
         return self
 
     async def _create(self, name: str, tool: Tool) -> Any:
-        create_kwargs = self._kwargs.get(name, {}).get("create_kwargs") or {}
-        if isinstance(tool, WorkspaceTool) and self._workspace is not None:
-            return await tool.join(self._workspace, create_kwargs)
+        create_kwargs = self.kwargs.get(name, {}).get("create_kwargs") or {}
+        if isinstance(tool, WorkspaceTool) and self.workspace is not None:
+            return await tool.join(self.workspace, create_kwargs)
         return await tool.create(create_kwargs)
 
     def __getitem__(self, name: str) -> Any:
@@ -134,7 +130,7 @@ class ToolStates:
             ToolFailedError: a tool crashed, or gave no finite number.
         """
         found = {
-            name: await _guarded(_verdict(self._tools[name], state), f"tool {name}: reward")
+            name: await _guarded(_verdict(self.tools[name], state), f"tool {name}: reward")
             for name, state in self._states.items()
         }
         return {name: value for name, value in found.items() if value is not None}
@@ -148,7 +144,7 @@ class ToolStates:
         for name, state in states.items():
             try:
                 async with asyncio.timeout(_RELEASE_TIMEOUT_S):
-                    await self._tools[name].release(state)
+                    await self.tools[name].release(state)
             except Exception as error:  # boundary: one tool's failure must not keep the others' states
                 log.warning("tool %s: its state was not released: %s: %s", name, type(error).__name__, error)
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import Any, Generic, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -52,36 +52,26 @@ class Used(Generic[T]):
     ran: ExecRecord
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class Workspace:
-    """See the module.
+    """See the module."""
 
-    Args:
-        lease_timeout_s: longest wait for the sandbox.
-        files: what lies in it at the start, by relative path.
-        setup: a command that is run in it then; it may fail.
-    """
-
-    def __init__(
-        self,
-        sandboxes: SandboxSource,
-        spec: SandboxSpec,
-        *,
-        lease_timeout_s: float,
-        files: Mapping[str, str] | None = None,
-        setup: Sequence[str] = (),
-    ) -> None:
-        self._sandboxes = sandboxes
-        self.spec = spec
-        self._lease_timeout_s = lease_timeout_s
-        self._files = dict(files or {})
-        self._setup = tuple(setup)
-        self._turn = asyncio.Lock()
-        self._lease: SandboxLease | None = None
-        self._sandbox: Sandbox | None = None
-        self._num_uses = 0
-        self._is_closed = False
-        self.has_shell = False
-        """That command lines work here, so that it is found out once."""
+    sandboxes: SandboxSource
+    spec: SandboxSpec
+    _: KW_ONLY
+    lease_timeout_s: float
+    """Longest wait for the sandbox."""
+    files: Mapping[str, str] = field(default_factory=dict)
+    """What lies in it at the start, by relative path."""
+    setup: Sequence[str] = ()
+    """A command that is run in it then; it may fail."""
+    has_shell: bool = False
+    """That command lines work here, so that it is found out once."""
+    _turn: asyncio.Lock = field(default_factory=asyncio.Lock)
+    _lease: SandboxLease | None = None
+    _sandbox: Sandbox | None = None
+    _num_uses: int = 0
+    _is_closed: bool = False
 
     async def use(self, work: Callable[[Sandbox], Awaitable[T]]) -> Used[T]:
         """Do something in the sandbox; who comes first is served first, so calls of a turn run as they were written.
@@ -122,7 +112,7 @@ class Workspace:
     async def _open(self) -> Sandbox:
         if self._is_closed:
             raise SandboxGoneError("this trajectory's workspace has ended")
-        lease = self._sandboxes.lease(self.spec, timeout_s=self._lease_timeout_s)
+        lease = self.sandboxes.lease(self.spec, timeout_s=self.lease_timeout_s)
         sandbox = await lease.__aenter__()
         self._lease = lease
         try:
@@ -135,15 +125,15 @@ class Workspace:
         return sandbox
 
     async def _fill(self, sandbox: Sandbox) -> None:
-        for path, text in self._files.items():
+        for path, text in self.files.items():
             try:
                 await sandbox.write_file(path, text.encode())
             except OSError as error:
                 if isinstance(error, SandboxError):
                     raise
                 raise InputError(f"the task's file {path!r} can't be written to its workspace: {error}") from error
-        if self._setup:
-            await sandbox.run_command(self._setup, timeout_s=_SETUP_TIMEOUT_S)
+        if self.setup:
+            await sandbox.run_command(self.setup, timeout_s=_SETUP_TIMEOUT_S)
 
     async def close(self) -> None:
         """Give the sandbox back. Idempotent."""
@@ -220,7 +210,7 @@ def open_workspace(
         memory_mib=max([tool.own.memory_mib for tool in tools] + ([spec.memory_mib] if spec else [])),
     )
     wait_s = max(tool.own.lease_timeout for tool in tools)
-    return Workspace(tools[0].sandboxes, spec, lease_timeout_s=wait_s, files=files, setup=setup)
+    return Workspace(tools[0].sandboxes, spec, lease_timeout_s=wait_s, files=files or {}, setup=setup)
 
 
 async def read_text(sandbox: Sandbox, path: str) -> str:

@@ -12,16 +12,16 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 from rayapp.core.errors import RayappError, WeightSyncError
-from rayapp.engine.weights.object_store import BUCKET_BYTES
+from rayapp.engine.weights.object_store import BUCKET_BYTES, WeightSource, WeightTarget
 
 log = logging.getLogger(__name__)
 
 
-class GroupSource(Protocol):
+class GroupSource(WeightSource, Protocol):
     """The learners, as far as this transport knows them."""
 
     async def open_weight_group(self, servers: Sequence[Any], timeout_s: float) -> None:
@@ -32,20 +32,13 @@ class GroupSource(Protocol):
         """Give every server of the group the weights as they are. Returns bytes and seconds."""
         ...
 
-    def export_weights(self, version: int, bucket_bytes: int) -> AsyncIterator[Any]: ...
 
-
-class GroupTarget(Protocol):
+class GroupTarget(WeightTarget, Protocol):
     """A server, as far as this transport knows it."""
-
-    @property
-    def name(self) -> str: ...
 
     async def go_on(self, timeout_s: float) -> int:
         """Serve with the weights of an update that is whole. Policy version that it holds; -1 for none."""
         ...
-
-    async def load_weights(self, version: int, buckets: Sequence[Any]) -> dict[str, Any]: ...
 
 
 class DirectTransport:

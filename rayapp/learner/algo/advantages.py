@@ -66,8 +66,8 @@ def compute_advantages(inputs: AdvantageInputs, algorithm: AlgorithmSection) -> 
         raise LearnerError(f"rewards must be finite, got {inputs.rewards.tolist()}: the task's scorer has a bug")
     name = algorithm.adv_estimator
     estimate = get_adv_estimator_fn(name) if name in ADV_ESTIMATORS else load_plugin("estimators", name)
-    advantages, _ = estimate(**_arguments(inputs, algorithm))
-    return _as_float32(advantages)
+    advantages: Tensor = estimate(**_arguments(inputs, algorithm))[0]
+    return advantages.detach().float()
 
 
 def check_estimator(name: str) -> None:
@@ -93,7 +93,7 @@ def _arguments(inputs: AdvantageInputs, algorithm: AlgorithmSection) -> dict[str
     mask = response_mask(inputs.num_response_tokens)
     name = algorithm.adv_estimator
     arguments: dict[str, Any] = {
-        "token_level_rewards": _on_last_token(torch.as_tensor(inputs.rewards), mask, _dtype(name)),
+        "token_level_rewards": _on_last_token(torch.as_tensor(inputs.rewards), mask, name),
         "response_mask": mask,
         "index": inputs.group_index,
         "config": _algo_config(algorithm),
@@ -140,34 +140,23 @@ def _algo_config(algorithm: AlgorithmSection) -> Any:
     )
 
 
-def _dtype(estimator: str) -> Any:
-    """The dtype in which verl computes with the rewards.
-
-    In float64 the mean of equal rewards is exactly that reward. In float32 it is not, and a group without signal gets
-    advantages of about 1e-9 / (0 + 1e-6): noise that is trained on. Token baselines take float32 only.
-    """
+def _on_last_token(rewards: Tensor, mask: Tensor, estimator: str) -> Tensor:
+    """(B, T) float64, in which the mean of equal rewards is exactly that reward. In float32 it is not, and a group
+    without signal gets advantages of about 1e-9 / (0 + 1e-6): noise that is trained on. Token baselines take float32
+    only."""
     import torch
 
-    return torch.float32 if estimator in NEEDS_LOG_PROBS else torch.float64
-
-
-def _on_last_token(rewards: Tensor, mask: Tensor, dtype: Any) -> Tensor:
-    import torch
-
+    dtype = torch.float32 if estimator in NEEDS_LOG_PROBS else torch.float64
     token_level = torch.zeros_like(mask, dtype=dtype)
     last = mask.sum(-1).long().clamp(min=1) - 1
     token_level[torch.arange(mask.shape[0]), last] = rewards.to(dtype)
-    return token_level  # (B, T)
+    return token_level
 
 
 def _required(value: Any, estimator: str, name: str) -> Any:
     if value is None:
         raise LearnerError(f"algorithm.adv_estimator {estimator!r} needs {name}, and the caller gave none")
     return value
-
-
-def _as_float32(advantages: Tensor) -> Tensor:
-    return advantages.detach().float()
 
 
 def _names() -> str:

@@ -206,14 +206,6 @@ class OwnTokens:
         positions = batch.head_positions[self.heads] - self.tokens.start
         return positions if positions.size else np.zeros(1, np.int64)
 
-    def gather_pairs(self, own: Tensor) -> Tensor:
-        """A number per own pair -> a number per pair of the micro-batch."""
-        return gather_rows(own, self.num_pairs, self.group)
-
-    def gather_heads(self, own: Tensor) -> Tensor:
-        """A number per own head position -> a number per head position of the micro-batch."""
-        return gather_rows(own[: self.num_heads[self.group.rank]], self.num_heads, self.group)
-
 
 def own_tokens(batch: MicroBatch, group: SequenceGroup) -> OwnTokens:
     """Cut a micro-batch into one run of tokens for each rank of the group."""

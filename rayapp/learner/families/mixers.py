@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from rayapp.core.errors import LearnerError
-from rayapp.learner.packing import Segment
+from rayapp.learner.packing import Segment, segment_paths
 
 MAX_PADDING = 2
 """Rows that are computed together are at most this many times as long as the shortest of them."""
@@ -95,15 +95,8 @@ def _bordered(forward: Callable[..., Any], borders: Borders, hidden_states: Tens
 
 def paths_of(segments: Sequence[Segment]) -> list[NDArray[np.int64]]:
     """Packed positions of each sequence that no other continues: together they hold every token."""
-    paths: list[NDArray[np.int64]] = []
-    is_leaf = [True] * len(segments)
-    for segment in segments:
-        own = np.arange(segment.start, segment.end)
-        if segment.parent >= 0:
-            is_leaf[segment.parent] = False
-            own = np.concatenate([paths[segment.parent], own])
-        paths.append(own)
-    return [path for path, leaf in zip(paths, is_leaf, strict=True) if leaf]
+    continued = {segment.parent for segment in segments}
+    return [path for number, path in enumerate(segment_paths(segments)) if number not in continued]
 
 
 def lay_out(paths: Sequence[NDArray[np.int64]]) -> tuple[list[NDArray[np.int64]], NDArray[np.int64]]:

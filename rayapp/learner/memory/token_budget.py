@@ -17,13 +17,12 @@ from numpy.typing import NDArray
 from rayapp.config.config import Config
 from rayapp.core.errors import LearnerError
 from rayapp.core.machine import available_memory
-from rayapp.learner.batch import MicroBatch
+from rayapp.learner.batch import empty_micro_batch
 from rayapp.learner.distributed import Ranks, local_part
 from rayapp.learner.log_probs import HeadOptions
 from rayapp.learner.memory.meter import MemoryMeter, memory_meter
 from rayapp.learner.memory.plan import ADAM, frozen_shapes, gathered_bytes, head_bytes, head_bytes_per_token
 from rayapp.learner.memory.shape import model_shape
-from rayapp.learner.packing import pack
 from rayapp.learner.policy import PolicyModel, reduce_gradients, to_device
 
 log = logging.getLogger(__name__)
@@ -129,23 +128,9 @@ def _marks_of_layers(
 def _run_layers(config: Config, ranks: Ranks, model: PolicyModel, num_tokens: int) -> None:
     """Forward and backward of so many tokens of which none is predicted: all but the head, with gradients of 0."""
     options = HeadOptions(temperature=1.0, chunk_rows=config.learner.log_prob_chunk_tokens)
-    batch = to_device(_sequence(num_tokens * ranks.num_parts), ranks.device, ranks.sequence)
-    model(batch, options).log_probs.sum().backward()
-
-
-def _sequence(num_tokens: int) -> MicroBatch:
-    """A micro-batch of one sequence: for several, attention on CPU would run more operators."""
-    none, no_rows = np.zeros(0, np.int64), np.zeros((0, 1), np.int64)
-    return MicroBatch(
-        items=(),
-        packing=pack([[np.zeros(num_tokens, np.int32)]], share_prefixes=False),
-        head_positions=none,
-        pair_rows=none,
-        pair_targets=none,
-        row_pairs=no_rows,
-        row_heads=no_rows,
-        mask=no_rows.astype(np.float32),
-    )
+    # One sequence: for several, attention on CPU would run more operators.
+    batch = empty_micro_batch(num_tokens * ranks.num_parts, num_heads=0)
+    model(to_device(batch, ranks.device, ranks.sequence), options).log_probs.sum().backward()
 
 
 def free_bytes(ranks: Ranks, model: PolicyModel) -> int:

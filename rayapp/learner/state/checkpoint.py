@@ -75,7 +75,7 @@ def begin_save(learner: PolicyLearner, folder: str, version: int) -> SaveInProgr
     contents = learner.config.checkpoint.save_contents
     writing: list[Future[Any]] = []
     state = {name: value for name, value in _state(learner).items() if name.split(".")[0] in contents}
-    if wrong := _not_finite_anywhere(learner, state):
+    if wrong := learner.ranks.first_of(not_finite(state)):
         raise CheckpointError(f"training has left the numbers: {wrong}. No checkpoint of them is saved.")
     if state:
         state["counters"] = torch.tensor([version, learner.optimizer_steps, learner.skipped_steps])
@@ -115,16 +115,11 @@ def load_learner(learner: PolicyLearner, folder: str) -> int:
             f"the checkpoint in {folder} can't be read into this model: {_reason(error)}. It is torn or belongs to "
             "another model; give the model.path it was made from, or set run.resume: never with another run.name."
         ) from error
-    if wrong := _not_finite_anywhere(learner, state):
+    if wrong := learner.ranks.first_of(not_finite(state)):
         raise CheckpointDamagedError(f"the checkpoint in {folder} holds {wrong}")
     version, learner.optimizer_steps, learner.skipped_steps = (int(value) for value in state["counters"])
     torch.set_rng_state(state["rng"])
     return version
-
-
-def _not_finite_anywhere(learner: PolicyLearner, state: dict[str, Any]) -> str:
-    """The tensors that are not finite on some rank; all ranks get the same answer and so act alike. Collective."""
-    return next(filter(None, learner.ranks.gather(not_finite(state))), "")
 
 
 def _check_same_model(state: dict[str, Any], folder: str) -> None:

@@ -97,7 +97,7 @@ def export_hf(config: Config, model: PolicyModel, folder: Path, ranks: Ranks) ->
     Raises:
         CheckpointError: a weight is not finite, or the weights can't be written.
     """
-    if wrong := next(filter(None, ranks.gather(not_finite(dict(named_weights(model))))), ""):
+    if wrong := ranks.first_of(not_finite(dict(named_weights(model)))):
         raise CheckpointError(f"the model for {folder} is not written: it has {wrong}")
     layout = hf_layout(config, model.causal_lm)
     failure: CheckpointError | None = None

@@ -63,9 +63,9 @@ class Neutralizer:
         return text
 
     def _broken(self, text: str) -> str:
-        starts = (start for start, letter in enumerate(text) if letter in self._begins)
-        cuts = [start + 1 for start in starts if self._is_token(text, start)]
+        cuts = [
+            start + 1
+            for start, letter in enumerate(text)
+            if letter in self._begins and any(text[start : start + length] in self._tokens for length in self._lengths)
+        ]
         return " ".join(text[start:end] for start, end in pairwise([0, *cuts, len(text)]))
-
-    def _is_token(self, text: str, start: int) -> bool:
-        return any(text[start : start + length] in self._tokens for length in self._lengths)

@@ -10,11 +10,11 @@ tool does wrong is text for the policy; what infrastructure does wrong ends the 
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from rayapp.core.errors import InputError, SandboxConfigError, SandboxError, ToolUnavailableError, first_error
+from rayapp.core.aio import side_by_side
+from rayapp.core.errors import InputError, SandboxConfigError, SandboxError, ToolUnavailableError
 from rayapp.core.protocols import RolloutEngine
 from rayapp.core.types import CallRecord, Completion, RolloutStatus, SamplingParams
 from rayapp.rollout.agent.calls import run_call, too_many
@@ -134,14 +134,8 @@ class _Episode:
     async def _run_calls(self, calls: Sequence[RawCall], states: ToolStates) -> tuple[CallRecord, ...]:
         limits, tools = self.loop.limits, self.loop.tools
         first, rest = calls[: limits.max_calls_per_turn], calls[limits.max_calls_per_turn :]
-        try:
-            async with asyncio.TaskGroup() as group:
-                running = [
-                    group.create_task(run_call(call, tools=tools, states=states, limits=limits)) for call in first
-                ]
-        except BaseExceptionGroup as errors:
-            raise first_error(errors) from None
-        return (*(task.result() for task in running), *(too_many(call, limits) for call in rest))
+        records = await side_by_side(run_call(call, tools=tools, states=states, limits=limits) for call in first)
+        return (*records, *(too_many(call, limits) for call in rest))
 
     def _left(self) -> int:
         return self.loop.limits.max_response_tokens - self.transcript.num_response_tokens

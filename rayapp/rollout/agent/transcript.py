@@ -91,6 +91,8 @@ class Transcript:
             mask[turn.start : turn.end] = True
             log_probs[turn.start : turn.end] = completion.log_probs
         experts = np.concatenate(self._experts) if self._experts else None
+        if experts is not None:  # 0 for the tokens that no forward has read
+            experts = np.pad(experts, ((0, len(self.ids) - len(experts)), (0, 0), (0, 0)))
         return Episode(
             token_ids=np.array(self.ids, np.int32),
             response_mask=mask,
@@ -100,10 +102,5 @@ class Transcript:
             end=end,
             status=status,
             failure=failure,
-            routed_experts=None if experts is None else with_rows(experts, len(self.ids)),
+            routed_experts=experts,
         )
-
-
-def with_rows(experts: ExpertArray, size: int) -> ExpertArray:
-    """(N, layers, k) -> (size, layers, k), with 0 for the tokens that no forward has read."""
-    return np.pad(experts, ((0, size - len(experts)), (0, 0), (0, 0)))

@@ -43,7 +43,7 @@ class OpenEnvStage:
             self._check_is_text(field, _step(action).parameters)
         try:
             async with self.scene() as scene:
-                await scene.reset(self._first_columns)
+                await scene.reset({"seed": self.environment.seed, **self.environment.reset})
                 self._takes_calls = {"tool_name", "arguments"} <= action.get("properties", {}).keys()
                 return await scene.tools() if self._takes_calls else [_step(action)]
         except ToolUnavailableError as error:
@@ -73,10 +73,6 @@ class OpenEnvStage:
     @property
     def _where(self) -> str:
         return f"task {self.environment.name}: OpenEnv server {self.environment.url}"
-
-    @property
-    def _first_columns(self) -> Columns:
-        return {"seed": self.environment.seed, **self.environment.reset}
 
     async def _action_schema(self) -> Mapping[str, Any]:
         url = f"{self.environment.url}/schema"

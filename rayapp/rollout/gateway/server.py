@@ -17,6 +17,7 @@ import logging
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, asynccontextmanager, contextmanager
+from functools import partial
 from typing import Any
 
 from aiohttp import web
@@ -61,24 +62,13 @@ class Api:
     def application(self, prefix: str = "", *, max_body_bytes: int = MAX_BODY_BYTES) -> web.Application:
         """All of them below the prefix, and a refusal for everything else."""
         app = web.Application(client_max_size=max_body_bytes)
-        app.router.add_post(f"{prefix}/v1/chat/completions", self._chat)
-        app.router.add_post(f"{prefix}/v1/responses", self._responses)
-        app.router.add_post(f"{prefix}/v1/messages", self._messages)
-        app.router.add_post(f"{prefix}/v1/messages/count_tokens", self._count)
+        app.router.add_post(f"{prefix}/v1/chat/completions", partial(self._answer, dialect=_CHAT))
+        app.router.add_post(f"{prefix}/v1/responses", partial(self._answer, dialect=_RESPONSES))
+        app.router.add_post(f"{prefix}/v1/messages", partial(self._answer, dialect=_MESSAGES))
+        count = partial(self._answer, dialect=_MESSAGES, only_counts=True)
+        app.router.add_post(f"{prefix}/v1/messages/count_tokens", count)
         app.router.add_get(f"{prefix}/v1/models", self._models)
         return app
-
-    async def _chat(self, request: web.Request) -> web.StreamResponse:
-        return await self._answer(request, _CHAT)
-
-    async def _responses(self, request: web.Request) -> web.StreamResponse:
-        return await self._answer(request, _RESPONSES)
-
-    async def _messages(self, request: web.Request) -> web.StreamResponse:
-        return await self._answer(request, _MESSAGES)
-
-    async def _count(self, request: web.Request) -> web.StreamResponse:
-        return await self._answer(request, _MESSAGES, only_counts=True)
 
     async def _models(self, request: web.Request) -> web.StreamResponse:
         try:

@@ -15,13 +15,14 @@ from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from rayapp.core.forks import path_to
 from rayapp.core.types import BoolArray, Completion, ExpertArray, FloatArray, Fork, Int32Array, TurnRecord, VersionSpan
+
+_TOKEN = np.dtype([("id", np.int32), ("log_prob", np.float32), ("is_sampled", np.bool_), ("is_routed", np.bool_)])
 
 
 class TokenTree:
@@ -31,10 +32,7 @@ class TokenTree:
         self.size = 0
         self.forks: list[Fork] = []
         self.turns: list[TurnRecord] = []
-        self._ids = np.empty(1024, np.int32)
-        self._log_probs = np.empty(1024, np.float32)
-        self._is_sampled = np.empty(1024, np.bool_)
-        self._is_routed = np.empty(1024, np.bool_)
+        self._tokens = np.empty(1024, _TOKEN)
         self._experts: list[tuple[NDArray[np.int64], ExpertArray]] = []
         """Of the tokens at these indices. Each token is in one of them: the first turn that computed it."""
         self._starts = [0]
@@ -44,17 +42,17 @@ class TokenTree:
     @property
     def token_ids(self) -> Int32Array:
         """(size,)"""
-        return self._ids[: self.size].copy()
+        return self._tokens["id"][: self.size].copy()
 
     @property
     def response_mask(self) -> BoolArray:
         """(size,) True exactly where a token was sampled."""
-        return self._is_sampled[: self.size].copy()
+        return self._tokens["is_sampled"][: self.size].copy()
 
     @property
     def log_probs(self) -> FloatArray:
         """(size,) the engine's where a token was sampled, 0 elsewhere."""
-        return self._log_probs[: self.size].copy()
+        return self._tokens["log_prob"][: self.size].copy()
 
     @property
     def routed_experts(self) -> ExpertArray | None:
@@ -69,16 +67,16 @@ class TokenTree:
 
     def num_routed(self, last: int) -> int:
         """Tokens up to the one at `last` whose experts are known: the first so many."""
-        return int(self._is_routed[path_to(last, self.forks)].sum())
+        return int(self._tokens["is_routed"][path_to(last, self.forks)].sum())
 
     def context(self, last: int) -> list[int]:
         """The tokens up to the one at `last`, as an engine reads them; none for -1."""
-        ids: list[int] = self._ids[path_to(last, self.forks)].tolist()
+        ids: list[int] = self._tokens["id"][path_to(last, self.forks)].tolist()
         return ids
 
     def sampled_ids(self, turn: int) -> list[int]:
         """The tokens of a turn, by its number."""
-        ids: list[int] = self._ids[self.turns[turn].start : self.turns[turn].end].tolist()
+        ids: list[int] = self._tokens["id"][self.turns[turn].start : self.turns[turn].end].tolist()
         return ids
 
     def num_new(self, after: int, ids: Sequence[int]) -> int:
@@ -106,9 +104,9 @@ class TokenTree:
             return
         # All up to the last token but one; turns that were sampled meanwhile may know some of these, too.
         indices = path[path.size - 1 - len(completion.routed_experts) : -1]
-        is_new = ~self._is_routed[indices]
+        is_new = ~self._tokens["is_routed"][indices]
         self._experts.append((indices[is_new], completion.routed_experts[is_new]))
-        self._is_routed[indices] = True
+        self._tokens["is_routed"][indices] = True
 
     def _known(self, after: int, ids: Int32Array) -> tuple[int, int]:
         """How far the tokens are there already: index of the last that is, and their number."""
@@ -131,7 +129,7 @@ class TokenTree:
         run = bisect_right(self._starts, start)
         end = self._starts[run] if run < len(self._starts) else self.size
         size = min(end - start, ids.size)
-        differ = np.flatnonzero(self._ids[start : start + size] != ids[:size])
+        differ = np.flatnonzero(self._tokens["id"][start : start + size] != ids[:size])
         return int(differ[0]) if differ.size else size
 
     def _append(self, after: int, ids: Int32Array, log_probs: FloatArray | float = 0.0, *, sampled: bool) -> int:
@@ -142,14 +140,12 @@ class TokenTree:
             self.forks.append(Fork(start=start, after=after))
             self._starts.append(start)
             self._children[after].append(start)
-        self._ids = _room_for(self._ids, self.size)
-        self._log_probs = _room_for(self._log_probs, self.size)
-        self._is_sampled = _room_for(self._is_sampled, self.size)
-        self._is_routed = _room_for(self._is_routed, self.size)
-        self._ids[start : self.size] = ids
-        self._log_probs[start : self.size] = log_probs
-        self._is_sampled[start : self.size] = sampled
-        self._is_routed[start : self.size] = False
+        if self.size > self._tokens.size:
+            larger = np.empty(max(self.size, 2 * self._tokens.size), _TOKEN)
+            larger[:start] = self._tokens[:start]
+            self._tokens = larger
+        added = self._tokens[start : self.size]
+        added["id"], added["log_prob"], added["is_sampled"], added["is_routed"] = ids, log_probs, sampled, False
         return self.size - 1
 
 
@@ -171,11 +167,3 @@ def cut_completion(completion: Completion, num_tokens: int) -> Completion:
         finish_reason="length",
         version_spans=tuple(spans),
     )
-
-
-def _room_for(array: NDArray[Any], size: int) -> NDArray[Any]:
-    if size <= array.size:
-        return array
-    larger = np.empty(max(size, 2 * array.size), array.dtype)
-    larger[: array.size] = array
-    return larger

@@ -32,6 +32,8 @@ _Kind = tuple[bool, tuple[str, ...]]
 class LocalProvider:
     """See `rayapp.core.protocols.SandboxProvider`. For one event loop."""
 
+    name = "local"
+
     def __init__(
         self,
         *,
@@ -55,10 +57,6 @@ class LocalProvider:
         self._living: dict[str, tuple[LocalSandbox, _Kind, dict[str, str]]] = {}
         self._num_starting = 0
         self._is_closed = False
-
-    @property
-    def name(self) -> str:
-        return "local"
 
     @property
     def refused(self) -> Mapping[str, str]:

@@ -35,9 +35,12 @@ _CALLS_OUTPUT_BYTES = 65536
 class LocalSandbox:
     """See `rayapp.core.protocols.Sandbox`. Made by `LocalProvider.create`; calls run one after the other."""
 
+    provider = "local"
+
     def __init__(self, sandbox_id: str, slot: Slot, spec: SandboxSpec, on_end: Callable[[LocalSandbox], None]) -> None:
-        self._id = sandbox_id
-        self._slot = slot
+        self.id = sandbox_id
+        self.slot = slot
+        """For the provider, too, which takes it back."""
         self._spec = spec
         self._on_end = on_end
         self._turn = asyncio.Lock()
@@ -45,34 +48,21 @@ class LocalSandbox:
         self._expiry: asyncio.TimerHandle | None = None
 
     @property
-    def id(self) -> str:
-        return self._id
-
-    @property
-    def provider(self) -> str:
-        return "local"
-
-    @property
     def isolation(self) -> str:
         """Level that keeps the code in."""
-        return self._slot.level
+        return self.slot.level
 
     @asynccontextmanager
     async def loopback(self) -> AsyncIterator[Loopback]:
         """See `rayapp.sandbox.loopback`. Raises SandboxConfigError: its spec did not ask for one."""
-        if self._slot.listener is None:
-            raise SandboxConfigError(f"sandbox {self._id} has no loopback: its spec did not ask for one")
-        with self._slot.listener.dup() as listener:  # the sandbox may end, and close its own, while this waits
+        if self.slot.listener is None:
+            raise SandboxConfigError(f"sandbox {self.id} has no loopback: its spec did not ask for one")
+        with self.slot.listener.dup() as listener:  # the sandbox may end, and close its own, while this waits
 
             async def accept() -> socket.socket:
                 return (await asyncio.get_running_loop().sock_accept(listener))[0]
 
             yield Loopback(port=PORT, folder=Path("/tmp"), accept=accept)
-
-    @property
-    def slot(self) -> Slot:
-        """The slot, for the provider, which takes it back."""
-        return self._slot
 
     async def run_code(
         self, code: str, *, timeout_s: float, stdin: str = "", stateful: bool = False, max_output_bytes: int = 65536
@@ -115,19 +105,19 @@ class LocalSandbox:
         answer = await self._run("write", (path, bytes(data)), timeout_s, _CALLS_OUTPUT_BYTES, home=True)
         done = script_result(answer, self.isolation)
         if not done.ok:
-            raise OSError(f"sandbox {self._id}: {path!r} can't be written: {done.error}")
+            raise OSError(f"sandbox {self.id}: {path!r} can't be written: {done.error}")
 
     async def read_file(self, path: str, *, max_bytes: int = 1 << 20, timeout_s: float = 10.0) -> bytes:
         answer = await self._run("read", (path, max_bytes), timeout_s, max_bytes, home=True)
         done = script_result(answer, self.isolation)
         if done.error.startswith("FileNotFoundError"):
-            raise FileNotFoundError(f"sandbox {self._id}: there is no file {path!r}")
+            raise FileNotFoundError(f"sandbox {self.id}: there is no file {path!r}")
         if not done.ok:
-            raise OSError(f"sandbox {self._id}: {path!r} can't be read: {done.error}")
+            raise OSError(f"sandbox {self.id}: {path!r} can't be read: {done.error}")
         return answer.stdout
 
     async def alive(self, *, timeout_s: float = 5.0) -> bool:
-        return not self._is_ended and self._slot.is_alive
+        return not self._is_ended and self.slot.is_alive
 
     async def extend(self, ttl_s: float, *, timeout_s: float = 5.0) -> None:
         self._check_alive()
@@ -142,26 +132,26 @@ class LocalSandbox:
         if self._expiry is not None:
             self._expiry.cancel()
         try:
-            self._slot.cancel()
+            self.slot.cancel()
             async with asyncio.timeout(timeout_s), self._turn:
                 pass  # what was running has ended, so the slot is clean
         except TimeoutError:
-            self._slot.close()
+            self.slot.close()
         finally:
-            self._slot.reset()
+            self.slot.reset()
             self._on_end(self)
 
     def _end_now(self) -> None:
         """End the sandbox when its time to live is over. Without an await, so that whatever runs dies with its slot."""
         if not self._is_ended:
             self._is_ended = True
-            self._slot.close()
+            self.slot.close()
             self._on_end(self)
 
     def _check_size(self, num_bytes: int) -> None:
         most = self._spec.disk_mib * MIB
         if num_bytes > most:
-            raise OSError(errno.ENOSPC, f"sandbox {self._id}: {num_bytes} bytes; its disk holds {most}")
+            raise OSError(errno.ENOSPC, f"sandbox {self.id}: {num_bytes} bytes; its disk holds {most}")
 
     async def _run(
         self,
@@ -184,7 +174,7 @@ class LocalSandbox:
         async with self._turn:
             self._check_alive()
             try:
-                return await self._slot.run(
+                return await self.slot.run(
                     marshal.dumps(job),
                     kind=kind,
                     stdin=stdin.encode("utf-8", "surrogatepass"),
@@ -197,9 +187,9 @@ class LocalSandbox:
             except SandboxDeadlineError:
                 raise
             except SandboxError:
-                self._slot.close()
+                self.slot.close()
                 raise
 
     def _check_alive(self) -> None:
-        if self._is_ended or not self._slot.is_alive:
-            raise SandboxGoneError(f"sandbox {self._id} has ended; lease another one")
+        if self._is_ended or not self.slot.is_alive:
+            raise SandboxGoneError(f"sandbox {self.id} has ended; lease another one")

@@ -49,7 +49,8 @@ class Slot:
         self._process = process
         self._channel = channel
         self._errors = errors
-        self._num_jobs = 0
+        self.num_jobs = 0
+        """Executions so far."""
         self._is_closed = False
         self._loop = asyncio.get_running_loop()
         self._pending: asyncio.Future[Packet] | None = None
@@ -93,15 +94,10 @@ class Slot:
     def pid(self) -> int:
         return self._process.pid
 
-    @property
-    def num_jobs(self) -> int:
-        """Executions so far."""
-        return self._num_jobs
-
     def cancel(self) -> None:
         """Kill what is running, if anything; its answer then says `killed`."""
         with contextlib.suppress(OSError):
-            wire.send(self._channel, {"cancel": self._num_jobs})
+            wire.send(self._channel, {"cancel": self.num_jobs})
 
     def reset(self) -> None:
         """Forget the files and the session of the sandbox that ended on this slot."""
@@ -132,15 +128,15 @@ class Slot:
             SandboxProtocolError: it answered nonsense.
         """
         await self._finish_cancelled()
-        self._num_jobs += 1
-        header: dict[str, object] = {"id": self._num_jobs, "timeout_s": timeout_s, "max_output_bytes": max_output_bytes}
+        self.num_jobs += 1
+        header: dict[str, object] = {"id": self.num_jobs, "timeout_s": timeout_s, "max_output_bytes": max_output_bytes}
         header |= {"kind": kind, "limits": limits.as_dict(), "home": home, "session": session}
         try:
             self._send(header, job, *([stdin] if stdin else ()))
             reply, bodies = await self._reply(longest_s(timeout_s) + GRACE_S)
         except (EOFError, OSError) as error:
             raise SandboxGoneError(f"the sandbox's interpreter died: {self.close_and_explain()}") from error
-        return _read_answer(reply, bodies, self._num_jobs)
+        return _read_answer(reply, bodies, self.num_jobs)
 
     async def _finish_cancelled(self) -> None:
         """Wait for the end of the last execution, if its call was cancelled and it is being killed."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 
 from rayapp.config.sandbox import LocalConfig, McpConfig, ProviderConfig, SandboxConfig
 from rayapp.core.errors import SandboxConfigError
@@ -58,19 +59,18 @@ def build_pool(
     return builder.pool
 
 
+@dataclass(slots=True)
 class _Builder:
     """Keepers call the pool back, and the pool needs its keepers first: this ties the knot."""
 
-    pool: LeasePool
-
-    def __init__(self, config: SandboxConfig, run_name: str, clock: Callable[[], float], grace_s: float) -> None:
-        self._grace_s = grace_s
-        self._config = config
-        self._run_name = run_name
-        self._clock = clock
+    config: SandboxConfig
+    run_name: str
+    clock: Callable[[], float]
+    grace_s: float
+    pool: LeasePool = field(init=False)
 
     def source(self, section: ProviderConfig, provider: RemoteProvider | None) -> Source:
-        config, clock = self._config, self._clock
+        config, clock = self.config, self.clock
         if isinstance(section, LocalConfig):
             return Source(Supply("local", max_sandboxes=num_local_sandboxes(config), clock=clock))
         breaker = CircuitBreaker(failures=config.breaker_failures, cooldown_s=config.breaker_cooldown_s, clock=clock)
@@ -89,7 +89,7 @@ class _Builder:
         return Source(supply, self._keeper(supply, provider, section.answer_within_s))
 
     def _keeper(self, supply: Supply, provider: RemoteProvider, answer_within_s: float) -> Keeper:
-        config = self._config
+        config = self.config
         rules = KeeperRules(
             create_timeout_s=config.create_timeout_s,
             sandbox_ttl_s=config.sandbox_ttl_s,
@@ -97,14 +97,14 @@ class _Builder:
             min_ready=config.min_ready,
             max_uses=config.max_uses,
             kill_timeout_s=answer_within_s,
-            grace_s=self._grace_s,
+            grace_s=self.grace_s,
         )
         return Keeper(
             supply,
             provider,
             rules,
-            labels=labels_of(self._run_name),
-            clock=self._clock,
+            labels=labels_of(self.run_name),
+            clock=self.clock,
             on_change=self._changed,
             on_config_error=self._refuse,
         )

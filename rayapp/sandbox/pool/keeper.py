@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Collection, Coroutine, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Coroutine, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import KW_ONLY, dataclass, field
 
 from rayapp.core.errors import (
     SandboxConfigError,
@@ -52,46 +53,34 @@ class KeeperRules:
     """Seconds past a provider object's own deadline after which we stop waiting for it."""
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class Keeper:
-    """See the module.
+    """See the module."""
 
-    Args:
-        supply: the books on this provider's sandboxes; shared with the pool.
-        labels: of every sandbox made here; they find our sandboxes again when all else is lost.
-        clock: monotonic seconds.
-        on_change: called when a sandbox became ready or room was made.
-        on_config_error: called when creating this kind can never work.
-    """
-
-    def __init__(
-        self,
-        supply: Supply,
-        provider: RemoteProvider,
-        rules: KeeperRules,
-        *,
-        labels: Mapping[str, str],
-        clock: Callable[[], float],
-        on_change: Callable[[], None],
-        on_config_error: Callable[[SandboxSpec, SandboxConfigError], None],
-    ) -> None:
-        self.supply = supply
-        self.num_created = 0
-        self.num_ended = 0
-        self.num_strays_ended = 0
-        self.num_soiled = 0
-        self.num_late = 0
-        self._provider = provider
-        self._rules = rules
-        self._labels = dict(labels)
-        self._clock = clock
-        self._on_change = on_change
-        self._on_config_error = on_config_error
-        self._tasks: set[asyncio.Task[None]] = set()
-        self._arrivals: set[asyncio.Task[ConnectedSandbox]] = set()
-        self._stray_since: dict[str, float] = {}
-        self._calls = asyncio.Semaphore(_MAX_CALLS_AT_ONCE)
-        self._has_asked = False
-        self._is_closing = False
+    supply: Supply
+    """The books on this provider's sandboxes; shared with the pool."""
+    provider: RemoteProvider
+    rules: KeeperRules
+    _: KW_ONLY
+    labels: Mapping[str, str]
+    """Of every sandbox made here; they find our sandboxes again when all else is lost."""
+    clock: Callable[[], float]
+    """Monotonic seconds."""
+    on_change: Callable[[], None]
+    """Called when a sandbox became ready or room was made."""
+    on_config_error: Callable[[SandboxSpec, SandboxConfigError], None]
+    """Called when creating this kind can never work."""
+    num_created: int = 0
+    num_ended: int = 0
+    num_strays_ended: int = 0
+    num_soiled: int = 0
+    num_late: int = 0
+    _tasks: set[asyncio.Task[None]] = field(default_factory=set)
+    _arrivals: set[asyncio.Task[ConnectedSandbox]] = field(default_factory=set)
+    _stray_since: dict[str, float] = field(default_factory=dict)
+    _calls: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(_MAX_CALLS_AT_ONCE))
+    _has_asked: bool = False
+    _is_closing: bool = False
 
     def create(self, spec: SandboxSpec) -> None:
         """Start making one sandbox; `on_change` tells when it is there."""
@@ -109,7 +98,7 @@ class Keeper:
     def give_back(self, member: Member, *, is_clean: bool) -> None:
         """A lease ended: check the sandbox for the next one, or end it."""
         member.num_uses += 1
-        if is_clean and member.num_uses < self._rules.max_uses and not self._is_closing:
+        if is_clean and member.num_uses < self.rules.max_uses and not self._is_closing:
             member.state = State.CHECKING
             self._spawn(self._check(member), "check a sandbox")
         else:
@@ -129,7 +118,7 @@ class Keeper:
         arrival = asyncio.ensure_future(self._ask(spec))
         self._arrivals.add(arrival)
         arrival.add_done_callback(self._arrivals.discard)
-        wait_s = self._rules.create_timeout_s + self._rules.grace_s
+        wait_s = self.rules.create_timeout_s + self.rules.grace_s
         try:
             done, _ = await asyncio.wait({arrival}, timeout=wait_s)
         finally:
@@ -142,20 +131,24 @@ class Keeper:
         except SandboxError as error:
             self._failed(error, spec)
         finally:
-            self._on_change()
+            self.on_change()
 
     async def _ask(self, spec: SandboxSpec) -> ConnectedSandbox:
-        try:
-            return await self._provider.create(
-                spec,
-                labels=self._labels,
-                ttl_s=self._rules.sandbox_ttl_s,
-                timeout_s=self._rules.create_timeout_s,
+        rules = self.rules
+        with self._asking():
+            return await self.provider.create(
+                spec, labels=self.labels, ttl_s=rules.sandbox_ttl_s, timeout_s=rules.create_timeout_s
             )
+
+    @contextmanager
+    def _asking(self) -> Iterator[None]:
+        """Around a call of the provider: whatever its SDK raises is counted and shown as an error of ours."""
+        try:
+            yield
         except SandboxError:
             raise
-        except Exception as error:  # boundary: a provider's SDK may raise anything; it is counted and shown
-            raise self._unexpected(error) from error
+        except Exception as error:  # boundary: a provider's SDK may raise anything
+            raise SandboxProtocolError(f"provider {self.supply.name}: {type(error).__name__}: {error}") from error
 
     def _count_down(self, spec: SandboxSpec) -> None:
         self.supply.num_creating[spec] -= 1
@@ -163,11 +156,11 @@ class Keeper:
             del self.supply.num_creating[spec]
 
     async def _welcome(self, sandbox: ConnectedSandbox, spec: SandboxSpec) -> None:
-        now = self._clock()
+        now = self.clock()
         member = Member(
             connection=sandbox.connection,
             spec=spec,
-            expires_at=now + self._rules.sandbox_ttl_s,
+            expires_at=now + self.rules.sandbox_ttl_s,
             idle_since=now,
             state=State.CHECKING,
         )
@@ -177,7 +170,7 @@ class Keeper:
         if self._is_closing:
             self.retire(member)
             return
-        if self._rules.max_uses > 1:
+        if self.rules.max_uses > 1:
             try:
                 member.fingerprint = await self._look(lambda: sandbox)
             except SandboxError:
@@ -203,16 +196,15 @@ class Keeper:
         else:
             if not has_room:
                 self.retire(self.supply.members[sandbox.connection.sandbox_id])
-        self._on_change()
+        self.on_change()
 
     def _failed(self, error: SandboxError, spec: SandboxSpec) -> None:
         supply = self.supply
-        supply.failures[type(error).__name__] += 1
-        supply.last_error = f"{type(error).__name__}: {error}"
+        supply.note(error)
         if supply.bucket is None or supply.breaker is None:
             return
         if isinstance(error, SandboxConfigError):
-            self._on_config_error(spec, error)
+            self.on_config_error(spec, error)
         if isinstance(error, SandboxQuotaError):
             supply.quota_met()
             return
@@ -228,11 +220,10 @@ class Keeper:
             self.num_ended += 1
         except SandboxError as error:
             # Leave it as a stray: the sweep tries again, and the provider's own time limit ends it at last.
-            self.supply.failures["kill"] += 1
-            self.supply.last_error = f"{type(error).__name__}: {error}"
+            self.supply.note(error, "kill")
         finally:
             self.supply.members.pop(sandbox_id, None)
-            self._on_change()
+            self.on_change()
 
     async def _kill(self, sandbox_id: str) -> None:
         """End a sandbox by id, trying a few times.
@@ -242,8 +233,8 @@ class Keeper:
         """
         for attempt in range(_KILL_ATTEMPTS):
             try:
-                async with self._calls, asyncio.timeout(self._rules.kill_timeout_s + self._rules.grace_s):
-                    await self._provider.kill(sandbox_id, timeout_s=self._rules.kill_timeout_s)
+                async with self._calls, asyncio.timeout(self.rules.kill_timeout_s + self.rules.grace_s):
+                    await self.provider.kill(sandbox_id, timeout_s=self.rules.kill_timeout_s)
                 return
             except Exception as error:  # boundary: a provider's SDK may raise anything; the last one is passed on
                 if attempt == _KILL_ATTEMPTS - 1:
@@ -252,18 +243,17 @@ class Keeper:
 
     async def _check(self, member: Member) -> None:
         try:
-            attach = self._provider.attach
+            attach = self.provider.attach
             is_same = await self._look(lambda: attach(member.connection, member.spec)) == member.fingerprint
         except SandboxError as error:
-            self.supply.failures[type(error).__name__] += 1
-            self.supply.last_error = f"{type(error).__name__}: {error}"
+            self.supply.note(error)
             is_same = False
         if is_same and member.state is State.CHECKING and not self._is_closing:
             self.supply.put_ready(member)
         else:
             self.num_soiled += 1
             self.retire(member)
-        self._on_change()
+        self.on_change()
 
     async def _look(self, attach: Callable[[], Sandbox]) -> str:
         """Fingerprint of a sandbox.
@@ -271,15 +261,8 @@ class Keeper:
         Raises:
             SandboxError: there is no telling. The caller must go on: a sandbox left CHECKING serves nobody, but counts.
         """
-        try:
+        with self._asking():
             return await fingerprint(attach(), timeout_s=_CHECK_TIMEOUT_S)
-        except SandboxError:
-            raise
-        except Exception as error:  # boundary: a provider's SDK may raise anything; it is counted and shown
-            raise self._unexpected(error) from error
-
-    def _unexpected(self, error: Exception) -> SandboxProtocolError:
-        return SandboxProtocolError(f"provider {self.supply.name}: {type(error).__name__}: {error}")
 
     def tend(self, kinds_in_use: Collection[SandboxSpec]) -> None:
         """Extend the sandboxes in use, and end those that nobody needs. Called every few seconds.
@@ -287,23 +270,23 @@ class Keeper:
         Args:
             kinds_in_use: kinds of which `min_ready` sandboxes are kept.
         """
-        now = self._clock()
+        now = self.clock()
         for member in tuple(self.supply.members.values()):
-            if member.state in (State.READY, State.LEASED) and member.expires_at - now < self._rules.sandbox_ttl_s / 2:
+            if member.state in (State.READY, State.LEASED) and member.expires_at - now < self.rules.sandbox_ttl_s / 2:
                 # Set before the answer comes, so that the next turn does not ask again meanwhile.
-                member.expires_at = now + self._rules.sandbox_ttl_s
+                member.expires_at = now + self.rules.sandbox_ttl_s
                 self._spawn(self._extend(member), "extend a sandbox")
         for member in self.supply.idle_members():
-            num_kept = self._rules.min_ready if member.spec in kinds_in_use else 0
+            num_kept = self.rules.min_ready if member.spec in kinds_in_use else 0
             is_spare = self.supply.num_ready(member.spec) > num_kept
-            if is_spare and now - member.idle_since > self._rules.idle_timeout_s:
+            if is_spare and now - member.idle_since > self.rules.idle_timeout_s:
                 self.retire(member)
 
     async def _extend(self, member: Member) -> None:
         try:
-            sandbox = self._provider.attach(member.connection, member.spec)
-            async with self._calls, asyncio.timeout(self._rules.kill_timeout_s + self._rules.grace_s):
-                await sandbox.extend(self._rules.sandbox_ttl_s, timeout_s=self._rules.kill_timeout_s)
+            sandbox = self.provider.attach(member.connection, member.spec)
+            async with self._calls, asyncio.timeout(self.rules.kill_timeout_s + self.rules.grace_s):
+                await sandbox.extend(self.rules.sandbox_ttl_s, timeout_s=self.rules.kill_timeout_s)
         except Exception as error:  # boundary: a provider's SDK may raise anything; a sandbox that is ready is replaced
             self.supply.failures[type(error).__name__] += 1
             if member.state is State.READY:
@@ -318,13 +301,12 @@ class Keeper:
         Returns:
             Number of strays that were ended.
         """
-        patience_s = self._rules.create_timeout_s + 2 * self._rules.grace_s if stray_after_s is None else stray_after_s
+        patience_s = self.rules.create_timeout_s + 2 * self.rules.grace_s if stray_after_s is None else stray_after_s
         known_before = set(self.supply.members)
         try:
             living = await self.living(labels)
         except SandboxError as error:
-            self.supply.failures["list"] += 1
-            self.supply.last_error = f"{type(error).__name__}: {error}"
+            self.supply.note(error, "list")
             return 0
         self._bury(known_before - living)
         return await self._end_strays(living - set(self.supply.members), patience_s)
@@ -335,13 +317,9 @@ class Keeper:
         Raises:
             SandboxError: it does not say.
         """
-        try:
-            async with asyncio.timeout(_LIST_TIMEOUT_S + self._rules.grace_s):
-                return {found async for found in self._provider.list(labels or self._labels, timeout_s=_LIST_TIMEOUT_S)}
-        except SandboxError:
-            raise
-        except Exception as error:  # boundary: a provider's SDK may raise anything; the caller counts it
-            raise self._unexpected(error) from error
+        with self._asking():
+            async with asyncio.timeout(_LIST_TIMEOUT_S + self.rules.grace_s):
+                return {found async for found in self.provider.list(labels or self.labels, timeout_s=_LIST_TIMEOUT_S)}
 
     def _bury(self, gone: set[str]) -> None:
         for sandbox_id in gone:
@@ -350,7 +328,7 @@ class Keeper:
                 self.retire(member)
 
     async def _end_strays(self, unknown: set[str], patience_s: float) -> int:
-        now = self._clock()
+        now = self.clock()
         self._stray_since = {found: self._stray_since.get(found, now) for found in unknown}
         strays = [found for found, since in self._stray_since.items() if now - since >= patience_s]
         results = await asyncio.gather(*(self._kill(found) for found in strays), return_exceptions=True)
@@ -365,13 +343,13 @@ class Keeper:
         for member in tuple(self.supply.members.values()):
             if member.state is not State.CHECKING:
                 self.retire(member)
-        deadline = self._clock() + timeout_s
+        deadline = self.clock() + timeout_s
         # Wait for creations: a cancelled one may leave a sandbox that nobody knows, one that answers is ended at once.
         await self._settle(min(timeout_s / 2, 10.0))
         for task in (*self._arrivals, *self._tasks):
             task.cancel()
         left = await self._end_all(deadline)
-        await self._provider.close()
+        await self.provider.close()
         return left
 
     async def _end_all(self, deadline: float) -> set[str]:
@@ -382,10 +360,9 @@ class Keeper:
             try:
                 left = await self.living()
             except SandboxError as error:
-                self.supply.failures["list"] += 1
-                self.supply.last_error = f"{type(error).__name__}: {error}"
+                self.supply.note(error, "list")
                 continue
-            if not left or is_last or self._clock() > deadline:
+            if not left or is_last or self.clock() > deadline:
                 break
             await self._end_strays(left, 0.0)
         return left

@@ -14,8 +14,8 @@ import asyncio
 import itertools
 import secrets
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 
 from rayapp.core.errors import SandboxError, SandboxUnavailableError
 from rayapp.core.types import SandboxSpec
@@ -53,55 +53,44 @@ class _Held:
     member: Member | None
 
 
+@dataclass(slots=True, eq=False, repr=False, kw_only=True)
 class LeasePool:
-    """At most `max_leases` leases at a time.
+    """At most `max_leases` leases at a time."""
 
-    Args:
-        max_leases: sandboxes in use at once, over all sources.
-        max_waiting: callers in the queue.
-        ttl_s: a lease not released by then is reclaimed.
-        sources: in order of preference; None is places in the holders' own processes, as many as max_leases.
-        min_ready: sandboxes kept ready for each kind in use.
-        holder_timeout_s: a holder not heard of for so long is dead.
-        idle_timeout_s: a kind that nobody asked for so long is not kept ready any more.
-        is_ahead: have as many ready as were lately in use at once, for the next step.
-        clock: monotonic seconds.
-    """
+    max_leases: int
+    """Sandboxes in use at once, over all sources."""
+    max_waiting: int
+    """Callers in the queue."""
+    ttl_s: float
+    """A lease not released by then is reclaimed."""
+    sources: Sequence[Source] = ()
+    """In order of preference; without any, places in the holders' own processes, as many as max_leases."""
+    min_ready: int = 0
+    """Sandboxes kept ready for each kind in use."""
+    holder_timeout_s: float = float("inf")
+    """A holder not heard of for so long is dead."""
+    idle_timeout_s: float = 300.0
+    """A kind that nobody asked for so long is not kept ready any more."""
+    is_ahead: bool = False
+    """Have as many ready as were lately in use at once, for the next step."""
+    clock: Callable[[], float] = time.monotonic
+    """Monotonic seconds."""
+    _ids: Iterator[int] = field(default_factory=lambda: itertools.count(secrets.randbits(40) << 20))
+    """From a random one on: a pool that replaces a dead one must not reuse ids that its callers still hold."""
+    _leases: dict[int, _Held] = field(default_factory=dict)
+    _turns: dict[int, Turn] = field(default_factory=dict)
+    _given_up: dict[int, None] = field(default_factory=dict)
+    _lanes: dict[SandboxSpec, _Lane] = field(default_factory=dict)
+    _heard_of: dict[str, float] = field(default_factory=dict)
+    _num_waiting: int = 0
+    _stats: PoolStats = field(init=False)
+    _nap: asyncio.TimerHandle | None = None
+    _is_closed: bool = False
 
-    def __init__(
-        self,
-        *,
-        max_leases: int,
-        max_waiting: int,
-        ttl_s: float,
-        sources: Sequence[Source] | None = None,
-        min_ready: int = 0,
-        holder_timeout_s: float = float("inf"),
-        idle_timeout_s: float = 300.0,
-        is_ahead: bool = False,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        local = Supply("local", max_sandboxes=max_leases, clock=clock)
-        self.sources = tuple(sources) if sources is not None else (Source(local),)
-        self._max_leases = max_leases
-        self._max_waiting = max_waiting
-        self._ttl_s = ttl_s
-        self._min_ready = min_ready
-        self._holder_timeout_s = holder_timeout_s
-        self._idle_timeout_s = idle_timeout_s
-        self._is_ahead = is_ahead
-        self._clock = clock
-        # Start at a random id: a pool that replaces a dead one must not reuse ids that its callers still hold.
-        self._ids = itertools.count(secrets.randbits(40) << 20)
-        self._leases: dict[int, _Held] = {}
-        self._turns: dict[int, Turn] = {}
-        self._given_up: dict[int, None] = {}
-        self._lanes: dict[SandboxSpec, _Lane] = {}
-        self._heard_of: dict[str, float] = {}
-        self._num_waiting = 0
-        self._stats = PoolStats(clock)
-        self._nap: asyncio.TimerHandle | None = None
-        self._is_closed = False
+    def __post_init__(self) -> None:
+        if not self.sources:
+            self.sources = (Source(Supply("local", max_sandboxes=self.max_leases, clock=self.clock)),)
+        self._stats = PoolStats(self.clock)
 
     async def acquire(
         self, holder: str, spec: SandboxSpec | None = None, *, timeout_s: float, lease_id: int | None = None
@@ -125,12 +114,12 @@ class LeasePool:
         turn = self._turns[key] = asyncio.get_running_loop().create_future()
         lane.queue.push(holder, key, (holder, key, turn))
         self._num_waiting += 1
-        started_at = self._clock()
+        started_at = self.clock()
         try:
             self.pump()
             if turn.done():
                 return self._granted(turn, started_at)
-            if self._num_waiting > self._max_waiting:
+            if self._num_waiting > self.max_waiting:
                 raise SandboxUnavailableError(
                     f"{self._num_waiting - 1} callers wait for a sandbox already, the limit is sandbox.max_waiting"
                 )
@@ -149,7 +138,7 @@ class LeasePool:
 
     def _granted(self, turn: Turn, started_at: float) -> Lease:
         lease = turn.result()
-        self._stats.waited(self._clock() - started_at, is_fallback=bool(lease.fallback_from))
+        self._stats.waited(self.clock() - started_at, is_fallback=bool(lease.fallback_from))
         return lease
 
     def _give_up(self, lane: _Lane, holder: str, key: int, turn: Turn) -> None:
@@ -161,7 +150,7 @@ class LeasePool:
 
     def _why_none(self, timeout_s: float) -> str:
         text = (
-            f"no sandbox was free within {timeout_s:g} s: {len(self._leases)} of {self._max_leases} leased, "
+            f"no sandbox was free within {timeout_s:g} s: {len(self._leases)} of {self.max_leases} leased, "
             f"{self._num_waiting} waiting. Raise sandbox.max_leases or lower the tasks' timeout_s."
         )
         errors = [f"{s.supply.name}: {s.supply.last_error}" for s in self.sources if s.supply.last_error]
@@ -193,7 +182,7 @@ class LeasePool:
 
     def heartbeat(self, holder: str) -> None:
         """Note that the holder lives."""
-        self._heard_of[holder] = self._clock()
+        self._heard_of[holder] = self.clock()
 
     def prefetch(self, spec: SandboxSpec, num_ready: int) -> None:
         """Have this many sandboxes ready ahead of a burst; 0 takes the wish back."""
@@ -202,7 +191,7 @@ class LeasePool:
 
     def reclaim_expired(self) -> int:
         """Take back leases past their time to live. Returns how many."""
-        now = self._clock()
+        now = self.clock()
         # Leases stand in the order of their grants and last equally long: stop at the first that has time left.
         expired = [*itertools.takewhile(lambda held: held.lease.expires_at <= now, self._leases.values())]
         return self._reclaim([held.lease.lease_id for held in expired])
@@ -214,7 +203,7 @@ class LeasePool:
 
     def reclaim_silent(self) -> int:
         """Take back the leases of holders not heard of for too long. Returns how many."""
-        oldest = self._clock() - self._holder_timeout_s
+        oldest = self.clock() - self.holder_timeout_s
         silent = [holder for holder, heard_at in self._heard_of.items() if heard_at <= oldest]
         return sum(self.reclaim_of(holder) for holder in silent)
 
@@ -230,7 +219,7 @@ class LeasePool:
             # A closing pool makes nothing: each sandbox that ends makes room, which the stock would fill again.
             return
         is_progress = True
-        while is_progress and self._num_waiting and len(self._leases) < self._max_leases:
+        while is_progress and self._num_waiting and len(self._leases) < self.max_leases:
             # One caller per kind and round: no kind of sandbox starves another.
             is_progress = sum(self._serve_one(spec, lane) for spec, lane in tuple(self._lanes.items())) > 0
         nap_s = min((self._stock_up(spec, lane) for spec, lane in self._lanes.items()), default=float("inf"))
@@ -238,7 +227,7 @@ class LeasePool:
 
     def _serve_one(self, spec: SandboxSpec, lane: _Lane) -> bool:
         self._drop_gone(lane)
-        if not lane.queue or len(self._leases) >= self._max_leases:
+        if not lane.queue or len(self._leases) >= self.max_leases:
             return False
         skipped: list[str] = []
         for source in self.sources:
@@ -269,7 +258,7 @@ class LeasePool:
         lease = Lease(
             lease_id=lease_id,
             holder=holder,
-            expires_at=self._clock() + self._ttl_s,
+            expires_at=self.clock() + self.ttl_s,
             provider=source.supply.name,
             connection=member.connection if member is not None else None,
             fallback_from=skipped,
@@ -280,8 +269,8 @@ class LeasePool:
 
     def _stock_up(self, spec: SandboxSpec, lane: _Lane) -> float:
         """Have sandboxes made for waiting callers and the stock. Returns seconds until there may be more to do."""
-        num_ahead = lane.demand.num_ahead if self._is_ahead else 0
-        num_wanted = len(lane.queue) + max(self._min_ready, lane.num_wanted_ready, num_ahead)
+        num_ahead = lane.demand.num_ahead if self.is_ahead else 0
+        num_wanted = len(lane.queue) + max(self.min_ready, lane.num_wanted_ready, num_ahead)
         nap_s = float("inf")
         for source in self.sources:
             supply = source.supply
@@ -325,9 +314,9 @@ class LeasePool:
         lane = self._lanes.get(spec)
         if lane is None:
             # Half the idle timeout, or demand recreates what was just retired.
-            demand = Demand(window_s=self._idle_timeout_s / 2, clock=self._clock)
-            lane = self._lanes[spec] = _Lane(FairQueue(), self._clock(), demand)
-        lane.used_at = self._clock()
+            demand = Demand(window_s=self.idle_timeout_s / 2, clock=self.clock)
+            lane = self._lanes[spec] = _Lane(FairQueue(), self.clock(), demand)
+        lane.used_at = self.clock()
         return lane
 
     def refuse(self, spec: SandboxSpec, error: SandboxError) -> None:
@@ -350,7 +339,7 @@ class LeasePool:
         self.pump()
 
     def _forget_unused_lanes(self) -> None:
-        oldest = self._clock() - self._idle_timeout_s
+        oldest = self.clock() - self.idle_timeout_s
         for spec, lane in tuple(self._lanes.items()):
             if not lane.queue and not lane.num_wanted_ready and not lane.demand.num_in_use and lane.used_at < oldest:
                 del self._lanes[spec]

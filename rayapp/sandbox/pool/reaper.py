@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass, field
 
 from rayapp.core.errors import SandboxError
 from rayapp.core.protocols import SandboxProvider
@@ -62,36 +62,30 @@ async def _reap_one(name: str, provider: SandboxProvider, sandbox_id: str, *, dr
     return Reaped(provider=name, sandbox_id=sandbox_id, ended=True)
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class Reaper:
-    """Watches one run.
+    """Watches one run."""
 
-    Args:
-        providers: remote ones, by name; closed when done.
-        grace_s: silence that means the run is dead. Longer than any pause of a living run.
-        pause_s: pause after the first sweep; doubled after each.
-        clock: monotonic seconds.
-    """
+    providers: Mapping[str, SandboxProvider]
+    """Remote ones, by name; closed when done."""
+    _: KW_ONLY
+    grace_s: float
+    """Silence that means the run is dead. Longer than any pause of a living run."""
+    pause_s: float = 1.0
+    """Pause after the first sweep; doubled after each."""
+    clock: Callable[[], float] = time.monotonic
+    """Monotonic seconds."""
+    _labels: dict[str, str] = field(default_factory=dict)
+    _heard_at: float = field(init=False)
+    _is_dismissed: asyncio.Event = field(default_factory=asyncio.Event)
 
-    def __init__(
-        self,
-        providers: Mapping[str, SandboxProvider],
-        *,
-        grace_s: float,
-        pause_s: float = 1.0,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._providers = dict(providers)
-        self._labels: dict[str, str] = {}
-        self._grace_s = grace_s
-        self._pause_s = pause_s
-        self._clock = clock
-        self._heard_at = clock()
-        self._is_dismissed = asyncio.Event()
+    def __post_init__(self) -> None:
+        self._heard_at = self.clock()
 
     def beat(self, labels: Mapping[str, str]) -> None:
         """Note that the run lives; its sandboxes carry these labels. Its pool beats before it makes the first."""
         self._labels = dict(labels)
-        self._heard_at = self._clock()
+        self._heard_at = self.clock()
 
     def dismiss(self) -> None:
         """Note that the run has ended in order: there is nothing to do any more."""
@@ -106,12 +100,12 @@ class Reaper:
                 if self._is_silent:
                     break
         finally:
-            await asyncio.gather(*(provider.close() for provider in self._providers.values()))
+            await asyncio.gather(*(provider.close() for provider in self.providers.values()))
         return len(ended)
 
     @property
     def _left_s(self) -> float:
-        return self._heard_at + self._grace_s - self._clock()
+        return self._heard_at + self.grace_s - self.clock()
 
     @property
     def _is_silent(self) -> bool:
@@ -132,10 +126,10 @@ class Reaper:
 
         A run that was only stopped (a debugger, a suspended machine) and is heard again keeps what it has left.
         """
-        pause_s = self._pause_s
+        pause_s = self.pause_s
         # Without labels there is nothing to do: the run made no sandbox, and listing by no label finds everybody's.
         for _ in range(_ROUNDS if self._labels else 0):
-            found = [each async for each in reap(self._providers, self._labels)]
+            found = [each async for each in reap(self.providers, self._labels)]
             ended.update(each.sandbox_id for each in found if each.ended)
             if not found or not self._is_silent:
                 break

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass, field
 from enum import StrEnum
 
+from rayapp.core.errors import SandboxError
 from rayapp.core.types import SandboxSpec
 from rayapp.sandbox.leases import Connection
 from rayapp.sandbox.pool.breaker import CircuitBreaker
@@ -41,43 +42,35 @@ class Member:
     state: State = State.READY
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class Supply:
-    """One provider's sandboxes.
+    """One provider's sandboxes."""
 
-    Args:
-        name: name of the provider.
-        max_sandboxes: most sandboxes alive at once.
-        bucket, breaker: None where the holders make sandboxes in their own processes (`local`): then only places count.
-        cooldown_s: after a quota was met, how long until one more is tried.
-        clock: monotonic seconds.
-    """
+    name: str
+    """Of the provider."""
+    _: KW_ONLY
+    max_sandboxes: int
+    """Most sandboxes alive at once."""
+    clock: Callable[[], float]
+    """Monotonic seconds."""
+    bucket: TokenBucket | None = None
+    """None, like the breaker, where the holders make sandboxes in their own processes (`local`): only places count."""
+    breaker: CircuitBreaker | None = None
+    cooldown_s: float = 30.0
+    """After a quota was met, how long until one more is tried."""
+    members: dict[str, Member] = field(default_factory=dict)
+    num_creating: Counter[SandboxSpec] = field(default_factory=Counter)
+    num_places_taken: int = 0
+    has_trial_place: bool = False
+    last_error: str = ""
+    failures: Counter[str] = field(default_factory=Counter)
+    _ready: dict[SandboxSpec, deque[Member]] = field(default_factory=dict)
+    _ceiling: int = field(init=False)
+    _grow_at: float = 0.0
+    _step: int = 1
 
-    def __init__(
-        self,
-        name: str,
-        *,
-        max_sandboxes: int,
-        clock: Callable[[], float],
-        bucket: TokenBucket | None = None,
-        breaker: CircuitBreaker | None = None,
-        cooldown_s: float = 30.0,
-    ) -> None:
-        self.name = name
-        self.members: dict[str, Member] = {}
-        self.num_creating: Counter[SandboxSpec] = Counter()
-        self.num_places_taken = 0
-        self.has_trial_place = False
-        self.last_error = ""
-        self.failures: Counter[str] = Counter()
-        self.bucket = bucket
-        self.breaker = breaker
-        self._ready: dict[SandboxSpec, deque[Member]] = {}
-        self._max_sandboxes = max_sandboxes
-        self._ceiling = max_sandboxes
-        self._cooldown_s = cooldown_s
-        self._clock = clock
-        self._grow_at = 0.0
-        self._step = 1
+    def __post_init__(self) -> None:
+        self._ceiling = self.max_sandboxes
 
     @property
     def is_local(self) -> bool:
@@ -92,10 +85,10 @@ class Supply:
     @property
     def limit(self) -> int:
         """How many may be alive now: fewer than configured after a quota was met, then 1, 2, 4… more."""
-        if self._ceiling < self._max_sandboxes and self._clock() >= self._grow_at:
-            self._ceiling = min(self._max_sandboxes, self._ceiling + self._step)
+        if self._ceiling < self.max_sandboxes and self.clock() >= self._grow_at:
+            self._ceiling = min(self.max_sandboxes, self._ceiling + self._step)
             self._step *= 2
-            self._grow_at = self._clock() + self._cooldown_s
+            self._grow_at = self.clock() + self.cooldown_s
         return self._ceiling
 
     @property
@@ -112,7 +105,7 @@ class Supply:
         """False while callers should not wait for this provider but turn to the next."""
         if self.breaker is not None and (self.breaker.is_open or self.breaker.is_on_trial):
             return False
-        return self.bucket is None or (self.limit > 0 and self.bucket.wait_s() <= self._cooldown_s)
+        return self.bucket is None or (self.limit > 0 and self.bucket.wait_s() <= self.cooldown_s)
 
     @property
     def has_place(self) -> bool:
@@ -133,14 +126,19 @@ class Supply:
         """Seconds until `may_create` can change by itself."""
         if self.bucket is None or self.breaker is None:
             return float("inf")
-        grows_in_s = self._grow_at - self._clock() if self._ceiling < self._max_sandboxes else 0.0
+        grows_in_s = self._grow_at - self.clock() if self._ceiling < self.max_sandboxes else 0.0
         return max(self.bucket.wait_s(), self.breaker.reopens_in_s, 0.0 if self.has_room else grows_in_s)
 
     def quota_met(self) -> None:
         """Note that the provider refuses more than there are: keep to that number, and try one more after a while."""
         self._step = 1
         self._ceiling = min(self._ceiling, len(self.members))
-        self._grow_at = self._clock() + self._cooldown_s
+        self._grow_at = self.clock() + self.cooldown_s
+
+    def note(self, error: SandboxError, kind: str = "") -> None:
+        """Count a failure, by its type or by what failed."""
+        self.failures[kind or type(error).__name__] += 1
+        self.last_error = f"{type(error).__name__}: {error}"
 
     def lend_place(self) -> None:
         """Count a place as lent: its holder makes a sandbox itself."""
@@ -168,7 +166,7 @@ class Supply:
     def put_ready(self, member: Member) -> None:
         """Let a sandbox be leased from now on."""
         member.state = State.READY
-        member.idle_since = self._clock()
+        member.idle_since = self.clock()
         self._ready.setdefault(member.spec, deque()).append(member)
 
     def take_ready(self, spec: SandboxSpec) -> Member | None:

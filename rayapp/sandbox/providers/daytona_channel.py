@@ -29,10 +29,9 @@ from rayapp.core.types import ExecResult
 from rayapp.sandbox.providers.errors import DAYTONA, error_of, retry_after_s
 from rayapp.sandbox.providers.relay import Hear, Say
 from rayapp.sandbox.providers.session import Sink, run_session
-from rayapp.sandbox.verdict.program import shell_command, shell_command_of_file
+from rayapp.sandbox.verdict.program import command_of, shell_command
 
 T = TypeVar("T")
-_MAX_INLINE_CHARS = 90_000
 _NAMES = ("daytona", "daytona_sdk")
 _CREATE = "create"
 
@@ -55,13 +54,12 @@ class DaytonaChannel:
 
     async def run_python(self, program: str, *, timeout_s: float, max_chars: int) -> str:
         sandbox = await self._sandbox()
-        if len(program) <= _MAX_INLINE_CHARS:
-            command = shell_command(program)
-        else:
-            path = f"/tmp/rayapp-{uuid.uuid4().hex}.py"
+
+        async def write(path: str) -> None:
             upload = sandbox.fs.upload_file(program.encode(), path, timeout=math.ceil(timeout_s))
             await self._guard(upload, "upload a program")
-            command = shell_command_of_file(path)
+
+        command = await command_of(program, write)
         answer = await self._guard(sandbox.process.exec(command, timeout=math.ceil(timeout_s)), "exec")
         return str(answer.result)
 
@@ -79,10 +77,9 @@ class DaytonaChannel:
             failed = (await self._guard(call, "run_code")).error
             return f"{failed.name}: {failed.value}" if failed is not None else ""
 
-        async def alive() -> bool:
-            return await self.alive(timeout_s=10.0)
-
-        return await run_session("daytona", code, run, alive, timeout_s=timeout_s, max_output_bytes=max_output_bytes)
+        return await run_session(
+            "daytona", code, run, self.alive, timeout_s=timeout_s, max_output_bytes=max_output_bytes
+        )
 
     async def converse(self, program: str, hear: Hear, started: Callable[[Say], None]) -> None:
         """See `rayapp.sandbox.providers.relay.Converse`."""

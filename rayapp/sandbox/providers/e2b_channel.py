@@ -7,8 +7,8 @@ are kept by the server or not at all, so they are only a help: the deadline that
 from __future__ import annotations
 
 import asyncio
-import uuid
 from collections.abc import Awaitable, Callable, Coroutine
+from dataclasses import dataclass
 from typing import TypeVar
 
 import e2b
@@ -27,11 +27,9 @@ from rayapp.core.types import ExecResult
 from rayapp.sandbox.leases import Connection
 from rayapp.sandbox.providers.relay import Hear, Say
 from rayapp.sandbox.providers.session import Sink, run_session
-from rayapp.sandbox.verdict.program import shell_command, shell_command_of_file
+from rayapp.sandbox.verdict.program import command_of, shell_command
 
 T = TypeVar("T")
-_MAX_INLINE_CHARS = 90_000
-"""Longest program that goes into a command line: Linux allows 128 KiB per argument."""
 _PROBE_TIMEOUT_S = 10.0
 MakeConfig = Callable[[dict[str, str]], ConnectionConfig]
 """From headers of one sandbox to the SDK's configuration."""
@@ -49,19 +47,13 @@ class _Counted:
             raise SandboxProtocolError("a command wrote more than a report can have")
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Lifecycle:
     """The control plane's calls about one sandbox, as the channel needs them."""
 
-    def __init__(
-        self,
-        *,
-        is_running: Callable[[str], Awaitable[bool]],
-        extend: Callable[[str, float], Awaitable[None]],
-        kill: Callable[[str], Awaitable[None]],
-    ) -> None:
-        self.is_running = is_running
-        self.extend = extend
-        self.kill = kill
+    is_running: Callable[[str], Awaitable[bool]]
+    extend: Callable[[str, float], Awaitable[None]]
+    kill: Callable[[str], Awaitable[None]]
 
 
 class E2BChannel:
@@ -84,14 +76,10 @@ class E2BChannel:
         )
 
     async def run_python(self, program: str, *, timeout_s: float, max_chars: int) -> str:
-        if len(program) <= _MAX_INLINE_CHARS:
-            return await self._command(shell_command(program), timeout_s, max_chars)
-        path = f"/tmp/rayapp-{uuid.uuid4().hex}.py"
-        await self._guard(self._sandbox.files.write(path, program, request_timeout=timeout_s), "write a program")
-        return await self._command(shell_command_of_file(path), timeout_s, max_chars)
+        async def write(path: str) -> None:
+            await self._guard(self._sandbox.files.write(path, program, request_timeout=timeout_s), "write a program")
 
-    async def _command(self, command: str, timeout_s: float, max_chars: int) -> str:
-        output = _Counted(max_chars)
+        command, output = await command_of(program, write), _Counted(max_chars)
         try:
             run = self._sandbox.commands.run(
                 command, timeout=timeout_s, request_timeout=timeout_s, on_stdout=output.take, on_stderr=output.take
@@ -117,10 +105,7 @@ class E2BChannel:
             failed = (await self._guard(call, "run_code")).error
             return f"{failed.name}: {failed.value}" if failed is not None else ""
 
-        async def alive() -> bool:
-            return await self.alive(timeout_s=_PROBE_TIMEOUT_S)
-
-        return await run_session("e2b", code, run, alive, timeout_s=timeout_s, max_output_bytes=max_output_bytes)
+        return await run_session("e2b", code, run, self.alive, timeout_s=timeout_s, max_output_bytes=max_output_bytes)
 
     async def converse(self, program: str, hear: Hear, started: Callable[[Say], None]) -> None:
         """See `rayapp.sandbox.providers.relay.Converse`."""

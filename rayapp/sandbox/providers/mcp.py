@@ -15,6 +15,7 @@ import shlex
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from rayapp.config.sandbox import McpConfig
@@ -32,12 +33,11 @@ from rayapp.sandbox.leases import Connection
 from rayapp.sandbox.providers.mcp_session import McpSession, RpcError
 from rayapp.sandbox.providers.remote import RemoteSandbox
 from rayapp.sandbox.providers.session import Sink, run_session
-from rayapp.sandbox.verdict.program import ADDED, KEPT, shell_command, shell_command_of_file
+from rayapp.sandbox.verdict.program import ADDED, KEPT, command_of
 
 _AUTH, _CREATE, _TIMEOUT = -32001, -32002, -32005
 """Codes of OpenKruise's server, besides JSON-RPC's own."""
 _CHUNK_BYTES = 48_000
-_MAX_INLINE_CHARS = 90_000
 _NO_LASTING = "provider mcp with tool: once has no sandbox that lasts; use tool: session"
 
 
@@ -97,39 +97,28 @@ class McpProvider:
         self._living.pop(sandbox_id, None)
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class McpChannel:
     """See `rayapp.sandbox.providers.remote.Channel`."""
 
-    def __init__(
-        self,
-        sandbox_id: str,
-        session: McpSession,
-        config: McpConfig,
-        spec: SandboxSpec,
-        ends_at: float,
-        on_end: Callable[[str], None],
-    ) -> None:
-        self._id = sandbox_id
-        self._session = session
-        self._config = config
-        self._env = dict(spec.env)
-        self._is_env_set = False
-        self._ends_at = ends_at
-        self._on_end = on_end
+    id: str
+    session: McpSession
+    config: McpConfig
+    spec: SandboxSpec
+    ends_at: float
+    on_end: Callable[[str], None]
+    _is_env_set: bool = False
 
     async def run_python(self, program: str, *, timeout_s: float, max_chars: int) -> str:
-        if timeout_s > self._config.execution_timeout_s + 60:
+        if timeout_s > self.config.execution_timeout_s + 60:
             raise SandboxConfigError(
                 f"the task wants {timeout_s:g} s, the MCP server stops code after "
-                f"{self._config.execution_timeout_s} s: raise execution_timeout_s"
+                f"{self.config.execution_timeout_s} s: raise execution_timeout_s"
             )
-        if self._config.tool == "once":
+        if self.config.tool == "once":
             return await self._run_once(program, timeout_s)
-        if len(program) > _MAX_INLINE_CHARS:
-            path = f"/tmp/rayapp-{uuid.uuid4().hex}.py"
-            await self.write_file(path, program.encode(), timeout_s=timeout_s)
-            return await self._command(shell_command_of_file(path), timeout_s)
-        return await self._command(shell_command(program), timeout_s)
+        command = await command_of(program, lambda path: self.write_file(path, program.encode(), timeout_s=timeout_s))
+        return await self._command(command, timeout_s)
 
     async def _command(self, command: str, timeout_s: float) -> str:
         # The watcher sets the spec's environment itself, so the one argument that every server knows is enough.
@@ -160,10 +149,7 @@ class McpChannel:
             failed = answer.get("error")
             return f"{failed.get('name')}: {failed.get('value')}" if isinstance(failed, dict) else ""
 
-        async def alive() -> bool:
-            return await self.alive(timeout_s=10.0)
-
-        return await run_session("mcp", code, run, alive, timeout_s=timeout_s, max_output_bytes=max_output_bytes)
+        return await run_session("mcp", code, run, self.alive, timeout_s=timeout_s, max_output_bytes=max_output_bytes)
 
     async def write_file(self, path: str, data: bytes, *, timeout_s: float) -> None:
         self._needs_session()
@@ -173,12 +159,12 @@ class McpChannel:
             program = f"import base64; open({path!r}, {mode!r}).write(base64.b64decode({chunk!r})); print('written')"
             said = await self._command(f"python3 -I -c {shlex.quote(program)} 2>&1", timeout_s)
             if not said.rstrip().endswith("written"):
-                raise OSError(f"sandbox {self._id}: {path!r} can't be written: {said.strip()[-200:]}")
+                raise OSError(f"sandbox {self.id}: {path!r} can't be written: {said.strip()[-200:]}")
 
     async def alive(self, *, timeout_s: float) -> bool:
-        if time.monotonic() >= self._ends_at or not await self._session.ping(timeout_s=timeout_s):
+        if time.monotonic() >= self.ends_at or not await self.session.ping(timeout_s=timeout_s):
             return False
-        if self._config.tool == "once":
+        if self.config.tool == "once":
             return True
         try:
             return "here" in await self._command("echo here", timeout_s)
@@ -186,15 +172,15 @@ class McpChannel:
             return False
 
     async def extend(self, ttl_s: float, *, timeout_s: float) -> None:
-        if time.monotonic() + ttl_s > self._ends_at + 1.0:
+        if time.monotonic() + ttl_s > self.ends_at + 1.0:
             raise SandboxConfigError(
-                f"sandbox {self._id}: an MCP server has no call to extend one; it ends in "
-                f"{self._ends_at - time.monotonic():.0f} s. Raise sandbox.lease_ttl_s"
+                f"sandbox {self.id}: an MCP server has no call to extend one; it ends in "
+                f"{self.ends_at - time.monotonic():.0f} s. Raise sandbox.lease_ttl_s"
             )
 
     async def kill(self, *, timeout_s: float) -> None:
-        await self._session.close(timeout_s=timeout_s / 2)
-        self._on_end(self._id)
+        await self.session.close(timeout_s=timeout_s / 2)
+        self.on_end(self.id)
 
     async def _call(self, tool: str, arguments: Mapping[str, object], *, timeout_s: float) -> dict[str, Any]:
         """The structured answer of a tool.
@@ -203,7 +189,7 @@ class McpChannel:
             SandboxError: it did not answer, or answered that it could not.
         """
         try:
-            answer = await self._session.call(tool, arguments, timeout_s=timeout_s)
+            answer = await self.session.call(tool, arguments, timeout_s=timeout_s)
         except Exception as error:  # boundary: the SDK and its transport; all mapped
             raise _call_error(first_error(error), tool) from error
         said = " ".join(str(getattr(part, "text", "")) for part in answer.content)
@@ -215,13 +201,13 @@ class McpChannel:
 
     async def _set_env(self, timeout_s: float) -> None:
         """The tool takes no environment: the session's interpreter gets it before the first code."""
-        if self._env and not self._is_env_set:
-            code = f"__import__('os').environ.update({self._env!r})"
+        if self.spec.env and not self._is_env_set:
+            code = f"__import__('os').environ.update({dict(self.spec.env)!r})"
             await self._call("run_code", {"code": code, "language": "python"}, timeout_s=timeout_s)
             self._is_env_set = True
 
     def _needs_session(self) -> None:
-        if self._config.tool == "once":
+        if self.config.tool == "once":
             raise SandboxConfigError(_NO_LASTING)
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Coroutine, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
 from rayapp.core.errors import SandboxConfigError, SandboxDeadlineError, SandboxGoneError, SandboxProtocolError
@@ -50,40 +51,31 @@ class Channel(Protocol):
     async def kill(self, *, timeout_s: float) -> None: ...
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class RemoteSandbox:
-    """See `rayapp.core.protocols.Sandbox`.
+    """See `rayapp.core.protocols.Sandbox`."""
 
-    Args:
-        margin_s: for the way to the provider and back, and to start an interpreter there. Not the code's time.
-    """
-
-    def __init__(
-        self, provider: str, connection: Connection, channel: Channel, spec: SandboxSpec, *, margin_s: float
-    ) -> None:
-        self._margin_s = margin_s
-        self.connection = connection
-        self._provider = provider
-        self._channel = channel
-        self._spec = spec
+    provider: str
+    connection: Connection
+    channel: Channel
+    spec: SandboxSpec
+    margin_s: float
+    """For the way to the provider and back, and to start an interpreter there. Not the code's time."""
 
     @property
     def id(self) -> str:
         return self.connection.sandbox_id
 
-    @property
-    def provider(self) -> str:
-        return self._provider
-
     async def run_code(
         self, code: str, *, timeout_s: float, stdin: str = "", stateful: bool = False, max_output_bytes: int = 65536
     ) -> ExecResult:
         if (problem := results.code_problem(code)) is not None:
-            return results.failure(problem, self._provider)
+            return results.failure(problem, self.provider)
         if stateful:
             if stdin:
                 raise ValueError("stateful code of a remote sandbox reads no stdin: run it with stateful=False")
-            run = self._channel.run_session(code, timeout_s=timeout_s, max_output_bytes=max_output_bytes)
-            return await self._in_time(run, timeout_s + self._margin_s)
+            run = self.channel.run_session(code, timeout_s=timeout_s, max_output_bytes=max_output_bytes)
+            return await self._in_time(run, timeout_s + self.margin_s)
         return await self._run_job({"kind": "script", "code": code, "stdin": stdin}, timeout_s, max_output_bytes)
 
     async def call_function(
@@ -91,13 +83,13 @@ class RemoteSandbox:
     ) -> CallReport:
         packed = encode_inputs(inputs)
         if (problem := results.code_problem(code)) is not None:
-            return results.failed_calls(results.failure(problem, self._provider), len(inputs))
+            return results.failed_calls(results.failure(problem, self.provider), len(inputs))
         job = {"kind": "calls", "code": code, "function": function, "inputs": packed, "stdin": ""}
         report = await self._report(job, timeout_s, _CALLS_OUTPUT_BYTES)
         if isinstance(report, ExecResult):
             return results.failed_calls(report, len(inputs))
         read = results.call_report
-        return await off_the_loop(len(report.frames), lambda: read(report, self._provider, len(inputs)))
+        return await off_the_loop(len(report.frames), lambda: read(report, self.provider, len(inputs)))
 
     async def run_command(
         self, argv: Sequence[str], *, timeout_s: float, stdin: str = "", max_output_bytes: int = 65536
@@ -108,13 +100,13 @@ class RemoteSandbox:
 
     def loopback(self) -> AbstractAsyncContextManager[Loopback]:
         """See `rayapp.sandbox.loopback`."""
-        converse: Converse | None = getattr(self._channel, "converse", None)
+        converse: Converse | None = getattr(self.channel, "converse", None)
         if converse is None:
-            raise SandboxConfigError(f"sandboxes of {self._provider} run no program that can be talked with")
-        return relayed(converse, timeout_s=self._margin_s)
+            raise SandboxConfigError(f"sandboxes of {self.provider} run no program that can be talked with")
+        return relayed(converse, timeout_s=self.margin_s)
 
     async def write_file(self, path: str, data: bytes, *, timeout_s: float = 10.0) -> None:
-        await self._in_time(self._channel.write_file(path, data, timeout_s=timeout_s), timeout_s)
+        await self._in_time(self.channel.write_file(path, data, timeout_s=timeout_s), timeout_s)
 
     async def read_file(self, path: str, *, max_bytes: int = 1 << 20, timeout_s: float = 10.0) -> bytes:
         nonce = program.new_nonce()
@@ -129,22 +121,22 @@ class RemoteSandbox:
 
     async def alive(self, *, timeout_s: float = 5.0) -> bool:
         try:
-            return await self._in_time(self._channel.alive(timeout_s=timeout_s), timeout_s)
+            return await self._in_time(self.channel.alive(timeout_s=timeout_s), timeout_s)
         except (SandboxGoneError, SandboxDeadlineError):
             return False
 
     async def extend(self, ttl_s: float, *, timeout_s: float = 5.0) -> None:
-        await self._in_time(self._channel.extend(ttl_s, timeout_s=timeout_s), timeout_s)
+        await self._in_time(self.channel.extend(ttl_s, timeout_s=timeout_s), timeout_s)
 
     async def kill(self, *, timeout_s: float = 10.0) -> None:
-        await self._in_time(self._channel.kill(timeout_s=timeout_s), timeout_s)
+        await self._in_time(self.channel.kill(timeout_s=timeout_s), timeout_s)
 
     async def _run_job(self, job: Mapping[str, object], timeout_s: float, max_output_bytes: int) -> ExecResult:
         report = await self._report(job, timeout_s, max_output_bytes)
         if isinstance(report, ExecResult):
             return report
         read = results.script_result
-        return await off_the_loop(len(report.frames), lambda: read(report, self._provider))
+        return await off_the_loop(len(report.frames), lambda: read(report, self.provider))
 
     async def _report(
         self, job: Mapping[str, object], timeout_s: float, max_output_bytes: int
@@ -155,22 +147,22 @@ class RemoteSandbox:
             "nonce": nonce,
             "timeout_s": timeout_s,
             "max_output_bytes": max_output_bytes,
-            "env": dict(self._spec.env),
+            "env": dict(self.spec.env),
         }
         max_bytes = MAX_FRAME_BYTES + 2 * max_output_bytes
-        found = await self._find_report(full, nonce, timeout_s + self._margin_s, max_bytes)
+        found = await self._find_report(full, nonce, timeout_s + self.margin_s, max_bytes)
         if found is not None:
             return program.read_report(found, max_output_bytes=max_output_bytes)
         # The program ended and said nothing: the code killed its watcher, or the whole sandbox.
         if not await self.alive():
             raise SandboxGoneError(f"sandbox {self.id} ended while code ran in it")
-        return results.failure(results.NO_REPORT, self._provider, exit_code=-9)
+        return results.failure(results.NO_REPORT, self.provider, exit_code=-9)
 
     async def _find_report(
         self, job: Mapping[str, object], nonce: str, timeout_s: float, max_bytes: int
     ) -> dict[str, object] | None:
         max_chars = program.max_report_chars(max_bytes)
-        run = self._channel.run_python(program.source(job), timeout_s=timeout_s, max_chars=max_chars)
+        run = self.channel.run_python(program.source(job), timeout_s=timeout_s, max_chars=max_chars)
         said = await self._in_time(run, timeout_s)
         if len(said) > max_chars:
             return None  # the watcher writes no such; the code did, past it
@@ -184,5 +176,5 @@ class RemoteSandbox:
             if isinstance(error, SandboxDeadlineError):
                 raise
             raise SandboxDeadlineError(
-                f"sandbox {self.id}: provider {self._provider} did not answer within {timeout_s:g} s"
+                f"sandbox {self.id}: provider {self.provider} did not answer within {timeout_s:g} s"
             ) from None

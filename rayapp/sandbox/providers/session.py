@@ -17,6 +17,7 @@ from rayapp.sandbox.verdict.codec import clean
 from rayapp.sandbox.verdict.program import new_nonce
 from rayapp.sandbox.verdict.results import failure
 
+_PROBE_TIMEOUT_S = 10.0
 Sink = Callable[[str], None]
 Run = Callable[[str, Sink, Sink], Awaitable[str]]
 """(code, stdout, stderr) -> `ValueError: …` when the code raised, else empty. Cancelling it stops the code."""
@@ -26,13 +27,15 @@ async def run_session(
     provider: str,
     code: str,
     run: Run,
-    alive: Callable[[], Awaitable[bool]],
+    alive: Callable[..., Awaitable[bool]],
     *,
     timeout_s: float,
     max_output_bytes: int,
 ) -> ExecResult:
     """Run code by `run` and say what became of it.
 
+    Args:
+        alive: of the sandbox's channel.
     Raises:
         SandboxGoneError: the sandbox died meanwhile.
         SandboxProtocolError: the answer broke off.
@@ -56,7 +59,8 @@ async def run_session(
         await asyncio.gather(task, flooded, return_exceptions=True)
     stdout = output.text("out")
     is_whole = mark in stdout or bool(error)
-    if (stopped is StopCause.TIMEOUT or (stopped is None and not is_whole)) and not await alive():
+    in_doubt = stopped is StopCause.TIMEOUT or (stopped is None and not is_whole)
+    if in_doubt and not await alive(timeout_s=_PROBE_TIMEOUT_S):
         raise SandboxGoneError("the sandbox ended while code ran in its session")
     if stopped is None and not is_whole:
         raise SandboxProtocolError(f"provider {provider}: the answer of the session broke off")

@@ -12,8 +12,9 @@ import json
 import secrets
 import shlex
 import signal
+import uuid
 import zlib
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from functools import cache
 from pathlib import Path
 
@@ -40,6 +41,8 @@ ADDED = {"LANG": "C.UTF-8", "PYTHONSAFEPATH": "1", **harness.HASH_SEED}
 seed on."""
 _ENV = " ".join((*(f'${{{name}:+{name}="${name}"}}' for name in KEPT), *(f"{name}={ADDED[name]}" for name in ADDED)))
 _SPARE_CHARS = 1 << 16
+_MAX_INLINE_CHARS = 90_000
+"""Longest program that goes into a command line: Linux allows 128 KiB per argument."""
 _MAX_DURATION_S = 86_400.0
 Job = Mapping[str, object]
 
@@ -49,8 +52,16 @@ def shell_command(program: str) -> str:
     return f"exec env -i {_ENV} python3 -s -c {shlex.quote(program)}"
 
 
-def shell_command_of_file(path: str) -> str:
-    """The same for a file that holds the program; it is removed."""
+async def command_of(program: str, write: Callable[[str], Awaitable[None]]) -> str:
+    """`shell_command`; of a program that is too long for a command line, from a file that is removed.
+
+    Args:
+        write: writes the program to this path in the sandbox.
+    """
+    if len(program) <= _MAX_INLINE_CHARS:
+        return shell_command(program)
+    path = f"/tmp/rayapp-{uuid.uuid4().hex}.py"
+    await write(path)
     return f"env -i {_ENV} python3 -s - < {path}; rm -f {path}"
 
 
@@ -68,7 +79,7 @@ def source(job: Job) -> str:
     """The program for one job. Standard library only, any Python from 3.9 on.
 
     Args:
-        job: see `remote_main.main`.
+        job: see `watcher.main`.
     """
     parts = {"harness": _text_of(harness.__file__), "watcher": _text_of(watcher.__file__), "job": dict(job)}
     packed = base64.b64encode(zlib.compress(json.dumps(parts).encode(), 1)).decode()

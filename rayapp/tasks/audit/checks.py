@@ -6,11 +6,12 @@ Called by `audit.py`. A verdict that infrastructure failed to give is no evidenc
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from rayapp.core.errors import SandboxConfigError, SandboxError, UnusableWorkError, one_error
+from rayapp.core.aio import side_by_side
+from rayapp.core.errors import SandboxConfigError, SandboxError, UnusableWorkError
 from rayapp.core.protocols import SandboxSource
 from rayapp.core.types import Reward
 from rayapp.tasks.audit.hunt import places_of, texts_in_sandbox
@@ -119,7 +120,7 @@ class Auditor:
         most = -1.0
         for answer in self.subject.nothing:
             rewards = [await self._verdict(self.subject.score, answer, seed) for seed in range(self.runs)]
-            paid = [reward.value for reward in rewards if _is_paid(reward)]
+            paid = [each.value for each in rewards if each.valid and (each.value > _TINY or _is_solved(each))]
             if paid:
                 self._found("nothing", f"{answer.name} earns {max(paid):g}, {len(paid)} of {self.runs} times")
             most = max([most, *(reward.value for reward in rewards if reward.valid)])
@@ -207,32 +208,22 @@ def _is_solved(reward: Reward) -> bool:
     return reward.valid and reward.terms.get("solved", reward.value) >= 1.0
 
 
-def _is_paid(reward: Reward) -> bool:
-    return reward.valid and (reward.value > _TINY or _is_solved(reward))
-
-
 def duplicates(subjects: Sequence[Subject]) -> list[Finding]:
     """Tasks that ask the same as an earlier one, white space and case aside."""
-    first: dict[str, str] = {}
-    found = []
-    for subject in subjects:
-        key = " ".join(subject.prompt.lower().split())
-        if key in first:
-            detail = f"it asks the same as {first[key]}"
-            found.append(Finding(task=subject.name, check="duplicate", detail=detail))
-        first.setdefault(key, subject.name)
-    return found
+    found = _repeated(subjects, lambda subject: " ".join(subject.prompt.lower().split()))
+    return [Finding(task=name, check="duplicate", detail=f"it asks the same as {first}") for name, first in found]
 
 
 def shared_tests(subjects: Sequence[Subject]) -> dict[str, str]:
     """By task: the earlier one with the same hidden tests. No fault where one is held out on purpose."""
-    first: dict[str, str] = {}
-    found = {}
-    for subject in subjects:
-        if subject.tests_key in first:
-            found[subject.name] = first[subject.tests_key]
-        first.setdefault(subject.tests_key, subject.name)
-    return found
+    return dict(_repeated(subjects, lambda subject: subject.tests_key))
+
+
+def _repeated(subjects: Sequence[Subject], key: Callable[[Subject], str]) -> list[tuple[str, str]]:
+    """Names of those whose key an earlier one has, each with that one's name."""
+    first: dict[str, Subject] = {}
+    pairs = ((subject, first.setdefault(key(subject), subject)) for subject in subjects)
+    return [(subject.name, earlier.name) for subject, earlier in pairs if earlier is not subject]
 
 
 async def audit(
@@ -254,11 +245,9 @@ async def audit(
         async with turns:
             return await Auditor(subject=subject, sandboxes=sandboxes, runs=runs, max_trivial=max_trivial).report()
 
-    with one_error():
-        async with asyncio.TaskGroup() as group:
-            running = [group.create_task(one(subject)) for subject in subjects]
+    reports = await side_by_side(map(one, subjects))
     twice, alike = duplicates(subjects), shared_tests(subjects)
-    return [_with_others(task.result(), twice, alike) for task in running]
+    return [_with_others(report, twice, alike) for report in reports]
 
 
 def _with_others(report: TaskReport, twice: Sequence[Finding], alike: dict[str, str]) -> TaskReport:

@@ -121,14 +121,11 @@ def screen_answer(completion: str, function: str, prefill: str) -> tuple[str, st
     tree = None if status else parse(code)
     if tree is None:
         return code, status, detail, 0, "", False
-    futures = [node.end_lineno or 0 for node in tree.body if _is_future(node)]
+    imports = (node for node in tree.body if isinstance(node, ast.ImportFrom))
+    futures = [node.end_lineno or 0 for node in imports if node.module == "__future__"]
     is_function = any(isinstance(node, ast.FunctionDef) and node.name == function for node in tree.body)
     target = function if is_function or not function else f"Solution().{function}"
     return code, "", "", max(futures, default=0), target, _needs_imports(tree)
-
-
-def _is_future(node: ast.stmt) -> bool:
-    return isinstance(node, ast.ImportFrom) and node.module == "__future__"
 
 
 def _needs_imports(tree: ast.Module) -> bool:

@@ -65,7 +65,8 @@ class _Reader:
             case ast.UnaryOp(op=op, operand=operand):
                 return _call(_UNARY[type(op)], self.term(operand))
             case ast.BinOp(left=left, op=op, right=right) if type(op) in _BINARY:
-                return _call_all(_BINARY[type(op)], self.term(left), self.term(right))
+                combine, pair = _BINARY[type(op)], _together(map(self.term, (left, right)))
+                return lambda results: combine(*pair(results))
             case ast.BoolOp(op=op, values=values):
                 judge = all if isinstance(op, ast.And) else any
                 return _call(judge, _together(map(self.term, values)))
@@ -79,7 +80,7 @@ class _Reader:
 
     def _comparison(self, nodes: Sequence[ast.expr], ops: Sequence[ast.cmpop]) -> _Term:
         terms = _together(map(self.term, nodes))
-        operators = [_COMPARE[type(op)] for op in ops]
+        operators = [COMPARE[type(op)] for op in ops]
 
         def compare(results: Sequence[object]) -> bool:
             values = terms(results)
@@ -139,10 +140,6 @@ def _call(function: Callable[[Any], Any], argument: _Term) -> _Term:
     return lambda results: function(argument(results))
 
 
-def _call_all(function: Callable[..., Any], *arguments: _Term) -> _Term:
-    return lambda results: function(*(argument(results) for argument in arguments))
-
-
 def _set(values: Any = ()) -> set[Any]:
     # One of the values may be a candidate's, made so that all of its parts have one hash.
     parts = list(values)
@@ -177,7 +174,7 @@ _BINARY: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
     ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: _product, ast.Div: operator.truediv,
     ast.FloorDiv: operator.floordiv, ast.Mod: _remainder, ast.Pow: _power,
 }  # fmt: skip
-_COMPARE: dict[type[ast.cmpop], Callable[[Any, Any], Any]] = {
+COMPARE: dict[type[ast.cmpop], Callable[[Any, Any], Any]] = {
     ast.Eq: operator.eq, ast.NotEq: operator.ne, ast.Lt: operator.lt, ast.LtE: operator.le, ast.Gt: operator.gt,
     ast.GtE: operator.ge, ast.Is: operator.is_, ast.IsNot: operator.is_not,
     ast.In: lambda part, whole: part in whole, ast.NotIn: lambda part, whole: part not in whole,

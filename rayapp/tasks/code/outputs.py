@@ -12,7 +12,6 @@ one), and negative integers are compared exactly (there within the tolerance, by
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from decimal import Decimal
 from typing import Literal
 
@@ -31,10 +30,12 @@ def same_output(expected: str, comparison: Comparison, actual: str) -> bool:
     else:
         wanted, found = _stripped_lines(expected), _stripped_lines(actual)
         same_number = _is_same_decimal
-    return len(wanted) == len(found) and all(
-        left == right or _same_tokens(left.split(), right.split(), same_number)
-        for left, right in zip(wanted, found, strict=True)
-    )
+
+    def same_line(left: str, right: str) -> bool:
+        pair = left.split(), right.split()
+        return left == right or (len(pair[0]) == len(pair[1]) and all(map(same_number, *pair)))
+
+    return len(wanted) == len(found) and all(map(same_line, wanted, found))
 
 
 def same_json(expected: object, actual: object) -> bool:
@@ -52,10 +53,6 @@ def _stripped_lines(text: str) -> list[str]:
 
 def _filled_lines(text: str) -> list[str]:
     return [line for line in _stripped_lines(text) if line]
-
-
-def _same_tokens(wanted: list[str], found: list[str], same_number: Callable[[str, str], bool]) -> bool:
-    return len(wanted) == len(found) and all(map(same_number, wanted, found))
 
 
 def _is_close(wanted: str, found: str) -> bool:

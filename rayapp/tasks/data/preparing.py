@@ -64,10 +64,6 @@ class SplitReport:
         if len(self.bad) <= _MOST_NAMED:
             _log.warning("%s split, row %d can't be mapped: %s", self.split, index, why)
 
-    @property
-    def bad_ratio(self) -> float:
-        return len(self.bad) / max(1, len(self.bad) + self.num_written)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Preparation:
@@ -228,8 +224,8 @@ def _schema(rows: Sequence[Row]) -> Any:
 
 
 def _check(job: Preparation, report: SplitReport) -> None:
-    if report.bad_ratio > job.max_bad_ratio:
-        total = len(report.bad) + report.num_written
+    total = len(report.bad) + report.num_written
+    if len(report.bad) / max(1, total) > job.max_bad_ratio:
         raise InputError(
             f"{report.split} split: {len(report.bad)} of {total} rows can't be mapped, more than the "
             f"{job.max_bad_ratio:.1%} that are allowed. First: {report.bad[0]}. Is {job.source!r} really {job.name}? "

@@ -8,7 +8,6 @@ without a reward (`judge_answer`, `judge_timeout`, `judge_unreachable`, `judge_b
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -17,7 +16,6 @@ from pathlib import Path
 from rayapp.config.agent import RewardSection
 from rayapp.config.judges import JudgeSection
 from rayapp.core.aio import side_by_side
-from rayapp.core.errors import one_error
 from rayapp.core.types import Prompt, Reward
 from rayapp.tasks.custom_rewards import RewardFailedError
 from rayapp.tasks.judges.judge import Bill, Judge, JudgeFailedError
@@ -45,10 +43,7 @@ class Judges:
 
     async def check(self) -> None:
         """Ask each of them one question. Raises ConfigError: one gives no usable answer."""
-        with one_error():
-            async with asyncio.TaskGroup() as tasks:
-                for judge in self._judges.values():
-                    tasks.create_task(judge.check())
+        await side_by_side(judge.check() for judge in self._judges.values())
 
     def of(self, reward: RewardSection) -> Judging:
         """Those of a source."""

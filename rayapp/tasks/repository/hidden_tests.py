@@ -11,13 +11,13 @@ from __future__ import annotations
 
 import ast
 import math
-import operator
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from rayapp.core.errors import InputError
+from rayapp.tasks.code.conditions import COMPARE
 from rayapp.tasks.extraction import parse
 
 Condition = Callable[[Any], object]
@@ -57,7 +57,8 @@ def read_hidden_tests(file: str, source: str) -> tuple[HiddenTest, ...]:
     if tree is None:
         raise InputError(f"{file} is no Python")
     tests = [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name.startswith("test")]
-    above = [node for node in tree.body if node not in tests and not _is_pytest(node)]
+    own = {node for node in tree.body if isinstance(node, ast.Import) and [a.name for a in node.names] == ["pytest"]}
+    above = [node for node in tree.body if node not in tests and node not in own]
     for node in above:
         if isinstance(node, ast.ClassDef) and node.name.startswith("Test"):
             raise _refused(file, node, "tests are functions here, not methods of a class")
@@ -96,10 +97,14 @@ class _Reader:
         match node:
             case ast.Assert(test=test):
                 return ast.Expr(self._probe(self._separated(test)))
-            case ast.With(items=[ast.withitem(context_expr=ast.Call() as call)]) if _is_raises(call):
+            case ast.With(items=[ast.withitem(context_expr=ast.Call(func=func) as call)]) if (
+                ast.unparse(func) == "pytest.raises"
+            ):
                 return self._raises(node, call)
         for inside in ast.walk(node):
-            if isinstance(inside, ast.Assert) or (isinstance(inside, ast.Call) and _names_pytest(inside.func)):
+            if isinstance(inside, ast.Assert) or (
+                isinstance(inside, ast.Call) and ast.unparse(inside.func).startswith("pytest.")
+            ):
                 raise _refused(
                     self._file, inside, "its expected value would enter the sandbox: write asserts one below the other"
                 )
@@ -111,12 +116,12 @@ class _Reader:
     def _separated(self, test: ast.expr) -> ast.expr:
         """The part that runs inside; its condition is noted."""
         match test:
-            case ast.Compare(left=left, ops=[op], comparators=[right]) if type(op) in _COMPARE:
+            case ast.Compare(left=left, ops=[op], comparators=[right]) if type(op) in COMPARE:
                 return self._comparison(test, left, op, right)
         raise _refused(self._file, test, "an assert compares with a literal: `assert f(x) == 3`, `assert f(x) is True`")
 
     def _comparison(self, test: ast.expr, left: ast.expr, op: ast.cmpop, right: ast.expr) -> ast.expr:
-        compare = _COMPARE[type(op)]
+        compare = COMPARE[type(op)]
         if (found := _approximate(right)) is not None and isinstance(op, ast.Eq):
             self.conditions.append(lambda value: math.isclose(value, found, rel_tol=1e-6, abs_tol=1e-12))
             return left
@@ -162,24 +167,5 @@ def _approximate(node: ast.expr) -> float | None:
     return None
 
 
-def _is_raises(call: ast.Call) -> bool:
-    return ast.unparse(call.func) == "pytest.raises"
-
-
-def _names_pytest(function: ast.expr) -> bool:
-    return ast.unparse(function).startswith("pytest.")
-
-
-def _is_pytest(node: ast.stmt) -> bool:
-    return isinstance(node, ast.Import) and [alias.name for alias in node.names] == ["pytest"]
-
-
 def _refused(file: str, node: ast.stmt | ast.expr, why: str) -> InputError:
     return InputError(f"{file}, line {node.lineno}: {why} (docs/environments.md)")
-
-
-_COMPARE: dict[type[ast.cmpop], Callable[[Any, Any], object]] = {
-    ast.Eq: operator.eq, ast.NotEq: operator.ne, ast.Lt: operator.lt, ast.LtE: operator.le, ast.Gt: operator.gt,
-    ast.GtE: operator.ge, ast.Is: operator.is_, ast.IsNot: operator.is_not,
-    ast.In: lambda part, whole: part in whole, ast.NotIn: lambda part, whole: part not in whole,
-}  # fmt: skip

@@ -21,11 +21,10 @@ from pathlib import PurePosixPath
 from rayapp.core.errors import SandboxConfigError, SandboxProtocolError
 from rayapp.core.protocols import Sandbox
 from rayapp.core.types import Reward
+from rayapp.sandbox.local.levels.visible_files import HARBOR
 
 WORKDIR = "/app"
 """Where a repository lies unless its task says otherwise; in local sandboxes nowhere else."""
-FOLDER = ".harbor"
-"""In a local sandbox's own folder: what /app, /tests, /solution and /logs are links to."""
 SOLVE = "solve.sh"
 _LOGS = "/logs/verifier"
 _MAX_REWARD_BYTES = 1 << 16
@@ -76,7 +75,7 @@ if [ "$at" != "$PWD" ]; then
   if [ -d "$at" ]; then cp -an "$at/." . && root rm -rf "$at"; fi
   root mkdir -p "$(dirname "$at")" && root ln -s "$PWD" "$at"
 fi
-git init -q . && echo {FOLDER} >> .git/info/exclude
+git init -q . && echo {HARBOR} >> .git/info/exclude
 """
 """Makes the task's folder, given as $0, the sandbox's own; what an image has there is moved."""
 
@@ -130,7 +129,7 @@ def without_steering(
 def _steers(path: str, base: Mapping[str, str]) -> bool:
     parts = PurePosixPath(path).parts
     is_new_module = path not in base and parts[0].removesuffix(".py") in _SHADOWED and path.endswith(".py")
-    return parts[-1] in _STEERS or is_new_module or parts[0] == FOLDER
+    return parts[-1] in _STEERS or is_new_module or parts[0] == HARBOR
 
 
 async def judge_by_script(

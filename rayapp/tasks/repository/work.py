@@ -15,17 +15,19 @@ from pathlib import PurePosixPath
 
 from rayapp.core.errors import SandboxProtocolError, UnusableWorkError
 from rayapp.core.protocols import Sandbox
+from rayapp.sandbox.local.levels.visible_files import HARBOR
 
 MAX_BYTES = 1 << 20
 """Of all changed files together."""
 MAX_FILES = 200
 _TIMEOUT_S = 30.0
+_SKIPPED = (".git", "__pycache__", ".pytest_cache", HARBOR)
 _PROGRAM = """
 import hashlib, json, os, sys
-known, most = json.loads(sys.stdin.read())
+known, most, skipped = json.loads(sys.stdin.read())
 files, size, problem = {}, 0, ''
 for folder, folders, names in os.walk('.'):
-    folders[:] = sorted(name for name in folders if name not in ('.git', '__pycache__', '.pytest_cache', '.harbor'))
+    folders[:] = sorted(name for name in folders if name not in skipped)
     for name in sorted(names):
         path = os.path.join(folder, name)[2:]
         if os.path.islink(path) or not os.path.isfile(path) or name.endswith('.pyc'):
@@ -57,7 +59,7 @@ async def changed_files(sandbox: Sandbox, base: Mapping[str, str]) -> dict[str, 
     """
     known = {path: hashlib.sha256(text.encode()).hexdigest() for path, text in base.items()}
     ran = await sandbox.run_code(
-        _PROGRAM, timeout_s=_TIMEOUT_S, stdin=json.dumps([known, MAX_BYTES]), max_output_bytes=8 * MAX_BYTES
+        _PROGRAM, timeout_s=_TIMEOUT_S, stdin=json.dumps([known, MAX_BYTES, _SKIPPED]), max_output_bytes=8 * MAX_BYTES
     )
     if ran.stopped_for is not None:
         raise UnusableWorkError(f"the workspace could not be read: {ran.stopped_for.value}")

@@ -21,7 +21,9 @@ from pathlib import Path
 
 DEVICES = ("null", "zero", "full", "random", "urandom")
 SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib64", "/lib32", "/libx32")
-LINKS = {f"/{name}": f"/tmp/.harbor/{name}" for name in ("app", "tests", "solution", "logs")}
+HARBOR = ".harbor"
+"""In a sandbox's own folder: what /app, /tests, /solution and /logs are links to."""
+LINKS = {f"/{name}": f"/tmp/{HARBOR}/{name}" for name in ("app", "tests", "solution", "logs")}
 _MOUNT_POINTS = ("/mnt", "/media", "/srv", "/opt", "/sys")
 
 
