@@ -146,7 +146,7 @@ def test_an_overlong_prompt_is_an_error_before_training_when_asked(tmp_path: Pat
     path = write(tmp_path / "a.parquet", [verl_row(number, words=number + 1) for number in range(10)])
     options = ReadOptions(max_prompt_tokens=6, filter_overlong_prompts=False)
 
-    with pytest.raises(InputError, match=r"a\.parquet, row 6: its prompt has 7 tokens, rollout\.max_prompt_tokens is 6"):
+    with pytest.raises(InputError, match=r"a\.parquet, row 6: .* rollout\.max_prompt_tokens is 6"):
         open_now([path], tmp_path, options, encode=encode)
 
 
