@@ -47,7 +47,6 @@ LONGEST_FIRST = (
     "e2e/test_resume.py",
     "cluster/test_recovery.py",
     "cluster/test_jobs.py",
-    "e2e/test_tools.py",
     "e2e",
     "cluster",
     "browser",
@@ -82,7 +81,7 @@ GROUPS = {
     "e2e": {
         "standing_ray": (
             "attached judges sources sft coding_agent sandbox_reaper bad_input tools_at_start namespace serve "
-            "benchmarks"
+            "benchmarks tools"
         ),
     },
 }

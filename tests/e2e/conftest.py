@@ -26,7 +26,7 @@ ROOT = Path(__file__).parents[2]
 STAND_INS = ROOT / "tests" / "data" / "stand_ins"
 SCRIPTED = ROOT / "tests" / "data" / "with_scripted_servers.py"
 PR_SET_CHILD_SUBREAPER = 36
-JUDGE_KEY = "sk-of-the-judge-5678"
+JUDGE_KEY, TOOLS_KEY = "sk-of-the-judge-5678", "key-of-the-tools"
 Descendants = Callable[[], dict[int, str]]
 
 
@@ -298,11 +298,9 @@ def start_ray() -> Callable[..., AbstractContextManager[RunningRay]]:
 @pytest.fixture(scope="session")
 def standing_ray(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningRay]:
     """One Ray for all runs whose servers are scripted, one after the other: only learners find PyTorch there, and none
-    finds vLLM. Its processes have the keys of the E2B stub and of judges."""
-    program = (str(SCRIPTED), "train")
-    with started_ray(
-        tmp_path_factory.mktemp("ray"), program, (STAND_INS, ROOT), E2B_API_KEY=API_KEY, JUDGE_KEY=JUDGE_KEY
-    ) as ray:
+    finds vLLM. Its processes have the keys of the E2B stub, of judges and of tools."""
+    program, keys = (str(SCRIPTED), "train"), {"JUDGE_KEY": JUDGE_KEY, "RAYAPP_MCP_API_KEY": TOOLS_KEY}
+    with started_ray(tmp_path_factory.mktemp("ray"), program, (STAND_INS, ROOT), E2B_API_KEY=API_KEY, **keys) as ray:
         yield ray
 
 

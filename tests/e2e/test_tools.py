@@ -1,4 +1,7 @@
-"""Whole runs on data rows with tools: our own MCP server, real sandboxes, and a policy whose odds are known."""
+"""Whole runs on data rows with tools: our own MCP server, real sandboxes, and a policy whose odds are known.
+
+The servers say what a script says, as vLLM is not the subject: its parsers are in tests/contracts/test_tool_parsers.py,
+a run with it in test_resume.py. With `-m long` they are the real ones."""
 
 from __future__ import annotations
 
@@ -27,7 +30,8 @@ ROOT = Path(__file__).parents[2]
 DEADLINE_S = 600.0
 CALL = '<tool_call>{"name": "run_code_once", "arguments": {"code": "print(6 * 7)"}}</tool_call>'
 RIGHT, WRONG = "So it is #### 42", "So it is #### 41"
-KEY = "key-of-this-test"
+TOOLS_KEY = "key-of-the-tools"
+SCRIPTS = [[CALL, RIGHT], [CALL, WRONG], [CALL, CALL, RIGHT], [RIGHT], [CALL, RIGHT], [CALL, CALL, CALL]]
 
 
 @pytest.fixture(scope="session")
@@ -62,7 +66,7 @@ def mcp_server() -> Iterator[tuple[subprocess.Popen[str], str]]:
         stdout=subprocess.PIPE,
         text=True,
         cwd=ROOT,
-        env=os.environ | {"RAYAPP_MCP_API_KEY": KEY, "PYTHONUNBUFFERED": "1"},
+        env=os.environ | {"RAYAPP_MCP_API_KEY": TOOLS_KEY, "PYTHONUNBUFFERED": "1"},
     )
     try:
         assert process.stdout is not None
@@ -91,14 +95,13 @@ def tool_file(tmp_path: Path, url: str) -> Path:
 @pytest.fixture(scope="module")
 def config_file(calling_model: Path, data_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     """Writes the config of a run: `config_file(url, train={"num_steps": 9})`."""
-    tmp_path = tmp_path_factory.mktemp("tools")
 
     def write(url: str, **sections: dict[str, Any]) -> Path:
+        tmp_path = tmp_path_factory.mktemp("tools")
         config: dict[str, Any] = {
             "run": {"name": "tools", "output_dir": str(tmp_path / "outputs")},
             "model": {"path": str(calling_model)},
-            # Never another test's Ray, which ends when that test does.
-            "cluster": {"device": "cpu", "address": "local", "dashboard": False},
+            "cluster": {"device": "cpu"},
             "tracking": {"trackers": ["jsonl", "mlflow"], "project": "tools", "trace_ratio": 1.0},
             "data": {"train_files": [str(data_file)], "eval_files": [str(data_file)], "max_eval_rows": 3},
             "agent": {
@@ -125,17 +128,6 @@ def config_file(calling_model: Path, data_file: Path, tmp_path_factory: pytest.T
     return write
 
 
-def train(config: Path) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, "-m", "rayapp", "train", str(config)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        cwd=ROOT,
-        env=os.environ | {"RAYAPP_MCP_API_KEY": KEY},
-    )
-
-
 def records(folder: Path) -> list[dict[str, float]]:
     file = folder / "metrics.jsonl"
     return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
@@ -152,19 +144,40 @@ class Trained:
     """The first is of step 0, the evaluation before training."""
 
 
+@pytest.fixture(scope="module", params=["scripted", pytest.param("vllm", marks=pytest.mark.long)])
+def ray(
+    request: pytest.FixtureRequest, start_ray: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Any]:
+    if request.param == "scripted":
+        yield request.getfixturevalue("standing_ray")
+        return
+    folder, program = tmp_path_factory.mktemp("ray"), ("-m", "rayapp", "train")
+    with start_ray(folder, program, (ROOT,), RAYAPP_MCP_API_KEY=TOOLS_KEY) as started:
+        yield started
+
+
 @pytest.fixture(scope="module")
-def trained(config_file: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Trained:
+def scripts(calling_model: Path) -> str:
+    """The texts of SCRIPTS in the policy's tokens."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(calling_model)
+    return json.dumps([[[*tokenizer.encode(said), tokenizer.eos_token_id] for said in turns] for turns in SCRIPTS])
+
+
+@pytest.fixture(scope="module")
+def trained(config_file: Callable[..., Path], ray: Any, scripts: str) -> Trained:
     evaluated = {"every_steps": 2, "samples_per_task": 2, "before_training": True}
     with mcp_server() as (server, url):
         config = config_file(url, eval=evaluated, train={"num_steps": 40}, rollout={"max_failed_ratio": 0.5})
-        folder = config.parent / "outputs" / "tools"
-        process = train(config)
+        folder, log = config.parent / "outputs" / "tools", config.parent / "log"
+        process = ray.train(str(config), log=log, SCRIPTS=scripts)
         deadline = time.monotonic() + DEADLINE_S
         while len(records(folder)) < 3 and process.poll() is None and time.monotonic() < deadline:
             time.sleep(0.2)
         server.send_signal(signal.SIGKILL)
-        output, _ = process.communicate(timeout=DEADLINE_S)
-    return Trained(folder, process.returncode, output, records(folder))
+        code = process.wait(timeout=DEADLINE_S)
+    return Trained(folder, code, log.read_text(), records(folder))
 
 
 def test_a_run_with_our_mcp_server_trains_on_what_the_tools_answered(trained: Trained) -> None:
@@ -210,7 +223,7 @@ def check_traces(database: Path, *, num_calls: int) -> None:
 
 
 def test_a_server_that_dies_fails_its_trajectories_and_then_stops_the_run(trained: Trained) -> None:
-    # 79% of the trajectories call the tool: after two good steps the share passes one half within a few more.
+    # Four of five trajectories call the tool: after two good steps the share passes one half within a few more.
     assert trained.returncode == 1, trained.output
     assert "TrainingAbortedError" in trained.output
     assert "tool_unavailable" in trained.output
