@@ -19,6 +19,7 @@
     │   └── StaleVersionError           it holds another policy version than the caller requires
     ├── WeightSyncError                 new weights did not reach a server whole
     ├── ToolUnavailableError            a tool's service can't be reached: the trajectory fails, not the policy
+    ├── KindError                       counted by a short word: a reward function that fails, a text too costly to read
     ├── LearnerError                    the learners can't train on what they were given
     ├── ProcessDiedError                a Ray actor is gone (`EngineDeadError` when it is a server)
     │   ├── ProcessUnavailableError     it is being started again
