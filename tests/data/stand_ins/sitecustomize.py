@@ -13,7 +13,6 @@ import sys
 from pathlib import Path
 
 
-
 def run_worker():
     """In Ray's first process of a worker, which sets variables and runs the second in its place: do so before it has
     imported all of Ray, which the second does again. Returns where there is more to do."""
