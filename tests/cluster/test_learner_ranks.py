@@ -33,9 +33,12 @@ from rayapp.core.summaries import summarize_group
 from rayapp.learner.shares import Share, deal
 from rayapp.runs.trajectories import read_groups
 from rayapp.engine.weights.buckets import unpack
+from rayapp.testing.learners import import_learner
 import torch
 
+import_learner()
 model, trajectories, checkpoint, out = sys.argv[1:]
+all_groups = read_groups(Path(trajectories))
 MODES = {2: ("save", "failed"), 1: ("plain", "resume", "failed")}
 
 
@@ -57,7 +60,7 @@ def run_mode(world, rank, mode, port):
         "learner": {"num_learners": world, "compute_dtype": "float32", "max_tokens_per_microbatch": 40,
                     "optimizer": {"lr": 1e-3}},
     })
-    groups = read_groups(Path(trajectories))
+    groups = all_groups
     if mode == "failed":
         lost = {"reward": Reward.invalid("sandbox", "gone"), "status": RolloutStatus.ERROR_SANDBOX}
         groups = [groups[0], replace(groups[1], trajectories=tuple(replace(t, **lost) for t in groups[1].trajectories))]
