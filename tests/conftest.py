@@ -185,6 +185,7 @@ def without_torch() -> Iterator[None]:
     """
     with pytest.MonkeyPatch.context() as environment:
         environment.setenv("PYTHONPATH", str(Path(__file__).parent / "data" / "stand_ins"), prepend=os.pathsep)
+        environment.setenv("RAY_prestart_worker_first_driver", "0")  # as `ray_session` has it
         yield
 
 

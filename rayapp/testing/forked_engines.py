@@ -1,8 +1,8 @@
 """Engines of one test process are forked from a process that has imported vLLM, not spawned: each spawned one imports
 it again, for 13 seconds of the processor, before it does anything.
 
-That process does nothing but import and fork, so it has no threads. One rank an engine: with more, each is a child of
-its engine's process, which `die_with` relies on.
+That process does nothing but import and fork, so it has no threads. Where an engine has several ranks, it forks them
+itself, before it starts threads: each is a child of its engine's process, which `die_with` relies on.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from rayapp.core.imports import UNUSED_BY_VLLM, large_imports
 
 with large_imports(*UNUSED_BY_VLLM):
     from vllm.v1.engine import core, utils  # noqa: F401
+    from vllm.v1.executor import multiproc_executor
     from vllm.v1.worker import cpu_model_runner, cpu_worker  # noqa: F401
 
 _forking = get_context("forkserver")
@@ -37,7 +38,8 @@ def _begin(environment: dict[str, str], target: Callable[..., None], *args: Any)
     """In the environment of who starts the engine, as a spawned one would be."""
     os.environ.clear()
     os.environ.update(environment)
-    target(*args)
+    with patch.object(multiproc_executor, "get_mp_context", lambda: get_context("fork")):
+        target(*args)
 
 
 @contextmanager

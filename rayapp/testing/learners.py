@@ -4,18 +4,43 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import ArrayLike
 
+from rayapp.core.imports import large_imports
 from rayapp.core.types import Reward, RolloutStatus, Trajectory
 
 if TYPE_CHECKING:
     from rayapp.config.config import Config
     from rayapp.learner.distributed import Ranks
     from rayapp.learner.step import PolicyLearner
+
+
+def import_learner(*families: str) -> None:
+    """In a process that is going to fork learners: import what each would import by itself for 5 seconds, in its
+    constructor and its first step.
+
+    Args:
+        families: of the models, as transformers calls their folders, where they are not Llamas.
+    """
+    with large_imports():
+        from torch.distributed import checkpoint, fsdp  # noqa: F401
+        from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig  # noqa: F401
+        from verl.trainer.ppo import core_algos, rollout_corr_helper  # noqa: F401
+        from verl.workers.config import actor  # noqa: F401
+
+        from rayapp.learner import build, scoring, supervised  # noqa: F401
+        from rayapp.learner.memory import idle  # noqa: F401
+        from rayapp.learner.state import checkpoint as saving  # noqa: F401
+        from rayapp.learner.state import export  # noqa: F401
+
+        for family in ("llama", *families):
+            import_module(f"transformers.models.{family}.modeling_{family}")
+
 
 SHAPE = {
     "num_attention_heads": 4,

@@ -40,7 +40,9 @@ from rayapp.config.config import Config
 from rayapp.core.summaries import summarize_group
 from rayapp.learner.shares import deal
 from rayapp.runs.trajectories import read_groups
+from rayapp.testing.learners import import_learner
 
+import_learner("gemma2", "glm4_moe", "gpt_oss")
 models, trajectories, out = json.loads(sys.argv[1]), sys.argv[2], Path(sys.argv[3])
 CASES = {
     1: [("tiny", "one", {}), ("six_heads", "one", {}), ("experts", "one", {}), ("tiny", "resumed", {}),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -14,8 +13,13 @@ import pytest
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(900)]
 
-RANK = '''
-"""One rank, in one mode after the other: two steps on the same groups, and rank 0's weights to a file."""
+ROOT = Path(__file__).parents[2]
+
+RANKS = '''
+"""Imports once and forks the ranks of each world. Each goes through the modes of its world: two steps on the same
+groups, and rank 0's weights to a file."""
+import multiprocessing
+import socket
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -29,20 +33,34 @@ from rayapp.core.summaries import summarize_group
 from rayapp.learner.shares import Share, deal
 from rayapp.runs.trajectories import read_groups
 from rayapp.engine.weights.buckets import unpack
+from rayapp.testing.learners import import_learner
 import torch
 
-rank, world = (int(word) for word in sys.argv[1:3])
-model, trajectories, checkpoint, out = sys.argv[3:7]
+import_learner()
+model, trajectories, checkpoint, out = sys.argv[1:]
+all_groups = read_groups(Path(trajectories))
+MODES = {2: ("save", "failed"), 1: ("plain", "resume", "failed")}
 
 
-def run(mode, port):
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def run(world, rank, ports):
+    for mode, port in zip(MODES[world], ports):
+        run_mode(world, rank, mode, port)
+
+
+def run_mode(world, rank, mode, port):
     config = Config.model_validate({
         "model": {"path": model}, "cluster": {"device": "cpu"},
         "rollout": {"group_size": 4, "max_prompt_tokens": 16, "max_completion_tokens": 16},
         "learner": {"num_learners": world, "compute_dtype": "float32", "max_tokens_per_microbatch": 40,
                     "optimizer": {"lr": 1e-3}},
     })
-    groups = read_groups(Path(trajectories))
+    groups = all_groups
     if mode == "failed":
         lost = {"reward": Reward.invalid("sandbox", "gone"), "status": RolloutStatus.ERROR_SANDBOX}
         groups = [groups[0], replace(groups[1], trajectories=tuple(replace(t, **lost) for t in groups[1].trajectories))]
@@ -73,48 +91,27 @@ def run(mode, port):
     learner.close()
 
 
-for mode, port in zip(sys.argv[7::2], sys.argv[8::2]):
-    run(mode, int(port))
+for world in (2, 1):
+    ports, fork = [free_port() for _ in MODES[world]], multiprocessing.get_context("fork")
+    ranks = [fork.Process(target=run, args=(world, rank, ports)) for rank in range(world)]
+    [process.start() for process in ranks], [process.join() for process in ranks]
+    if any(process.exitcode for process in ranks):
+        sys.exit(1)
 '''
 
 
 WriteGroups = Callable[..., Path]
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
-def run_ranks(world: int, folder: Path, model: Path, trajectories: Path, *modes: str) -> None:
-    """Run all ranks to their end, through these modes; rank 0 leaves `MODE-WORLD.npz` of each."""
-    arguments = [str(path) for path in (model, trajectories, folder / "checkpoint", folder)]
-    for mode in modes:
-        arguments += [mode, str(free_port())]
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", RANK, str(rank), str(world), *arguments],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            cwd=Path(__file__).parents[2],
-        )
-        for rank in range(world)
-    ]
-    for process in ranks:
-        output, _ = process.communicate(timeout=600)
-        assert process.returncode == 0, output
-
-
 @pytest.fixture(scope="module")
 def found(tiny_model: Path, write_groups: WriteGroups, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What two ranks came to, and one that goes on from their checkpoint: by mode and number of ranks."""
+    """What two ranks came to, and one that goes on from their checkpoint: `MODE-WORLD`."""
     folder = tmp_path_factory.mktemp("ranks")
     # Three groups: with two ranks one of them gets more.
-    trajectories = write_groups(seed=5)
-    run_ranks(2, folder, tiny_model, trajectories, "save", "failed")
-    run_ranks(1, folder, tiny_model, trajectories, "plain", "resume", "failed")
+    paths = [tiny_model, write_groups(seed=5), folder / "checkpoint", folder]
+    command = [sys.executable, "-c", RANKS, *map(str, paths)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=800, check=False, cwd=ROOT)
+    assert done.returncode == 0, done.stdout + done.stderr
     return {file.stem: dict(np.load(file)) for file in folder.glob("*.npz")}
 
 

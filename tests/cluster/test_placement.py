@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -34,11 +34,12 @@ def probe_class() -> type:
 
 
 @pytest.fixture(scope="module")
-def two_nodes() -> Iterator[FakeCluster]:
+def two_nodes(without_torch: None, until_started: Callable[[Callable[[], Any]], Any]) -> Iterator[FakeCluster]:
     """Two nodes of four logical GPUs each."""
     node = {"num_cpus": 2, "num_gpus": GPUS_PER_NODE, "object_store_memory": 100_000_000}
-    cluster = FakeCluster(initialize_head=True, head_node_args=node | {"include_dashboard": False})
-    cluster.add_node(**node)
+    head = node | {"include_dashboard": False}
+    cluster = until_started(lambda: FakeCluster(initialize_head=True, head_node_args=head))
+    until_started(lambda: cluster.add_node(**node))
     ray.init(address=cluster.address, namespace="rayapp-placement", log_to_driver=False)
     yield cluster
     ray.shutdown()

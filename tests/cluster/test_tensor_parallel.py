@@ -23,7 +23,13 @@ from rayapp.engine.weights.checksum import checksum_of, part_of
 from rayapp.testing.learners import sampled
 
 References = Callable[[Iterable[WeightBucket]], list[Any]]
-pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(600)]
+pytestmark = [
+    pytest.mark.cluster,
+    pytest.mark.slow,
+    pytest.mark.usefixtures("forked_engines"),
+    pytest.mark.asyncio(loop_scope="module"),
+    pytest.mark.timeout(600),
+]
 
 MAX_LOG_PROB_DIFFERENCE = 0.05
 """bfloat16 has 8 bits of mantissa: logits of size 4 differ by up to 1/64 between two orders of summation."""

@@ -2,13 +2,34 @@
 of this folder.
 
 PyTorch is found in learners alone, which are told by their environment (actors/environments/learner.yaml), vLLM
-nowhere: see `vllm.py`. In place of its tool parsers there is the one in `tool_parser.py`.
+nowhere: see `vllm.py`. In place of its tool parsers there is the one in `tool_parser.py`. A Ray worker is one process
+instead of two.
 """
 
 import importlib.util
+import json
 import os
 import sys
 from pathlib import Path
+
+
+def run_worker():
+    """In Ray's first process of a worker, which sets variables and runs the second in its place: do so before it has
+    imported all of Ray, which the second does again. Returns where there is more to do."""
+    context, rest = {}, []
+    for argument in sys.orig_argv[2:]:
+        name, _, value = argument.partition("=")
+        if name == "--serialized-runtime-env-context":
+            context = json.loads(value)
+        elif name != "--language":
+            rest.append(argument)
+    variables = context.get("env_vars", {})
+    if not context.get("command_prefix") and "$" not in "".join(variables.values()):
+        os.execve(sys.executable, [sys.executable, *rest], os.environ | variables)
+
+
+if sys.orig_argv[1:] and sys.orig_argv[1].endswith("/ray/_private/workers/setup_worker.py"):
+    run_worker()
 
 PARSERS = "rayapp.engine.vllm_tool_parser"
 
