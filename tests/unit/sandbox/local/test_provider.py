@@ -24,7 +24,6 @@ from rayapp.sandbox.local.provider import LEVELS, LocalProvider
 from rayapp.sandbox.local.sandbox import LocalSandbox
 from rayapp.sandbox.local.slot import BootError, Slot
 
-
 REFUSALS: dict[str, str] = {}
 """By level: why this machine does not offer it; empty when it does."""
 
