@@ -1,7 +1,50 @@
-"""Every error this application raises on purpose, by what failed: a `UserError` is the user's to mend (exit code 2).
+"""Every error this application raises on purpose.
+
+    RayappError
+    ├── UserError                       the user can fix it: exit code 2
+    │   ├── ConfigError                 a key, a value, or two values that contradict each other
+    │   ├── InputError                  a model, dataset, task or file that can't be used
+    │   └── RunFolderError              the run folder is taken, torn, or belongs to another config
+    ├── SandboxError                    the *sandbox* failed; says nothing about the code that ran in it
+    │   ├── SandboxUnavailableError     none could be created or leased in time
+    │   │   ├── SandboxQuotaError       the provider's quota is reached
+    │   │   └── SandboxRateLimitError   the provider asks to wait (`retry_after_s`)
+    │   ├── SandboxGoneError            it died or was deleted while we used it
+    │   ├── SandboxDeadlineError        the provider did not answer within our own deadline
+    │   ├── SandboxProtocolError        the provider answered something that makes no sense
+    │   ├── SandboxConfigError          key, template or endpoint is wrong: retrying can't help
+    │   └── IsolationUnavailableError   this node can't isolate model-written code
+    ├── EngineError                     a vLLM server can't generate
+    │   ├── EngineDeadError             its process is gone
+    │   └── StaleVersionError           it holds another policy version than the caller requires
+    ├── WeightSyncError                 new weights did not reach a server whole
+    ├── ToolUnavailableError            a tool's service can't be reached: the trajectory fails, not the policy
+    ├── KindError                       counted by a short word: a reward function that fails, a text too costly to read
+    ├── LearnerError                    the learners can't train on what they were given
+    ├── ProcessDiedError                a Ray actor is gone (`EngineDeadError` when it is a server)
+    │   ├── ProcessUnavailableError     it is being started again
+    │   └── LearnersLostError           a learner is gone, and with it the step of all of them
+    ├── StalledError                    nothing was finished for too long, though every process answers
+    ├── RestartsUsedUpError             a process died more often than `recovery.max_restarts` allows
+    ├── ObjectsLostError                groups or weights were in the memory of a node that is gone
+    ├── DeadlineError                   a Ray actor did not answer in time; the message names it
+    ├── CheckpointError                 a checkpoint can't be written or read whole
+    │   └── CheckpointDamagedError      what was read are no weights: another checkpoint may do
+    ├── StorageError                    object storage or a disk can't do what was asked
+    │   ├── StorageUnreachableError     no answer after every retry, or the server fails
+    │   ├── StorageNotFoundError        there is no such object or file
+    │   ├── StorageExistsError          a conditional create lost: somebody else made it first
+    │   ├── StorageTakenError           another process has taken the folder over: nothing is written there any more
+    │   ├── StorageCorruptError         what was read is not what was written
+    │   ├── StorageFullError            the disk or the quota is full
+    │   ├── StorageIncompleteError      a run ended, and not all of it is uploaded: the message says how to go on
+    │   └── StorageConfigError          retrying can't help (also a UserError)
+    │       ├── StorageBucketError      the bucket doesn't exist
+    │       ├── StoragePermissionError  these credentials may not do this
+    │       └── StorageCredentialsError none found, wrong, or expired
+    └── TrainingAbortedError            too many failed rollouts: the run stops rather than train on noise
 
 Code that fails or is stopped *inside* a sandbox is not an error but data: see `ExecResult.outcome`.
-
 Errors cross Ray, so they must pickle: no subclass takes more than its message, except where `__reduce__` says how.
 """
 

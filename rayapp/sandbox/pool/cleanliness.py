@@ -13,7 +13,7 @@ from rayapp.core.errors import SandboxProtocolError
 from rayapp.core.protocols import Sandbox
 
 _LOOK = r"""
-import hashlib, os, stat
+import hashlib, itertools, os, stat
 own = {os.getpid(), os.getppid()}
 seen = []
 for name in os.listdir("/proc"):
@@ -25,32 +25,44 @@ for name in os.listdir("/proc"):
             continue
         if line and parent not in own and "rayapp-" not in line:
             seen.append(f"process {name} {line}")
-roots = {os.path.expanduser("~"), "/tmp", "/var/tmp", "/dev/shm", os.getcwd()}
-for root in sorted(roots):
+
+def files_below(root):
     for folder, names, files in os.walk(root):
         names[:] = sorted(n for n in names if n not in ("__pycache__", ".cache") and not n.startswith("rayapp-"))
-        for file in sorted(files)[:5000]:
+        for file in files:
             path = os.path.join(folder, file)
             try:
                 info = os.lstat(path)
             except OSError:
                 continue
             if not file.startswith("rayapp-"):
-                seen.append(f"file {path} {info.st_size} {info.st_mtime_ns} {stat.filemode(info.st_mode)}")
-    if len(seen) > 100000:
-        break
-print("look:" + hashlib.sha256("\n".join(sorted(seen)).encode()).hexdigest())
+                yield f"file {path} {info.st_size} {info.st_mtime_ns} {stat.filemode(info.st_mode)}"
+
+roots = {os.path.expanduser("~"), "/tmp", "/var/tmp", "/dev/shm", os.getcwd()}
+found = (line for root in sorted(roots) for line in files_below(root))
+seen += itertools.islice(found, MOST_FILES)
+# More than are looked at: never the same again, so this sandbox serves once.
+is_whole = next(found, None) is None
+look = hashlib.sha256("\n".join(sorted(seen)).encode(errors="surrogateescape")).hexdigest()
+print("look:" + (look if is_whole else os.urandom(32).hex()))
 """
+MOST_FILES = 50_000
+"""A sandbox that has more serves once: its disk would be read for longer than it takes to make another."""
 _ANSWER = re.compile(r"look:([0-9a-f]{64})\s*\Z")
 
 
+def look_program(most_files: int) -> str:
+    """What the sandbox's interpreter runs: prints `look:` and 64 hex digits."""
+    return _LOOK.replace("MOST_FILES", str(most_files))
+
+
 async def fingerprint(sandbox: Sandbox, *, timeout_s: float) -> str:
-    """A hash of processes and files in a sandbox.
+    """A hash of processes and files in a sandbox, never twice the same where there are more than MOST_FILES.
 
     Raises:
         SandboxError: it can't be told.
     """
-    result = await sandbox.run_code(_LOOK, timeout_s=timeout_s)
+    result = await sandbox.run_code(look_program(MOST_FILES), timeout_s=timeout_s)
     found = _ANSWER.search(result.stdout)
     if not result.ok or found is None:
         raise SandboxProtocolError(
