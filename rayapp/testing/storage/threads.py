@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from functools import cache
+from typing import Any
 
 from rayapp.core.own_thread import LoopThread
 from rayapp.testing.storage.faulty_proxy import FaultyProxy
@@ -24,12 +26,15 @@ class ProxyThread(FaultyProxy):
 
 def make_bucket(url: str, bucket: str, key: str, secret: str, region: str) -> None:
     """Create a bucket at an endpoint."""
+    _admin(url, key, secret, region).create_bucket(Bucket=bucket)
+
+
+@cache
+def _admin(url: str, key: str, secret: str, region: str) -> Any:
     from botocore.session import get_session
 
     keys = {"aws_access_key_id": key, "aws_secret_access_key": secret}
-    client = get_session().create_client("s3", endpoint_url=url, region_name=region, **keys)
-    client.create_bucket(Bucket=bucket)
-    client.close()
+    return get_session().create_client("s3", endpoint_url=url, region_name=region, **keys)
 
 
 def wait_until(holds: Callable[[], bool], *, timeout_s: float = 60.0) -> None:

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from rayapp.config.config import Config
+from rayapp.config.config import Config, with_values
 from rayapp.core.errors import LearnerError
 from rayapp.core.machine import available_memory
 from rayapp.core.summaries import summarize_group
@@ -112,7 +112,7 @@ def test_what_is_found_fits_and_twice_as_much_does_not(
     tiny_model: Path, deep_model: Path, size: str, changes: dict[str, Any]
 ) -> None:
     config, room = config_of(tiny_model if size == "tiny" else deep_model, **changes), 20 * MIB
-    with learner_alone(config) as (learner, ranks):
+    with learner_alone(with_values(config, learner={"max_tokens_per_microbatch": LARGEST})) as (learner, ranks):
         need = measure_need(config, ranks, learner.model)
         found = find_token_budget(config, ranks, learner.model, room_bytes=room)
     assert found & (found - 1) == 0

@@ -17,6 +17,7 @@ from rayapp.testing.runs import hostile_group
 
 pytest.importorskip("moto", reason="needs the development package moto[server]")
 from rayapp.testing.storage.moto_server import KEY, REGION, SECRET, MotoServer, free_port
+from rayapp.testing.storage.threads import make_bucket
 
 
 @pytest.fixture(scope="module")
@@ -36,21 +37,10 @@ def environment(server: MotoServer, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-async def uri(environment: None, tmp_path: Path) -> str:
+async def uri(environment: None, server: MotoServer, tmp_path: Path) -> str:
     """The run `my-run`, uploaded by the storage layer."""
     write_trajectories(tmp_path / "step=000001.parquet", 1, [hostile_group(0)])
-    import os
-
-    import aioboto3
-
-    async with aioboto3.Session().client(
-        "s3",
-        endpoint_url=os.environ["AWS_ENDPOINT_URL"],
-        region_name=REGION,
-        aws_access_key_id=KEY,
-        aws_secret_access_key=SECRET,
-    ) as client:
-        await client.create_bucket(Bucket="runs")
+    make_bucket(server.url, "runs", KEY, SECRET, REGION)
     async with open_storage("s3://runs/deep/my-run") as storage:
         await storage.put_file(tmp_path / "step=000001.parquet", "trajectories/step=000001.parquet")
         await storage.put_bytes(

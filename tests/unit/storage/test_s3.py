@@ -341,6 +341,20 @@ async def test_a_missing_bucket_is_named_whatever_is_asked(server: MotoServer, t
                 await request
 
 
+async def test_what_botocore_knows_of_services_is_read_once_for_all_clients(
+    server: MotoServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from botocore.loaders import JSONFileLoader
+
+    from rayapp.storage.s3.client import s3_client
+
+    async with s3_client(settings(server.url)):
+        pass
+    monkeypatch.setattr(JSONFileLoader, "load_file", lambda self, path: pytest.fail(f"read again: {path}"))
+    async with s3_client(settings(server.url)) as second:
+        await second.list_buckets()
+
+
 async def test_a_missing_object_is_named(storage: Storage, tmp_path: Path) -> None:
     with pytest.raises(StorageNotFoundError, match="run/nothing"):
         await storage.get_bytes("nothing")

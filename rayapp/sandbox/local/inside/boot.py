@@ -36,6 +36,7 @@ WARM_MODULES = (
 
 
 def main(descriptor: int) -> None:
+    sys.dont_write_bytecode = True
     _forget_inherited()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     with socket.socket(fileno=kernel.reserve_descriptors(descriptor)) as channel:

@@ -11,26 +11,31 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator
+from importlib.util import cache_from_source
 from pathlib import Path
 
 import pytest
 
 from rayapp.core.errors import SandboxConfigError, SandboxGoneError, SandboxQuotaError
 from rayapp.core.types import ExecOutcome, SandboxSpec, StopCause
+from rayapp.sandbox.local.inside import zygote
 from rayapp.sandbox.local.levels.limits import MAX_OPEN_FILES
 from rayapp.sandbox.local.provider import LEVELS, LocalProvider
 from rayapp.sandbox.local.sandbox import LocalSandbox
 from rayapp.sandbox.local.slot import BootError, Slot
 
+REFUSALS: dict[str, str] = {}
+"""By level: why this machine does not offer it; empty when it does."""
+
 
 async def refusal(level: str) -> str:
-    """Why this machine does not offer the level; empty when it does."""
-    try:
-        slot = await Slot.start(level)
-    except BootError as error:
-        return str(error)
-    slot.close()
-    return ""
+    if level not in REFUSALS:
+        try:
+            (await Slot.start(level)).close()
+            REFUSALS[level] = ""
+        except BootError as error:
+            REFUSALS[level] = str(error)
+    return REFUSALS[level]
 
 
 @pytest.fixture(params=LEVELS)
@@ -69,6 +74,22 @@ async def test_each_execution_starts_from_the_same_interpreter(sandbox: LocalSan
     reports = [await sandbox.call_function(code, "f", [[]], timeout_s=5) for _ in range(3)]
 
     assert [report.calls[0].value for report in reports] == [0, 0, 0]
+
+
+async def test_a_zygote_keeps_what_it_compiles_of_ours_and_code_compiles_nothing_for_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    compiled = Path(cache_from_source(zygote.__file__))
+    compiled.unlink(missing_ok=True)
+    slots = {}
+    for keeps_nothing in (True, False):
+        monkeypatch.setattr(sys, "dont_write_bytecode", keeps_nothing)
+        provider = LocalProvider(allow_unisolated=True)
+        ran = await (await new(provider)).run_code("import sys; print(sys.dont_write_bytecode)", timeout_s=5)
+        await provider.close()
+        slots[keeps_nothing] = (compiled.exists(), ran.stdout)
+
+    assert slots == {True: (False, "True\n"), False: (True, "True\n")}
 
 
 async def test_random_numbers_differ_between_executions(sandbox: LocalSandbox) -> None:
