@@ -1,4 +1,4 @@
-"""The aiobotocore client that `S3Storage` talks through, configured from `S3Settings`. Nothing else makes one."""
+"""The aioboto3 client that `S3Storage` talks through, configured from `S3Settings`. Nothing else makes one."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ async def s3_client(settings: S3Settings) -> AsyncIterator[Any]:
     Raises:
         StorageConfigError: the endpoint or region can't be used.
     """
+    import aioboto3
     from aiobotocore.session import get_session
     from botocore.exceptions import BotoCoreError
 
-    session = get_session()
-    session.register_component("data_loader", _descriptions(session.get_config_variable("data_path")))
+    known = get_session()
+    known.register_component("data_loader", _descriptions(known.get_config_variable("data_path")))
+    session = aioboto3.Session(
+        aws_access_key_id=settings.access_key_id,
+        aws_secret_access_key=settings.secret_access_key,
+        aws_session_token=settings.session_token,
+        region_name=settings.region,
+        botocore_session=known,
+    )
     try:
-        opening = session.create_client(
-            "s3",
-            region_name=settings.region,
-            endpoint_url=settings.endpoint_url,
-            aws_access_key_id=settings.access_key_id,
-            aws_secret_access_key=settings.secret_access_key,
-            aws_session_token=settings.session_token,
-            config=_client_config(settings),
-        )
+        opening = session.client("s3", endpoint_url=settings.endpoint_url, config=_client_config(settings))
         client = await opening.__aenter__()
     except (BotoCoreError, ValueError) as error:
         raise StorageConfigError(f"S3 client for {settings.endpoint_url or 'AWS'}: {error}") from error

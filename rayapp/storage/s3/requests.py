@@ -27,7 +27,7 @@ class S3Requests:
     """One folder of a bucket.
 
     Args:
-        client: an open aiobotocore client, which outlives this object.
+        client: an open aioboto3 client, which outlives this object.
         root: the folder that keys are relative to.
     """
 
