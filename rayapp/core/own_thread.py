@@ -12,7 +12,7 @@ import asyncio
 import signal
 import threading
 from collections.abc import Callable, Coroutine, Iterator
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from contextvars import ContextVar, copy_context
 from functools import wraps
@@ -109,11 +109,21 @@ def work_apart(work: Callable[[], T]) -> T:
         while True:
             try:
                 may_begin.set()  # not before: a Ctrl-C outside of this block would leave the work running
-                return result.result()
+                return _awake_result(result)
             except KeyboardInterrupt:
                 stopper.stop()
             except _WorkStoppedError:
                 raise KeyboardInterrupt from None
+
+
+def _awake_result(future: Future[T]) -> T:
+    """The future's result; Ctrl-C comes out of the wait for it.
+
+    Within a second where it comes in the instant before this thread sleeps: Python's locks don't wake up for it then.
+    """
+    while not future.done():
+        wait([future], timeout=1.0)
+    return future.result()
 
 
 @contextmanager
@@ -195,7 +205,7 @@ class LoopThread:
         """The result of a coroutine. Ctrl-C cancels it."""
         future = asyncio.run_coroutine_threadsafe(work, self._loop)
         try:
-            return future.result()
+            return _awake_result(future)
         except KeyboardInterrupt:
             future.cancel()
             raise
