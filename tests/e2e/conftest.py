@@ -26,7 +26,8 @@ ROOT = Path(__file__).parents[2]
 STAND_INS = ROOT / "tests" / "data" / "stand_ins"
 SCRIPTED = ROOT / "tests" / "data" / "with_scripted_servers.py"
 PR_SET_CHILD_SUBREAPER = 36
-JUDGE_KEY, TOOLS_KEY = "sk-of-the-judge-5678", "key-of-the-tools"
+KEYS = {"E2B_API_KEY": API_KEY, "JUDGE_KEY": "sk-of-the-judge-5678", "RAYAPP_MCP_API_KEY": "key-of-the-tools"}
+"""In the environment of every process of a Ray that runs share."""
 Descendants = Callable[[], dict[int, str]]
 
 
@@ -299,16 +300,15 @@ def start_ray() -> Callable[..., AbstractContextManager[RunningRay]]:
 def standing_ray(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningRay]:
     """One Ray for all runs whose servers are scripted, one after the other: only learners find PyTorch there, and none
     finds vLLM. Its processes have the keys of the E2B stub, of judges and of tools."""
-    program, keys = (str(SCRIPTED), "train"), {"JUDGE_KEY": JUDGE_KEY, "RAYAPP_MCP_API_KEY": TOOLS_KEY}
-    with started_ray(tmp_path_factory.mktemp("ray"), program, (STAND_INS, ROOT), E2B_API_KEY=API_KEY, **keys) as ray:
+    with started_ray(tmp_path_factory.mktemp("ray"), (str(SCRIPTED), "train"), (STAND_INS, ROOT), **KEYS) as ray:
         yield ray
 
 
-@pytest.fixture(params=["scripted", pytest.param("vllm", marks=pytest.mark.long)])
-def running_ray(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[RunningRay]:
+@pytest.fixture(scope="module", params=["scripted", pytest.param("vllm", marks=pytest.mark.long)])
+def running_ray(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningRay]:
     """One that nobody's run started: on every run the standing one, and with -m long one whose servers are vLLM's."""
     if request.param == "scripted":
         yield request.getfixturevalue("standing_ray")
         return
-    with started_ray(tmp_path, ("-m", "rayapp", "train"), (ROOT,)) as ray:
+    with started_ray(tmp_path_factory.mktemp("ray"), ("-m", "rayapp", "train"), (ROOT,), **KEYS) as ray:
         yield ray

@@ -144,18 +144,6 @@ class Trained:
     """The first is of step 0, the evaluation before training."""
 
 
-@pytest.fixture(scope="module", params=["scripted", pytest.param("vllm", marks=pytest.mark.long)])
-def ray(
-    request: pytest.FixtureRequest, start_ray: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Any]:
-    if request.param == "scripted":
-        yield request.getfixturevalue("standing_ray")
-        return
-    folder, program = tmp_path_factory.mktemp("ray"), ("-m", "rayapp", "train")
-    with start_ray(folder, program, (ROOT,), RAYAPP_MCP_API_KEY=TOOLS_KEY) as started:
-        yield started
-
-
 @pytest.fixture(scope="module")
 def scripts(calling_model: Path) -> str:
     """The texts of SCRIPTS in the policy's tokens."""
@@ -166,12 +154,12 @@ def scripts(calling_model: Path) -> str:
 
 
 @pytest.fixture(scope="module")
-def trained(config_file: Callable[..., Path], ray: Any, scripts: str) -> Trained:
+def trained(config_file: Callable[..., Path], running_ray: Any, scripts: str) -> Trained:
     evaluated = {"every_steps": 2, "samples_per_task": 2, "before_training": True}
     with mcp_server() as (server, url):
         config = config_file(url, eval=evaluated, train={"num_steps": 40}, rollout={"max_failed_ratio": 0.5})
         folder, log = config.parent / "outputs" / "tools", config.parent / "log"
-        process = ray.train(str(config), log=log, SCRIPTS=scripts)
+        process = running_ray.train(str(config), log=log, SCRIPTS=scripts)
         deadline = time.monotonic() + DEADLINE_S
         while len(records(folder)) < 3 and process.poll() is None and time.monotonic() < deadline:
             time.sleep(0.2)

@@ -241,8 +241,8 @@ def _spawn() -> tuple[subprocess.Popen[bytes], socket.socket, int]:
         ours.setblocking(False)
         program = _PROGRAM.format(path=_CODE_PATH, descriptor=theirs.fileno())
         # -s, -P and -S: as -I, which would ignore the hash seed; the environment holds nothing else of Python's.
-        # -X utf8: with so little in the environment the locale would be C. -B where this process compiles for itself,
-        # too: else a zygote keeps what it compiles of ours, and writes nowhere once `boot` is imported.
+        # -X utf8: with so little in the environment the locale would be C. -B where this process has it; without it a
+        # zygote keeps the bytecode of our modules, which nobody else imports. Once `boot` runs it writes nowhere.
         keeps_nothing = ["-B"] if sys.dont_write_bytecode else []
         argv = [sys.executable, "-s", "-P", "-S", *keeps_nothing, "-X", "utf8", "-c", program]
         try:
