@@ -65,7 +65,8 @@ def flex_tree_attention(
     """(1, N, Hq, D) from query (1, Hq, N, D), key and value (1, Hkv, N, D)."""
     from torch.nn.attention.flex_attention import AuxRequest
 
-    cap = rule.softcap
+    # A tensor: the compiler takes a number of a closure for one that changes, and fails where the gradient needs it.
+    cap = None if rule.softcap is None else torch.full((), rule.softcap, dtype=torch.float32, device=query.device)
 
     def capped(score: Tensor, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return score if cap is None else cap * torch.tanh(score / cap)
