@@ -14,7 +14,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
-from inspect import signature
 from typing import Any
 
 import numpy as np
@@ -159,8 +158,10 @@ def _cumulative(sizes: Sequence[int], device: torch.device) -> Tensor:
 
 def _varlen_attention(query: Tensor, key: Tensor, value: Tensor, plan: VarlenPlan, rule: Rule) -> Tensor:
     """Keys follow the path and queries are its end, so causality is aligned to the bottom right: flash's convention."""
+    from torch.nn.attention.varlen import varlen_attn
+
     rows_q, rows_k, rows_v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))  # (N, H, D)
-    output = _varlen()(
+    output = varlen_attn(
         rows_q.contiguous(),
         rows_k[plan.key_index],
         rows_v[plan.key_index],
@@ -170,19 +171,10 @@ def _varlen_attention(query: Tensor, key: Tensor, value: Tensor, plan: VarlenPla
         plan.max_keys,
         scale=rule.scale,
         window_size=(-1 if rule.window is None else rule.window - 1, 0),
+        enable_gqa=rows_q.shape[1] != rows_k.shape[1],
     )
     assert isinstance(output, Tensor)
     return output.unsqueeze(0)
-
-
-@cache
-def _varlen() -> Callable[..., Any]:
-    """torch's varlen attention, where several heads of queries may share one of keys: torch 2.12 wants to be told, 2.11
-    has no argument for it and needs none."""
-    from torch.nn.attention.varlen import varlen_attn
-
-    knows_sharing = "enable_gqa" in signature(varlen_attn).parameters
-    return partial(varlen_attn, enable_gqa=True) if knows_sharing else varlen_attn
 
 
 class _TreeAttention(torch.autograd.Function):

@@ -1,6 +1,6 @@
 """The learner on one CUDA device: memory against the plan, varlen packing, chunked log-probs, asynchronous checkpoints.
 
-    make test ARGS=tests/gpu
+make test ARGS=tests/gpu
 """
 
 from __future__ import annotations

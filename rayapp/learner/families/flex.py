@@ -1,7 +1,7 @@
 """Attention on GPU for layers with sinks or a soft cap, which the varlen kernel lacks: torch's flex attention.
 
-Who sees whom is a rule on three numbers of each packed token, so no mask of N x N is kept. **Not run on a GPU yet**;
-the tests run the forward uncompiled on CPU, where flex attention has no backward.
+Who sees whom is a rule on three numbers of each packed token, so no mask of N x N is kept. tests/gpu compares it with
+the CPU's; the other tests run the forward uncompiled on CPU, where flex attention has no backward.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 A roofline with fixed shares: what must be multiplied over what a GPU multiplies in practice, what must be moved over
 what its memory moves in practice, and the larger of computing and gathering. `ASSUMPTIONS` is printed beside every
-number. Not measured on a GPU.
+number. The learner's constants are from one H100 (docs/results.md); the rest is not measured.
 """
 
 from __future__ import annotations
@@ -26,8 +26,10 @@ from rayapp.learner.memory.shape import ModelShape
 
 GEMM_SHARE, ATTENTION_SHARE, MEMORY_SHARE, LINK_SHARE = 0.68, 0.45, 0.7, 0.7
 """Of the maker's figures, what large matrix products, flash attention, plain reads and writes, and NCCL reach."""
-FORWARD_PASSES, BACKWARD_PASSES = 2, 5
+FORWARD_PASSES, BACKWARD_PASSES = 5, 11
 """Times that a layer's kept activations are read or written by operators that are not fused."""
+HEAD_FORWARD_PASSES, HEAD_BACKWARD_PASSES = 13, 18
+"""Times that the logits, in float32, are read or written."""
 DECODE_S, EAGER_DECODE_S = 0.002, 0.015
 """Of a decoding step what is not the GPU's: scheduling and launches, with CUDA graphs and without."""
 HOST_GB_S = 20.0
@@ -121,7 +123,16 @@ def generate(shape: ModelShape, config: Config, gpu: Gpu, server: ServerPlan) ->
 
 def score(shape: ModelShape, config: Config, gpu: Gpu) -> Speed:
     """A forward over the whole step."""
-    return _learner_speed(shape, config, gpu, products=1.0, attention=1.0, passes=FORWARD_PASSES, useful=1.0)
+    return _learner_speed(
+        shape,
+        config,
+        gpu,
+        products=1.0,
+        attention=1.0,
+        passes=FORWARD_PASSES,
+        head_passes=HEAD_FORWARD_PASSES,
+        useful=1.0,
+    )
 
 
 def train(shape: ModelShape, config: Config, gpu: Gpu) -> Speed:
@@ -135,12 +146,21 @@ def train(shape: ModelShape, config: Config, gpu: Gpu) -> Speed:
         products=1.0 + backward + again,
         attention=3.5 + again,
         passes=FORWARD_PASSES * (1 + again) + BACKWARD_PASSES,
+        head_passes=HEAD_FORWARD_PASSES + HEAD_BACKWARD_PASSES,
         useful=1.0 + backward,
     )
 
 
 def _learner_speed(
-    shape: ModelShape, config: Config, gpu: Gpu, *, products: float, attention: float, passes: float, useful: float
+    shape: ModelShape,
+    config: Config,
+    gpu: Gpu,
+    *,
+    products: float,
+    attention: float,
+    passes: float,
+    head_passes: float,
+    useful: float,
 ) -> Speed:
     load, section = step_load(config), config.learner
     num_gpus, element = section.num_learners, ELEMENT_BYTES[section.compute_dtype]
@@ -149,6 +169,7 @@ def _learner_speed(
     head = 2 * shape.vocabulary * shape.hidden * load.predicted_tokens
     attended = _attention_flops(shape, load)
     moved = passes * layer_bytes_per_token(shape, element) * shape.num_layers * load.computed_tokens
+    moved += head_passes * FLOAT32 * shape.vocabulary * load.predicted_tokens
     compute_s = (
         (products * layers + products * head) / (GEMM_SHARE * peak)
         + attention * attended / (ATTENTION_SHARE * peak)

@@ -2,7 +2,7 @@
 
 Used by the learner actor on every rank (gathering is collective); rank 0 sends. NCCL (split) and CUDA IPC (colocated)
 are vLLM's own backends and need GPUs: **neither has been run on one yet**. `vllm_gloo` is the same on CPU, and is
-what the tests run. Written for vLLM 0.24 to 0.31; the classes' names moved between them, see docs/decisions.md.
+what the tests run. Written for vLLM 0.30 and 0.31; older ones lack some of the classes.
 """
 
 from __future__ import annotations
