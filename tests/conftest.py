@@ -44,6 +44,8 @@ settings.load_profile("busy machine")
 LONGEST_FIRST = (
     "standing_ray",
     "vllm",
+    "cluster/test_vllm_families.py",
+    "unit/test_memory_simulation.py",
     "e2e/test_resume.py",
     "cluster/test_recovery.py",
     "cluster/test_jobs.py",

@@ -23,6 +23,7 @@ from types import MappingProxyType
 from typing import Any
 
 import numpy as np
+import psutil
 
 from rayapp.config.config import Config
 from rayapp.core.errors import EngineDeadError, EngineError, WeightSyncError
@@ -409,7 +410,13 @@ class VllmEngine:
 
     def close(self) -> None:
         """End the engine's processes. Idempotent."""
-        self._engine.shutdown()
+        try:
+            self._engine.shutdown()
+        except psutil.NoSuchProcess:
+            # vLLM asks for the children of a process that ends just then, and leaves its sockets open: whoever happens
+            # to collect their context waits for ever.
+            self._engine.engine_core.resources()
+            self._engine.shutdown()
 
     def _engine_error(self, error: Exception, request_id: str) -> EngineError:
         if self._engine.errored:

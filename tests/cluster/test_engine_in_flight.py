@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 import pytest_asyncio
 
@@ -123,3 +127,27 @@ async def test_after_an_update_requests_are_sampled_by_the_new_weights_alone(eng
 
     assert completion.version_spans == ()
     assert completion.policy_version == engine.policy_version
+
+
+async def test_an_engine_whose_process_ends_just_as_it_is_killed_is_closed_whole(
+    engine: VllmEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The last test: it ends the engine.
+    resources = engine._engine.engine_core.resources
+    [process] = resources.engine_manager.processes
+    os.kill(process.pid, signal.SIGSTOP)  # so that asking it to leave takes vLLM's five seconds, and it is to be killed
+    children = psutil.Process.children
+
+    def children_too_late(parent: psutil.Process, **options: Any) -> list[psutil.Process]:
+        os.kill(parent.pid, signal.SIGKILL)
+        process.join()
+        return children(parent, **options)
+
+    monkeypatch.setattr(psutil.Process, "children", children_too_late)
+
+    engine.close()
+    engine.close()
+
+    assert not process.is_alive()
+    assert resources.output_socket.closed
+    assert resources.input_socket.closed
