@@ -33,8 +33,9 @@ from rayapp.learner.memory.timeline import HOLDERS, PhaseRow, step_timeline
 app = typer.Typer()
 
 CALIBRATION = (
-    "Compared with the learner's own step on fake tensors: within 10% (docs/learner.md). CUDA's own memory, vLLM's "
-    "and all times are assumptions: nothing here was measured on a GPU. `rayapp gpu-check` compares."
+    "Compared with the learner's own step on fake tensors: within 10% (docs/learner.md). A learner's time is fitted to "
+    "one step on an H100 (docs/results.md); CUDA's own memory, vLLM's and all other times are assumptions. "
+    "`rayapp gpu-check` compares."
 )
 
 

@@ -2,7 +2,7 @@
 
 A roofline with fixed shares: what must be multiplied over what a GPU multiplies in practice, what must be moved over
 what its memory moves in practice, and the larger of computing and gathering. `ASSUMPTIONS` is printed beside every
-number. The learner's constants are from one H100 (docs/results.md); the rest is not measured.
+number. The passes are fitted to one step on an H100 (docs/results.md); the rest is not measured.
 """
 
 from __future__ import annotations

@@ -165,6 +165,7 @@ def test_every_argument_that_an_engine_is_started_with_is_one(monkeypatch: pytes
         (torch.cuda.mem_get_info, "device"),
         (torch.cuda.synchronize, "device"),
         (torch.cuda.empty_cache, ""),
+        (torch.cuda.memory_stats_as_nested_dict, "device"),
         (ray.wait, "num_returns timeout fetch_local"),
         (ray.get, "timeout"),
         (ray.kill, "no_restart"),
