@@ -17,7 +17,6 @@ import json
 import multiprocessing
 import queue
 import resource
-import socket
 import statistics
 import sys
 import time
@@ -36,6 +35,7 @@ from rayapp.core.types import Group
 from rayapp.driver.dynamic_sampling import has_signal
 from rayapp.learner.batch import TrainItem, split
 from rayapp.runs.trajectories import read_groups
+from rayapp.testing.ports import free_port
 
 
 def recorded_steps(run: Path, num_steps: int, num_groups: int) -> list[list[Group]]:
@@ -244,12 +244,6 @@ def summarize(ranks: Sequence[dict[str, Any]], num_tokens: int) -> dict[str, Any
         "limits_by_rank": [each["limits"] for each in ranks],
         "peak_rss_gib": [each["peak_rss_gib"] for each in ranks],
     }
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def main() -> None:

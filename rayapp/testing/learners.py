@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import multiprocessing
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from importlib import import_module
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,6 +16,7 @@ from numpy.typing import ArrayLike
 
 from rayapp.core.imports import large_imports
 from rayapp.core.types import Reward, RolloutStatus, Trajectory
+from rayapp.testing.ports import free_port
 
 if TYPE_CHECKING:
     from rayapp.config.config import Config
@@ -40,6 +44,41 @@ def import_learner(*families: str) -> None:
 
         for family in ("llama", *families):
             import_module(f"transformers.models.{family}.modeling_{family}")
+
+
+def fork_ranks(world_size: int, run: Callable[[int, int, Callable[[], int]], None]) -> None:
+    """A world of learners, each in a fork of this process.
+
+    Args:
+        run: called in each with the world's size, its rank, and a function that gives the port of the next store that
+            the ranks meet at, the same to all. It is found when it is asked for: of ports that were found before the
+            first store is opened, another program may have one by then, and the ranks would meet that program's.
+
+    Raises:
+        SystemExit: a rank failed. The others, which would wait for it, are ended.
+    """
+    fork = multiprocessing.get_context("fork")
+    ports = [fork.SimpleQueue() for _ in range(world_size)]
+
+    def next_port(rank: int) -> int:
+        if rank == 0:
+            port = free_port()
+            for queue in ports:
+                queue.put(port)
+        return ports[rank].get()
+
+    ranks = [fork.Process(target=run, args=(world_size, rank, partial(next_port, rank))) for rank in range(world_size)]
+    for process in ranks:
+        process.start()
+    running = {process.sentinel: process for process in ranks}
+    while running:
+        for sentinel in wait(running.keys()):
+            process = running.pop(sentinel)
+            process.join()
+            if process.exitcode:
+                for other in running.values():
+                    other.kill()
+                raise SystemExit(f"rank {ranks.index(process)} of {world_size} ended with status {process.exitcode}")
 
 
 SHAPE = {

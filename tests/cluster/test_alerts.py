@@ -8,7 +8,6 @@ queries. What they compare with is as shipped.
 from __future__ import annotations
 
 import re
-import socket
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -25,6 +24,7 @@ from rayapp.runs.tracking.metrics import summarize_step
 from rayapp.runs.tracking.operator_metrics import of_step
 from rayapp.runs.tracking.trackers import RunTracker
 from rayapp.sandbox.pool.stats import PoolStats
+from rayapp.testing.ports import free_port
 from rayapp.testing.summaries import summary_of
 from scripts.monitoring.alerts import ALERTS, rule_file
 
@@ -148,9 +148,7 @@ FAULTS: dict[str, Fault] = {
 @pytest.fixture
 def metrics_port(start_ray: Callable[..., None]) -> int:
     """Port at which a Ray of this test's own shows what this process reports."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     start_ray(
         num_cpus=1,
         object_store_memory=100_000_000,
@@ -159,7 +157,7 @@ def metrics_port(start_ray: Callable[..., None]) -> int:
         # On a busy machine Ray's own agent is late, and Ray gives itself up for dead.
         _system_config={"metrics_report_interval_ms": 500, "agent_register_timeout_ms": 600_000},
     )
-    return int(port)
+    return port
 
 
 def faster(rules: dict[str, Any]) -> dict[str, Any]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import re
-import socket
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -19,6 +18,7 @@ from typing import Any
 import pytest
 import yaml
 
+from rayapp.testing.ports import free_port
 from scripts.kuberay_examples import render_example
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(1800)]
@@ -157,14 +157,11 @@ def test_following_a_job_ends_as_the_job_does(head: Any, tmp_path: Path, then: s
 def test_ray_does_not_start_on_a_metrics_port_that_is_taken_and_the_other_ray_goes_on(start_head: Any) -> None:
     # Two people follow docs/operate.md on one machine: `rayapp doctor` names the port, Ray itself says no more than
     # this, half a minute later.
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        free = probe.getsockname()[1]
     with start_head("disabled") as first, tempfile.TemporaryDirectory(prefix="rj", dir="/tmp") as folder:
         second = first.run(
             str(RAY), "start", "--head", "--block", "--port=0", "--dashboard-port=0", "--dashboard-agent-listen-port=0",
-            f"--ray-client-server-port={free}", f"--metrics-export-port={first.metrics_port}", f"--temp-dir={folder}",
-            "--num-cpus=1", "--object-store-memory=100000000", "--node-ip-address=127.0.0.1",
+            f"--ray-client-server-port={free_port()}", f"--metrics-export-port={first.metrics_port}",
+            f"--temp-dir={folder}", "--num-cpus=1", "--object-store-memory=100000000", "--node-ip-address=127.0.0.1",
         )  # fmt: skip
 
         assert second.returncode == 1

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from rayapp.learner.families.trial import MAX_GRADIENT_ERROR, MAX_LOG_PROB_ERROR
+from rayapp.testing.ports import free_port
 
 pytestmark = [pytest.mark.cluster, pytest.mark.long, pytest.mark.slow, pytest.mark.timeout(1800)]
 
@@ -53,12 +53,6 @@ for name in sys.argv[4:]:
             print("RESULT", json.dumps([name, what, trial.log_prob_error(found, plain),
                                         trial.gradient_error(found, expected)]), flush=True)
 '''
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def test_two_ranks_have_the_gradient_of_plain_attention(tmp_path: Path) -> None:

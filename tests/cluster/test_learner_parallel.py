@@ -26,7 +26,7 @@ ROOT = Path(__file__).parents[2]
 
 RANKS = '''
 """Imports once and forks the ranks of each world. Every rank goes through all cases of its world."""
-import json, logging, multiprocessing, socket, sys, time
+import json, logging, sys, time
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -40,7 +40,7 @@ from rayapp.config.config import Config
 from rayapp.core.summaries import summarize_group
 from rayapp.learner.shares import deal
 from rayapp.runs.trajectories import read_groups
-from rayapp.testing.learners import import_learner
+from rayapp.testing.learners import fork_ranks, import_learner
 
 import_learner("gemma2", "glm4_moe", "gpt_oss")
 models, trajectories, out = json.loads(sys.argv[1]), sys.argv[2], Path(sys.argv[3])
@@ -72,12 +72,6 @@ groups = [
     for group in read_groups(Path(trajectories))
 ]
 summaries = tuple(summarize_group(group, time_total_s=0.0) for group in groups)
-
-
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def config_of(world, model, changes):
@@ -112,7 +106,7 @@ def sgd(learner):
     learner._learner.config = learner._learner.config.model_copy(update={"learner": section})
 
 
-def run(world, rank, ports):
+def run(world, rank, next_port):
     read, written = [], []
     class Listener(logging.Handler):
         def emit(self, record):
@@ -123,10 +117,10 @@ def run(world, rank, ports):
     write_file = hf_folder.write_file
     export.write_file = lambda path, tensors: (written.append(path.name), write_file(path, tensors))
     export.hf_layout = partial(hf_folder.hf_layout, file_bytes=1)  # a file for each layer
-    for port, (model, case, changes) in zip(ports, CASES[world]):
+    for model, case, changes in CASES[world]:
         read.clear(), written.clear()
         config = config_of(world, model, changes)
-        learner = Learner(config, rank, world, "127.0.0.1", port)
+        learner = Learner(config, rank, world, "127.0.0.1", next_port())
         name, facts = f"{model}-{case}-{world}", {}
         before = whole(learner)
         if case == "resumed":
@@ -157,11 +151,7 @@ def run(world, rank, ports):
 
 
 for world in (4, 2, 1):
-    ports, fork = [free_port() for _ in CASES[world]], multiprocessing.get_context("fork")
-    ranks = [fork.Process(target=run, args=(world, rank, ports)) for rank in range(world)]
-    [process.start() for process in ranks], [process.join() for process in ranks]
-    if any(process.exitcode for process in ranks):
-        sys.exit(1)
+    fork_ranks(world, run)
 '''
 
 BY_TOKENS = [

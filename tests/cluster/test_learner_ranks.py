@@ -18,8 +18,6 @@ ROOT = Path(__file__).parents[2]
 RANKS = '''
 """Imports once and forks the ranks of each world. Each goes through the modes of its world: two steps on the same
 groups, and rank 0's weights to a file."""
-import multiprocessing
-import socket
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -33,7 +31,7 @@ from rayapp.core.summaries import summarize_group
 from rayapp.learner.shares import Share, deal
 from rayapp.runs.trajectories import read_groups
 from rayapp.engine.weights.buckets import unpack
-from rayapp.testing.learners import import_learner
+from rayapp.testing.learners import fork_ranks, import_learner
 import torch
 
 import_learner()
@@ -42,15 +40,9 @@ all_groups = read_groups(Path(trajectories))
 MODES = {2: ("save", "failed"), 1: ("plain", "resume", "failed")}
 
 
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
-def run(world, rank, ports):
-    for mode, port in zip(MODES[world], ports):
-        run_mode(world, rank, mode, port)
+def run(world, rank, next_port):
+    for mode in MODES[world]:
+        run_mode(world, rank, mode, next_port())
 
 
 def run_mode(world, rank, mode, port):
@@ -92,11 +84,7 @@ def run_mode(world, rank, mode, port):
 
 
 for world in (2, 1):
-    ports, fork = [free_port() for _ in MODES[world]], multiprocessing.get_context("fork")
-    ranks = [fork.Process(target=run, args=(world, rank, ports)) for rank in range(world)]
-    [process.start() for process in ranks], [process.join() for process in ranks]
-    if any(process.exitcode for process in ranks):
-        sys.exit(1)
+    fork_ranks(world, run)
 '''
 
 

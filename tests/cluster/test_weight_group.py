@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import math
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import AsyncIterator
@@ -25,6 +24,7 @@ from rayapp.core.errors import WeightSyncError
 from rayapp.core.types import SamplingParams
 from rayapp.engine.weights.transfer_plan import transfer_plan
 from rayapp.learner.state.sender import LearnerSource, WeightSender
+from rayapp.testing.ports import free_port
 
 pytestmark = [
     pytest.mark.cluster,
@@ -110,12 +110,6 @@ def learner(moved_model: Path) -> Any:
     made = Learner(config(moved_model), 0, 1, "", 0)
     yield made
     made.close()
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")

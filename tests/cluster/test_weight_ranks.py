@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[2]
 
 RANKS = '''
 """Imports once and forks the ranks: an import of vLLM costs more than everything that they do."""
-import json, multiprocessing, os, socket, sys, threading, time, zlib
+import json, os, sys, threading, time, zlib
 from dataclasses import replace
 from pathlib import Path
 
@@ -32,6 +32,8 @@ from rayapp.config.config import Config
 from rayapp.core.errors import WeightSyncError
 from rayapp.engine.weights.buckets import unpack
 from rayapp.engine.weights.transfer_plan import transfer_plan
+from rayapp.testing.learners import fork_ranks
+from rayapp.testing.ports import free_port
 
 model, out, timeout_s = sys.argv[1], sys.argv[2], float(sys.argv[3])
 
@@ -44,12 +46,6 @@ def config_of(world):
         "learner": {"num_learners": world, "max_tokens_per_microbatch": 256, "cpu_threads": 1,
                     "cpu_offload": world == 2},
     })
-
-
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 class Servers:
@@ -123,9 +119,9 @@ def attempt(learner, plan):
     return error
 
 
-def run(world, rank, port):
+def run(world, rank, next_port):
     actors.learner.ServersClient, config = Servers, config_of(world)
-    learner = Learner(config, rank, world, "127.0.0.1", port)
+    learner = Learner(config, rank, world, "127.0.0.1", next_port())
     plan = replace(transfer_plan(config, "gloo"), bucket_bytes=1)  # smaller than any tensor
     in_file = load_file(Path(model, "model.safetensors"))
     own = {n: t for b in learner.export_weights(1 << 20) for n, t in unpack(b.entries, torch.from_numpy(b.data))}
@@ -145,11 +141,7 @@ def run(world, rank, port):
 
 
 for world in (2, 4):
-    port, fork = free_port(), multiprocessing.get_context("fork")
-    ranks = [fork.Process(target=run, args=(world, rank, port)) for rank in range(world)]
-    [process.start() for process in ranks], [process.join() for process in ranks]
-    if any(process.exitcode for process in ranks):
-        sys.exit(1)
+    fork_ranks(world, run)
 '''
 
 

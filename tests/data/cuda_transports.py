@@ -18,7 +18,6 @@ import json
 import multiprocessing
 import os
 import queue
-import socket
 import sys
 import threading
 import time
@@ -44,6 +43,7 @@ from actors.learner import Learner
 from rayapp.config.config import Config
 from rayapp.engine.weights.transfer_plan import TransferPlan, transfer_plan
 from rayapp.engine.weights.vllm_gloo import GlooGroup
+from rayapp.testing.ports import free_port
 
 LEARNERS, ENGINES, TP = 8, 4, 2
 BUCKET_BYTES = 1 << 12
@@ -308,12 +308,6 @@ def in_fork(run: Callable[..., None], name: str, *args: Any) -> None:
 def tell(text: str) -> None:
     """Without Python's buffers, whose locks may have been held at the fork."""
     os.write(1, f"{text}\n".encode())
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def run_case() -> int:

@@ -7,7 +7,6 @@ import ctypes
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -20,6 +19,7 @@ from typing import Any
 import psutil
 import pytest
 
+from rayapp.testing.ports import free_port
 from rayapp.testing.stubs.e2b_stub import API_KEY
 
 ROOT = Path(__file__).parents[2]
@@ -282,12 +282,6 @@ def stop_head(head: subprocess.Popen[bytes]) -> None:
         head.wait(30)
     except subprocess.TimeoutExpired:
         os.killpg(head.pid, signal.SIGKILL)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @pytest.fixture(scope="session")

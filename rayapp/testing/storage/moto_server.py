@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
 import urllib.error
 import urllib.request
+
+from rayapp.testing.ports import free_port
 
 KEY, SECRET, REGION = "test-key", "test-secret", "us-east-1"
 _START_TIMEOUT_S = 300.0
@@ -58,10 +59,3 @@ class MotoServer:
                 return True
         except (urllib.error.URLError, OSError):
             return False
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port

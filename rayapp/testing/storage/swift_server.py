@@ -18,7 +18,7 @@ import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
-from rayapp.testing.storage.moto_server import free_port
+from rayapp.testing.ports import free_port
 from rayapp.testing.storage.swift_environment import SwiftNotInstalledError, swift_environment
 
 KEY, SECRET, REGION = "test:tester", "testing", "us-east-1"

@@ -105,6 +105,7 @@ from rayapp.config.config import Config
 from rayapp.learner.build import build_learner
 from rayapp.learner.distributed import end_ranks, start_ranks
 from rayapp.learner.memory.simulation import full_step
+from rayapp.testing.ports import free_port
 
 def local(tensors):
     return sum(tensor.to_local().nbytes for tensor in tensors)
@@ -125,11 +126,7 @@ def rank(number, settings, port):
     end_ranks()
 
 if __name__ == "__main__":
-    import socket
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    mp.spawn(rank, (json.loads(sys.argv[1]), port), nprocs=2)
+    mp.spawn(rank, (json.loads(sys.argv[1]), free_port()), nprocs=2)
 '''
 
 

@@ -31,9 +31,10 @@ from rayapp.runs.trajectories import write_trajectories
 from rayapp.runs.view.run import ViewedRun
 from rayapp.runs.view.source import open_source
 from rayapp.storage.opening import open_storage
+from rayapp.testing.ports import free_port
 from rayapp.testing.runs import hostile_group
 from rayapp.testing.storage.faulty_proxy import Fault
-from rayapp.testing.storage.moto_server import KEY, REGION, SECRET, MotoServer, free_port
+from rayapp.testing.storage.moto_server import KEY, REGION, SECRET, MotoServer
 from rayapp.testing.storage.threads import ProxyThread, make_bucket, wait_until
 
 pytest.importorskip("moto", reason="needs the development package moto[server]")

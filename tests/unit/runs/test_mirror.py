@@ -28,8 +28,9 @@ from rayapp.runs.mirror.mirror import Patience, RunMirror, mirroring
 from rayapp.storage.folders import MANIFEST
 from rayapp.storage.opening import open_storage
 from rayapp.storage.settings import S3Settings, Transfer
+from rayapp.testing.ports import free_port
 from rayapp.testing.storage.faulty_proxy import Fault
-from rayapp.testing.storage.moto_server import KEY, REGION, SECRET, MotoServer, free_port
+from rayapp.testing.storage.moto_server import KEY, REGION, SECRET, MotoServer
 from rayapp.testing.storage.threads import ProxyThread, make_bucket, wait_until
 
 pytest.importorskip("moto", reason="needs the development package moto[server]")

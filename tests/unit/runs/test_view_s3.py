@@ -16,7 +16,8 @@ from rayapp.storage.opening import open_storage
 from rayapp.testing.runs import hostile_group
 
 pytest.importorskip("moto", reason="needs the development package moto[server]")
-from rayapp.testing.storage.moto_server import KEY, REGION, SECRET, MotoServer, free_port
+from rayapp.testing.ports import free_port
+from rayapp.testing.storage.moto_server import KEY, REGION, SECRET, MotoServer
 from rayapp.testing.storage.threads import make_bucket
 
 

@@ -30,8 +30,9 @@ from rayapp.storage.folders import get_folder, put_folder, read_manifest
 from rayapp.storage.opening import open_storage
 from rayapp.storage.s3.upload import journal_key, part_bytes_for
 from rayapp.storage.settings import MIB, S3Settings, Transfer
+from rayapp.testing.ports import free_port
 from rayapp.testing.storage.faulty_proxy import Fault, FaultyProxy, Plan, Seen
-from rayapp.testing.storage.moto_server import KEY, REGION, SECRET, MotoServer, free_port
+from rayapp.testing.storage.moto_server import KEY, REGION, SECRET, MotoServer
 
 pytest.importorskip("moto", reason="needs the development package moto[server]")
 # 5 MiB is the smallest part that S3 takes: 17 MiB make three whole parts and a short one.
