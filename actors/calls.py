@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import uuid
 from collections.abc import Awaitable
+from functools import cached_property
 from typing import TypeVar
 
 from ray.exceptions import (
@@ -102,12 +103,12 @@ def _first_lines(error: BaseException, num_lines: int = 3) -> str:
     return " ".join(lines[:num_lines])
 
 
-INCARNATION = uuid.uuid4().hex
-"""Of this process: each Ray actor has its own."""
-
-
 class Restartable:
     """An actor whose process Ray starts again, and that tells which start it is."""
 
+    @cached_property
+    def _start(self) -> str:
+        return uuid.uuid4().hex
+
     async def incarnation(self) -> str:
-        return INCARNATION
+        return self._start

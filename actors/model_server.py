@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from actors.calls import INCARNATION, Restartable
+from actors.calls import Restartable
 from actors.spawn import free_address
 from rayapp.config.config import Config, alone
 from rayapp.config.model_servers import ModelServerSection
@@ -108,7 +108,7 @@ class ModelServer(Restartable):
         self._check_runs()
         if not await asyncio.to_thread(_answers, self._url, HEALTH_TIMEOUT_S):
             raise EngineDeadError(f"{self!r} does not answer at {self._url}{self._output.cause()}")
-        return INCARNATION
+        return await self.incarnation()
 
     async def close(self) -> None:
         """End the server. Idempotent."""

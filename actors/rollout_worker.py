@@ -11,7 +11,7 @@ import logging
 from collections.abc import Mapping
 from dataclasses import replace
 
-from actors.calls import INCARNATION, Restartable
+from actors.calls import Restartable
 from actors.group_calls import GroupCalls
 from actors.handles import SandboxPoolHandle, VllmServerHandle
 from actors.metrics import Reporter
@@ -91,7 +91,7 @@ class RolloutWorker(Restartable):
             StalledError: one is.
         """
         self._in_hand.check_ends(self._config.rollout.group_deadline_s + LATE_S, who=repr(self), work="groups")
-        return INCARNATION
+        return await self.incarnation()
 
     async def run_group(self, request: GroupRequest) -> tuple[Group, GroupSummary]:
         """One group of training; Ray stores the two results as two objects."""

@@ -12,7 +12,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
-from actors.calls import INCARNATION, Restartable
+from actors.calls import Restartable
 from actors.handles import GenerateRequest
 from actors.metrics import Reporter
 from rayapp.config.config import Config
@@ -235,7 +235,7 @@ class VllmServer(Restartable):
         await engine.check()
         if self._is_settled.is_set():  # the deadline of a weight update is the sync's
             engine.in_hand.check_moves(self._config.recovery.stall_replace_s, who=repr(self), work="requests")
-        return INCARNATION
+        return await self.incarnation()
 
     def _started_engine(self) -> VllmEngine:
         if self._engine is None:

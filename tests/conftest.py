@@ -178,14 +178,25 @@ def _has_gpu() -> bool:
     return torch.cuda.is_available()
 
 
-@pytest.fixture(scope="module")
-def without_torch() -> Iterator[None]:
-    """For what is started by tests whose engines are stand-ins: only a real learner finds PyTorch there.
+@pytest.fixture(scope="session")
+def forks() -> Iterator[dict[str, str]]:
+    """Variables of a Ray whose workers are forked, beside tests/data/stand_ins on its path."""
+    from rayapp.testing.forked_workers import forked_workers
 
-    transformers then reads tokenizers and nothing else, and a driver or a rollout worker starts with 2 seconds of the
-    processor instead of 8.
+    with forked_workers() as variables:
+        yield variables
+
+
+@pytest.fixture(scope="module")
+def without_torch(forks: dict[str, str]) -> Iterator[None]:
+    """For what is started by tests whose engines are stand-ins: no driver finds PyTorch there.
+
+    transformers then reads tokenizers and nothing else, and a driver starts with 2 seconds of the processor instead of
+    8. Ray's workers are forked.
     """
     with pytest.MonkeyPatch.context() as environment:
+        for name, value in forks.items():
+            environment.setenv(name, value)
         environment.setenv("PYTHONPATH", str(Path(__file__).parent / "data" / "stand_ins"), prepend=os.pathsep)
         environment.setenv("RAY_prestart_worker_first_driver", "0")  # as `ray_session` has it
         yield

@@ -19,6 +19,8 @@ from rayapp.core.types import Reward, RolloutStatus, Trajectory
 from rayapp.testing.ports import free_port
 
 if TYPE_CHECKING:
+    from multiprocessing.queues import SimpleQueue
+
     from rayapp.config.config import Config
     from rayapp.learner.distributed import Ranks
     from rayapp.learner.step import PolicyLearner
@@ -58,7 +60,7 @@ def fork_ranks(world_size: int, run: Callable[[int, int, Callable[[], int]], Non
         SystemExit: a rank failed. The others, which would wait for it, are ended.
     """
     fork = multiprocessing.get_context("fork")
-    ports = [fork.SimpleQueue() for _ in range(world_size)]
+    ports: list[SimpleQueue[int]] = [fork.SimpleQueue() for _ in range(world_size)]
 
     def next_port(rank: int) -> int:
         if rank == 0:
@@ -70,15 +72,13 @@ def fork_ranks(world_size: int, run: Callable[[int, int, Callable[[], int]], Non
     ranks = [fork.Process(target=run, args=(world_size, rank, partial(next_port, rank))) for rank in range(world_size)]
     for process in ranks:
         process.start()
-    running = {process.sentinel: process for process in ranks}
-    while running:
-        for sentinel in wait(running.keys()):
-            process = running.pop(sentinel)
-            process.join()
+    while running := [process for process in ranks if process.exitcode is None]:
+        wait([process.sentinel for process in running])
+        for rank, process in enumerate(ranks):
             if process.exitcode:
-                for other in running.values():
+                for other in running:
                     other.kill()
-                raise SystemExit(f"rank {ranks.index(process)} of {world_size} ended with status {process.exitcode}")
+                raise SystemExit(f"rank {rank} of {world_size} ended with status {process.exitcode}")
 
 
 SHAPE = {

@@ -270,7 +270,8 @@ def start_head(log: Path, environment: dict[str, str]) -> tuple[int, subprocess.
         # Short: a Unix socket's path has to fit in 107 bytes.
         f"--temp-dir=/tmp/ra{os.getpid()}", "--num-cpus=4", "--num-gpus=0", "--object-store-memory=200000000",
         "--include-dashboard=false", "--node-ip-address=127.0.0.1", f"--ray-client-server-port={free_port()}",
-        "--disable-usage-stats",
+        # It reads the logs of every process for drivers that would show them, and takes as much as a learner.
+        "--disable-usage-stats", "--include-log-monitor=false",
     ]  # fmt: skip
     with log.open("w") as sink:
         return port, subprocess.Popen(command, env=environment, stdout=sink, stderr=sink, start_new_session=True)
@@ -291,10 +292,11 @@ def start_ray() -> Callable[..., AbstractContextManager[RunningRay]]:
 
 
 @pytest.fixture(scope="session")
-def standing_ray(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningRay]:
-    """One Ray for all runs whose servers are scripted, one after the other: only learners find PyTorch there, and none
-    finds vLLM. Its processes have the keys of the E2B stub, of judges and of tools."""
-    with started_ray(tmp_path_factory.mktemp("ray"), (str(SCRIPTED), "train"), (STAND_INS, ROOT), **KEYS) as ray:
+def standing_ray(tmp_path_factory: pytest.TempPathFactory, forks: dict[str, str]) -> Iterator[RunningRay]:
+    """One Ray for all runs whose servers are scripted, one after the other: its workers are forked, and none finds
+    vLLM. Its processes have the keys of the E2B stub, of judges and of tools."""
+    path, variables = (STAND_INS, ROOT), KEYS | forks
+    with started_ray(tmp_path_factory.mktemp("ray"), (str(SCRIPTED), "train"), path, **variables) as ray:
         yield ray
 
 

@@ -1,0 +1,186 @@
+"""Ray workers of tests are forked from a process that has imported what they do, instead of started: Ray itself,
+PyTorch and transformers are one to five seconds of the processor, for each of the two hundred of `make test`.
+
+`forked_workers` starts that process, which does nothing but import and fork, so it has no threads. Ray goes on to start
+a process for each worker: tests/data/stand_ins/sitecustomize.py, in its first moment, asks for a fork instead and waits
+for the fork's end. A worker is told from a started one by its parent only: it has the arguments, the environment, the
+folder and the outputs that Ray gave to that process, and ends when that one is killed.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import importlib
+import json
+import os
+import random
+import runpy
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import NamedTuple
+
+from rayapp.core.imports import large_imports
+
+VARIABLE = "RAYAPP_TEST_FORKS"
+"""In the environment of a Ray: the socket to ask at."""
+_PR_SET_PDEATHSIG = 1
+_START_TIMEOUT_S = 60.0
+
+
+class Request(NamedTuple):
+    arguments: list[str]
+    """A script of Ray's, and what it is given."""
+    environment: dict[str, str]
+    folder: str
+    blocked: list[int]
+    """Signals that Ray keeps from its workers."""
+
+
+@contextmanager
+def forked_workers() -> Iterator[dict[str, str]]:
+    """For the length of the block: what to add to the environment of a Ray whose workers are to be forked."""
+    # Short: a Unix socket's path has to fit in 107 bytes.
+    with TemporaryDirectory(prefix="rf", dir="/tmp") as folder, _started(Path(folder, "forks")) as path:
+        yield {VARIABLE: str(path)}
+
+
+@contextmanager
+def _started(path: Path) -> Iterator[Path]:
+    # The workers' own, which is read when Python starts: actors/environments/rollout_worker.yaml.
+    environment = os.environ | {"PYTHONHASHSEED": "0", "PYTHONPATH": str(Path(__file__).parents[2])}
+    command = [sys.executable, "-m", __name__, str(path)]
+    # A session of its own: Ctrl-C is for who started it, with whom it ends.
+    process = subprocess.Popen(command, env=environment, cwd="/", stdin=subprocess.DEVNULL, start_new_session=True)
+    try:
+        deadline = time.monotonic() + _START_TIMEOUT_S
+        while not path.exists():
+            is_starting = process.poll() is None and time.monotonic() < deadline
+            assert is_starting, "there is nothing to fork workers from"
+            time.sleep(0.01)
+        yield path
+    finally:
+        process.kill()
+        process.wait()
+
+
+def main() -> None:
+    """What all workers import is imported once. Ray reads its variables when it is imported, a job's id among them: so
+    there is a fork for each job, which imports Ray and what needs it, and is forked for the job's workers."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the forks
+    own = {"", str(Path.cwd()), *os.environ["PYTHONPATH"].split(os.pathsep)}
+    path = [folder for folder in sys.path if folder not in own]
+    with socket.socket(socket.AF_UNIX) as listening:
+        listening.bind(sys.argv[1])
+        listening.listen(64)
+        request, connection = _forked_of_job(_forked_for_job(listening, path))
+    _adopt(request, path)
+    ray = importlib.import_module("ray._private.worker")
+    ray.global_worker.__init__()  # it knows the GPUs that this worker may see
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_SETMASK, request.blocked)
+    os.setpgid(0, 0)  # Ray ends a worker's whole group
+    os.chdir(request.folder)
+    random.seed()
+    threading.Thread(target=_end_with, args=(connection,), daemon=True).start()
+    sys.argv[:] = request.arguments
+    runpy.run_path(request.arguments[0], run_name="__main__")
+
+
+def _forked_for_job(listening: socket.socket, path: list[str]) -> socket.socket:
+    """Fork for each job that somebody asks for a worker of. Returns in each fork, with where it is asked."""
+    jobs: dict[frozenset[tuple[str, str]], socket.socket] = {}
+    while True:
+        connection, _ = listening.accept()
+        with connection:
+            text, outputs = _receive(connection, 2)
+            if not text:
+                continue
+            if not jobs:
+                _import_torch()
+                gc.freeze()
+            request = Request(*json.loads(text))
+            job = frozenset((name, value) for name, value in request.environment.items() if name.startswith("RAY_"))
+            if job not in jobs:
+                ours, its = socket.socketpair()
+                if os.fork() == 0:
+                    _adopt(request, path)
+                    return its
+                its.close()
+                jobs[job] = ours
+            _send(jobs[job], text, [connection.fileno(), *outputs])
+            for output in outputs:
+                os.close(output)
+
+
+def _forked_of_job(asked: socket.socket) -> tuple[Request, socket.socket]:
+    """Fork for each worker of a job. Returns in each fork, with what was asked for, and by whom."""
+    import ray._private.workers.default_worker  # noqa: F401
+
+    import actors.rollout_worker
+    import actors.sandbox_pool
+    import actors.stand_ins  # noqa: F401
+    from rayapp.testing.learners import import_learner
+
+    import_learner()
+    gc.freeze()
+    while True:
+        text, files = _receive(asked, 3)
+        if not text:
+            sys.exit()
+        connection, *outputs = files
+        if os.fork() == 0:
+            for number, output in enumerate(outputs, start=1):
+                os.dup2(output, number)
+                os.close(output)
+            return Request(*json.loads(text)), socket.socket(fileno=connection)
+        for each in files:
+            os.close(each)
+
+
+def _receive(source: socket.socket, count: int) -> tuple[bytes, list[int]]:
+    """A text and so many open files; nothing from who has ended."""
+    size, files, *_ = socket.recv_fds(source, 8, count)
+    return source.recv(int.from_bytes(size), socket.MSG_WAITALL) if size else b"", files
+
+
+def _send(target: socket.socket, text: bytes, files: list[int]) -> None:
+    socket.send_fds(target, [len(text).to_bytes(8)], files)
+    target.sendall(text)
+
+
+def _import_torch() -> None:
+    with large_imports():
+        from torch.distributed import checkpoint, fsdp  # noqa: F401
+        from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig  # noqa: F401
+        from transformers.models.llama import modeling_llama  # noqa: F401
+
+
+def _adopt(request: Request, path: list[str]) -> None:
+    """Take the environment and the path that Python would have started with."""
+    os.environ.clear()
+    os.environ.update(request.environment)
+    folders = request.environment.get("PYTHONPATH", "")
+    sys.path[:] = [str(Path(request.arguments[0]).parent), *filter(None, folders.split(os.pathsep)), *path]
+    sys.modules.pop("sitecustomize", None)
+    with suppress(ModuleNotFoundError):
+        importlib.import_module("sitecustomize")
+
+
+def _end_with(connection: socket.socket) -> None:
+    """End this process when the one that asked for it is gone."""
+    connection.recv(1)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    main()
