@@ -1,9 +1,9 @@
 """On PYTHONPATH of runs whose servers are stand-ins: what takes seconds to import is not found, or found as a module
 of this folder.
 
-PyTorch is found in learners alone, which are told by their environment (actors/environments/learner.yaml), vLLM
-nowhere: see `vllm.py`. In place of its tool parsers there is the one in `tool_parser.py`. A Ray worker is a fork of a
-process that has imported what it needs: see rayapp/testing/forked_workers.py.
+vLLM is found nowhere: see `vllm.py`. In place of its tool parsers there is the one in `tool_parser.py`. A Ray worker is
+a fork of a process that has imported what it needs, PyTorch too: see rayapp/testing/forked_workers.py. Of the processes
+that are started, only learners find PyTorch; they are told by their environment (actors/environments/learner.yaml).
 """
 
 import contextlib
@@ -14,6 +14,9 @@ import signal
 import socket
 import sys
 from pathlib import Path
+
+
+FORKS = os.environ.get("RAYAPP_TEST_FORKS")
 
 
 def have_forked():
@@ -37,7 +40,7 @@ def have_forked():
     request = json.dumps([rest, dict(os.environ) | variables, str(Path.cwd()), blocked]).encode()
     with socket.socket(socket.AF_UNIX) as forks:
         try:
-            forks.connect(os.environ["RAYAPP_TEST_FORKS"])
+            forks.connect(FORKS)
             socket.send_fds(forks, [len(request).to_bytes(8)], [1, 2])
             forks.sendall(request)
             forks.settimeout(1.0)
@@ -50,7 +53,7 @@ def have_forked():
     os._exit(0)
 
 
-if sys.orig_argv[1:] and "/ray/_private/workers/" in sys.orig_argv[1]:
+if FORKS and sys.orig_argv[1:] and "/ray/_private/workers/" in sys.orig_argv[1]:
     have_forked()
 
 PARSERS = "rayapp.engine.vllm_tool_parser"
