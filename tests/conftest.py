@@ -5,6 +5,9 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import subprocess
+import sys
+import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -12,6 +15,7 @@ from functools import cache
 from importlib import import_module
 from importlib.util import cache_from_source, find_spec
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
@@ -180,11 +184,27 @@ def _has_gpu() -> bool:
 
 @pytest.fixture(scope="session")
 def forks() -> Iterator[dict[str, str]]:
-    """Variables of a Ray whose workers are forked, beside tests/data/stand_ins on its path."""
-    from rayapp.testing.forked_workers import forked_workers
-
-    with forked_workers() as variables:
-        yield variables
+    """Variables of a Ray whose workers are forked by tests/data/forked_workers.py, with tests/data/stand_ins on its
+    path."""
+    program, root = Path(__file__).parent / "data" / "forked_workers.py", Path(__file__).parents[1]
+    # Read when Python starts: actors/environments/rollout_worker.yaml.
+    environment = os.environ | {"PYTHONHASHSEED": "0", "PYTHONPATH": str(root)}
+    # Short: a Unix socket's path has to fit in 107 bytes.
+    with TemporaryDirectory(prefix="rf", dir="/tmp") as folder:
+        asked = Path(folder, "forks")
+        # A session of its own: Ctrl-C is for us, with whom it ends.
+        process = subprocess.Popen(
+            [sys.executable, str(program), str(asked)],
+            env=environment, cwd="/", stdin=subprocess.DEVNULL, start_new_session=True,
+        )  # fmt: skip
+        try:
+            while not asked.exists():
+                assert process.poll() is None
+                time.sleep(0.01)
+            yield {"RAYAPP_TEST_FORKS": str(asked)}
+        finally:
+            process.kill()
+            process.wait()
 
 
 @pytest.fixture(scope="module")

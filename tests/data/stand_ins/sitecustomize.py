@@ -2,7 +2,7 @@
 of this folder.
 
 vLLM is found nowhere: see `vllm.py`. In place of its tool parsers there is the one in `tool_parser.py`. A Ray worker is
-a fork of a process that has imported what it needs, PyTorch too: see rayapp/testing/forked_workers.py. Of the processes
+a fork of a process that has imported what it needs, PyTorch too: see ../forked_workers.py. Of the processes
 that are started, only learners find PyTorch; they are told by their environment (actors/environments/learner.yaml).
 """
 
@@ -14,7 +14,6 @@ import signal
 import socket
 import sys
 from pathlib import Path
-
 
 FORKS = os.environ.get("RAYAPP_TEST_FORKS")
 

@@ -1,10 +1,10 @@
 """Ray workers of tests are forked from a process that has imported what they do, instead of started: Ray itself,
 PyTorch and transformers are one to five seconds of the processor, for each of the two hundred of `make test`.
 
-`forked_workers` starts that process, which does nothing but import and fork, so it has no threads. Ray goes on to start
-a process for each worker: tests/data/stand_ins/sitecustomize.py, in its first moment, asks for a fork instead and waits
-for the fork's end. A worker is told from a started one by its parent only: it has the arguments, the environment, the
-folder and the outputs that Ray gave to that process, and ends when that one is killed.
+`python forked_workers.py SOCKET` is that process, which does nothing but import and fork, so it has no threads. Ray
+goes on to start a process for each worker: `stand_ins/sitecustomize.py`, in its first moment, asks for a fork instead
+and waits for the fork's end. A worker is told from a started one by its parent only: it has the arguments, the
+environment, the folder and the outputs that Ray gave to that process, and ends when that one is killed.
 """
 
 from __future__ import annotations
@@ -14,26 +14,20 @@ import gc
 import importlib
 import json
 import os
-import random
 import runpy
 import signal
 import socket
-import subprocess
 import sys
 import threading
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import NamedTuple
 
 from rayapp.core.imports import large_imports
 
-VARIABLE = "RAYAPP_TEST_FORKS"
-"""In the environment of a Ray: the socket to ask at."""
 _PR_SET_PDEATHSIG = 1
-_START_TIMEOUT_S = 60.0
+_MAX_JOBS = 4
+"""Each takes 100 MB."""
 
 
 class Request(NamedTuple):
@@ -45,44 +39,17 @@ class Request(NamedTuple):
     """Signals that Ray keeps from its workers."""
 
 
-@contextmanager
-def forked_workers() -> Iterator[dict[str, str]]:
-    """For the length of the block: what to add to the environment of a Ray whose workers are to be forked."""
-    # Short: a Unix socket's path has to fit in 107 bytes.
-    with TemporaryDirectory(prefix="rf", dir="/tmp") as folder, _started(Path(folder, "forks")) as path:
-        yield {VARIABLE: str(path)}
-
-
-@contextmanager
-def _started(path: Path) -> Iterator[Path]:
-    # The workers' own, which is read when Python starts: actors/environments/rollout_worker.yaml.
-    environment = os.environ | {"PYTHONHASHSEED": "0", "PYTHONPATH": str(Path(__file__).parents[2])}
-    command = [sys.executable, "-m", __name__, str(path)]
-    # A session of its own: Ctrl-C is for who started it, with whom it ends.
-    process = subprocess.Popen(command, env=environment, cwd="/", stdin=subprocess.DEVNULL, start_new_session=True)
-    try:
-        deadline = time.monotonic() + _START_TIMEOUT_S
-        while not path.exists():
-            is_starting = process.poll() is None and time.monotonic() < deadline
-            assert is_starting, "there is nothing to fork workers from"
-            time.sleep(0.01)
-        yield path
-    finally:
-        process.kill()
-        process.wait()
-
-
 def main() -> None:
     """What all workers import is imported once. Ray reads its variables when it is imported, a job's id among them: so
     there is a fork for each job, which imports Ray and what needs it, and is forked for the job's workers."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the forks
-    own = {"", str(Path.cwd()), *os.environ["PYTHONPATH"].split(os.pathsep)}
+    own = {str(Path(__file__).parent), *os.environ["PYTHONPATH"].split(os.pathsep)}
     path = [folder for folder in sys.path if folder not in own]
-    with socket.socket(socket.AF_UNIX) as listening:
-        listening.bind(sys.argv[1])
-        listening.listen(64)
-        request, connection = _forked_of_job(_forked_for_job(listening, path))
+    listening = socket.socket(socket.AF_UNIX)
+    listening.bind(sys.argv[1])
+    listening.listen(64)
+    request, connection = _forked_of_job(_forked_for_job(listening, path))
     _adopt(request, path)
     ray = importlib.import_module("ray._private.worker")
     ray.global_worker.__init__()  # it knows the GPUs that this worker may see
@@ -90,7 +57,6 @@ def main() -> None:
     signal.pthread_sigmask(signal.SIG_SETMASK, request.blocked)
     os.setpgid(0, 0)  # Ray ends a worker's whole group
     os.chdir(request.folder)
-    random.seed()
     threading.Thread(target=_end_with, args=(connection,), daemon=True).start()
     sys.argv[:] = request.arguments
     runpy.run_path(request.arguments[0], run_name="__main__")
@@ -101,10 +67,9 @@ def _forked_for_job(listening: socket.socket, path: list[str]) -> socket.socket:
     jobs: dict[frozenset[tuple[str, str]], socket.socket] = {}
     while True:
         connection, _ = listening.accept()
-        with connection:
-            text, outputs = _receive(connection, 2)
-            if not text:
-                continue
+        text, outputs = _receive(connection, 2)
+        files = [connection.detach(), *outputs]
+        if text:
             if not jobs:
                 _import_torch()
                 gc.freeze()
@@ -113,13 +78,17 @@ def _forked_for_job(listening: socket.socket, path: list[str]) -> socket.socket:
             if job not in jobs:
                 ours, its = socket.socketpair()
                 if os.fork() == 0:
+                    for each in (listening, ours, *jobs.values()):
+                        each.close()
+                    _close(files)
                     _adopt(request, path)
                     return its
                 its.close()
+                if len(jobs) == _MAX_JOBS:
+                    jobs.pop(next(iter(jobs))).close()  # the oldest ends
                 jobs[job] = ours
-            _send(jobs[job], text, [connection.fileno(), *outputs])
-            for output in outputs:
-                os.close(output)
+            _send(jobs[job], text, files)
+        _close(files)
 
 
 def _forked_of_job(asked: socket.socket) -> tuple[Request, socket.socket]:
@@ -137,14 +106,19 @@ def _forked_of_job(asked: socket.socket) -> tuple[Request, socket.socket]:
         text, files = _receive(asked, 3)
         if not text:
             sys.exit()
-        connection, *outputs = files
         if os.fork() == 0:
+            connection, *outputs = files
             for number, output in enumerate(outputs, start=1):
                 os.dup2(output, number)
-                os.close(output)
+            _close(outputs)
+            asked.close()
             return Request(*json.loads(text)), socket.socket(fileno=connection)
-        for each in files:
-            os.close(each)
+        _close(files)
+
+
+def _close(files: list[int]) -> None:
+    for each in files:
+        os.close(each)
 
 
 def _receive(source: socket.socket, count: int) -> tuple[bytes, list[int]]:
