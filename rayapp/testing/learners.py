@@ -26,6 +26,16 @@ if TYPE_CHECKING:
     from rayapp.learner.step import PolicyLearner
 
 
+def import_models(*families: str) -> None:
+    """The part of `import_learner` that does not import Ray."""
+    with large_imports():
+        from torch.distributed import checkpoint, fsdp  # noqa: F401
+        from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig  # noqa: F401
+
+        for family in ("llama", *families):
+            import_module(f"transformers.models.{family}.modeling_{family}")
+
+
 def import_learner(*families: str) -> None:
     """In a process that is going to fork learners: import what each would import by itself for 5 seconds, in its
     constructor and its first step.
@@ -33,9 +43,8 @@ def import_learner(*families: str) -> None:
     Args:
         families: of the models, as transformers calls their folders, where they are not Llamas.
     """
+    import_models(*families)
     with large_imports():
-        from torch.distributed import checkpoint, fsdp  # noqa: F401
-        from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig  # noqa: F401
         from verl.trainer.ppo import core_algos, rollout_corr_helper  # noqa: F401
         from verl.workers.config import actor  # noqa: F401
 
@@ -43,9 +52,6 @@ def import_learner(*families: str) -> None:
         from rayapp.learner.memory import idle  # noqa: F401
         from rayapp.learner.state import checkpoint as saving  # noqa: F401
         from rayapp.learner.state import export  # noqa: F401
-
-        for family in ("llama", *families):
-            import_module(f"transformers.models.{family}.modeling_{family}")
 
 
 def fork_ranks(world_size: int, run: Callable[[int, int, Callable[[], int]], None]) -> None:

@@ -23,6 +23,8 @@ from typing import Any
 import pytest
 import yaml
 
+from rayapp.testing.ports import free_port
+
 ROOT = Path(__file__).parents[2]
 RAY = Path(sys.executable).with_name("ray")
 TOKEN = "a-token-of-forty-characters-for-the-tests"
@@ -270,7 +272,7 @@ def start_prometheus(tmp_path: Path) -> Iterator[Start]:
                 f"global: {{scrape_interval: {every}, evaluation_interval: {every}}}\nrule_files: [rules.yaml]\n"
                 f"scrape_configs:\n  - {{job_name: ray, static_configs: [{{targets: ['127.0.0.1:{target_port}']}}]}}\n"
             )
-            [port] = free_ports(1)
+            port = free_port()
             log = tmp_path / "prometheus.log"
             process = subprocess.Popen(
                 [program, f"--config.file={tmp_path}/prometheus.yml", f"--storage.tsdb.path={tmp_path}/data",

@@ -9,7 +9,6 @@ environment, the folder and the outputs that Ray gave to that process, and ends 
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import importlib
 import json
@@ -23,9 +22,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from rayapp.core.imports import large_imports
+from rayapp.sandbox.local.levels import kernel
+from rayapp.testing.learners import import_learner, import_models
 
-_PR_SET_PDEATHSIG = 1
 _MAX_JOBS = 4
 """Each takes 100 MB."""
 
@@ -42,7 +41,7 @@ class Request(NamedTuple):
 def main() -> None:
     """What all workers import is imported once. Ray reads its variables when it is imported, a job's id among them: so
     there is a fork for each job, which imports Ray and what needs it, and is forked for the job's workers."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the forks
     own = {str(Path(__file__).parent), *os.environ["PYTHONPATH"].split(os.pathsep)}
     path = [folder for folder in sys.path if folder not in own]
@@ -50,7 +49,7 @@ def main() -> None:
     listening.bind(sys.argv[1])
     listening.listen(64)
     request, connection = _forked_of_job(_forked_for_job(listening, path))
-    _adopt(request, path)
+    _take(request.environment)
     ray = importlib.import_module("ray._private.worker")
     ray.global_worker.__init__()  # it knows the GPUs that this worker may see
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -71,10 +70,10 @@ def _forked_for_job(listening: socket.socket, path: list[str]) -> socket.socket:
         files = [connection.detach(), *outputs]
         if text:
             if not jobs:
-                _import_torch()
+                import_models()
                 gc.freeze()
             request = Request(*json.loads(text))
-            job = frozenset((name, value) for name, value in request.environment.items() if name.startswith("RAY_"))
+            job = frozenset(each for each in request.environment.items() if each[0].startswith(("RAY_", "PYTHONPATH")))
             if job not in jobs:
                 ours, its = socket.socketpair()
                 if os.fork() == 0:
@@ -98,7 +97,6 @@ def _forked_of_job(asked: socket.socket) -> tuple[Request, socket.socket]:
     import actors.rollout_worker
     import actors.sandbox_pool
     import actors.stand_ins  # noqa: F401
-    from rayapp.testing.learners import import_learner
 
     import_learner()
     gc.freeze()
@@ -132,17 +130,14 @@ def _send(target: socket.socket, text: bytes, files: list[int]) -> None:
     target.sendall(text)
 
 
-def _import_torch() -> None:
-    with large_imports():
-        from torch.distributed import checkpoint, fsdp  # noqa: F401
-        from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig  # noqa: F401
-        from transformers.models.llama import modeling_llama  # noqa: F401
+def _take(environment: dict[str, str]) -> None:
+    os.environ.clear()
+    os.environ.update(environment)
 
 
 def _adopt(request: Request, path: list[str]) -> None:
     """Take the environment and the path that Python would have started with."""
-    os.environ.clear()
-    os.environ.update(request.environment)
+    _take(request.environment)
     folders = request.environment.get("PYTHONPATH", "")
     sys.path[:] = [str(Path(request.arguments[0]).parent), *filter(None, folders.split(os.pathsep)), *path]
     sys.modules.pop("sitecustomize", None)
