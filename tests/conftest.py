@@ -83,7 +83,7 @@ GROUPS = {
         "vllm": "tensor_parallel engine_in_flight weight_group vllm_adapter vllm_experts vllm_server vllm_gateway",
     },
     "contracts": {"vllm": "tool_parsers"},
-    "unit": {"vllm": "vllm_adapter monitoring", "mlflow": "traces trackers"},
+    "unit": {"vllm": "vllm_adapter vllm_worker monitoring", "mlflow": "traces trackers"},
     "e2e": {
         "standing_ray": (
             "attached judges sources sft coding_agent sandbox_reaper bad_input tools_at_start namespace serve "

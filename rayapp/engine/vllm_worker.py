@@ -11,7 +11,9 @@ import select
 import signal
 import threading
 from collections.abc import Iterable
+from contextlib import suppress
 from itertools import chain
+from multiprocessing import parent_process
 from pathlib import Path
 from typing import Any
 
@@ -100,8 +102,12 @@ class WeightUpdateExtension:
 
     def die_with(self, server_pid: int) -> None:
         """End this engine when the server's process ends, SIGKILL included: nobody else would."""
-        pidfd = os.pidfd_open(server_pid)
-        threading.Thread(target=_end_engine_after, args=(pidfd, server_pid), daemon=True).start()
+        server = os.pidfd_open(server_pid)
+        # With tensor parallelism this worker was made by the engine core; else it is the engine core. Its parent is not
+        # asked: of an orphan that is whoever adopted it, such as a user's systemd.
+        maker = parent_process()
+        engine_core = os.pidfd_open(maker.pid) if maker and maker.pid != server_pid else None
+        threading.Thread(target=_end_engine_after, args=(server, engine_core), daemon=True).start()
 
 
 def _check(what: str, parts: Iterable[tuple[str, Any]], checksums: dict[str, int]) -> set[str]:
@@ -133,10 +139,9 @@ def _tie_again(model: Any, architecture: Any) -> None:
         head.quant_method.process_weights_after_loading(head)
 
 
-def _end_engine_after(pidfd: int, server_pid: int) -> None:
-    select.select([pidfd], [], [])
-    engine_core = os.getppid()
-    # With tensor parallelism this worker is a child of the engine core; else it is the engine core.
-    if engine_core not in (server_pid, 1):
-        os.kill(engine_core, signal.SIGKILL)
+def _end_engine_after(server: int, engine_core: int | None) -> None:
+    select.select([server], [], [])
+    if engine_core is not None:
+        with suppress(ProcessLookupError):
+            signal.pidfd_send_signal(engine_core, signal.SIGKILL)
     os._exit(1)
