@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
@@ -44,6 +44,10 @@ for name in ("FORCE_COLOR", "CLICOLOR_FORCE", "PY_COLORS", "GITHUB_ACTIONS", "TT
 # 200 ms, which Hypothesis gives an example, are too few on a busy machine.
 settings.register_profile("busy machine", settings.default, deadline=None)
 settings.load_profile("busy machine")
+
+DATA = Path(__file__).parent / "data"
+STAND_INS, FORKS = DATA / "stand_ins", DATA / "forks"
+"""On the path of what is to have stand-ins for engines, and of what is to be forked."""
 
 LONGEST_FIRST = (
     "standing_ray",
@@ -184,17 +188,30 @@ def _has_gpu() -> bool:
 
 @pytest.fixture(scope="session")
 def forks() -> Iterator[dict[str, str]]:
-    """Variables of a Ray whose workers are forked by tests/data/forked_workers.py, with tests/data/stand_ins on its
-    path."""
-    program, root = Path(__file__).parent / "data" / "forked_workers.py", Path(__file__).parents[1]
-    # Read when Python starts: actors/environments/rollout_worker.yaml.
-    environment = os.environ | {"PYTHONHASHSEED": "0", "PYTHONPATH": str(root)}
+    """Variables of what starts a Ray whose workers are forked by tests/data/forked_processes.py; needs FORKS on
+    PYTHONPATH."""
+    with forking() as variables:
+        yield variables
+
+
+@pytest.fixture(scope="session")
+def vllm_forks() -> Iterator[dict[str, str]]:
+    """As `forks`, and engines of vLLM are forked from a process that has imported it."""
+    with forking("--with-vllm") as variables:
+        yield variables
+
+
+@contextmanager
+def forking(*options: str) -> Iterator[dict[str, str]]:
+    program, root = DATA / "forked_processes.py", DATA.parents[1]
+    # Read when Python starts: actors/environments/rollout_worker.yaml. And what vLLM reads when it is imported.
+    environment = os.environ | {"PYTHONHASHSEED": "0", "PYTHONPATH": str(root), "VLLM_LOGGING_LEVEL": "WARNING"}
     # Short: a Unix socket's path has to fit in 107 bytes.
     with TemporaryDirectory(prefix="rf", dir="/tmp") as folder:
         asked = Path(folder, "forks")
         # A session of its own: Ctrl-C is for us, with whom it ends.
         process = subprocess.Popen(
-            [sys.executable, str(program), str(asked)],
+            [sys.executable, str(program), str(asked), *options],
             env=environment, cwd="/", stdin=subprocess.DEVNULL, start_new_session=True,
         )  # fmt: skip
         try:
@@ -214,10 +231,26 @@ def without_torch(forks: dict[str, str]) -> Iterator[None]:
     transformers then reads tokenizers and nothing else, and a driver starts with 2 seconds of the processor instead of
     8. Ray's workers are forked.
     """
+    with started_with(forks, STAND_INS, FORKS):
+        yield
+
+
+@pytest.fixture(scope="module")
+def forked_runs(vllm_forks: dict[str, str]) -> Iterator[None]:
+    """For tests that start engines, in this process or in runs: none imports vLLM again. Those of test_vllm_server.py
+    are started, as a run's are."""
+    with started_with(vllm_forks, FORKS):
+        yield
+
+
+@contextmanager
+def started_with(variables: dict[str, str], *path: Path) -> Iterator[None]:
+    """What starts within the block has these variables, and looks for modules in these folders first."""
     with pytest.MonkeyPatch.context() as environment:
-        for name, value in forks.items():
+        for name, value in variables.items():
             environment.setenv(name, value)
-        environment.setenv("PYTHONPATH", str(Path(__file__).parent / "data" / "stand_ins"), prepend=os.pathsep)
+        for folder in reversed(path):
+            environment.setenv("PYTHONPATH", str(folder), prepend=os.pathsep)
         environment.setenv("RAY_prestart_worker_first_driver", "0")  # as `ray_session` has it
         yield
 

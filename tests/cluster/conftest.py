@@ -287,16 +287,6 @@ def start_prometheus(tmp_path: Path) -> Iterator[Start]:
 
 
 @pytest.fixture(scope="module")
-def forked_engines() -> Iterator[None]:
-    """For tests that start engines in this process: none imports vLLM again. Those of test_vllm_server.py are spawned,
-    as a run's are."""
-    from rayapp.testing.forked_engines import forked_engines
-
-    with forked_engines():
-        yield
-
-
-@pytest.fixture(scope="module")
 def moved_model(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The tiny model, four heads, with every weight moved as an optimizer step would."""
     import torch

@@ -26,7 +26,7 @@ References = Callable[[Iterable[WeightBucket]], list[Any]]
 pytestmark = [
     pytest.mark.cluster,
     pytest.mark.slow,
-    pytest.mark.usefixtures("forked_engines"),
+    pytest.mark.usefixtures("forked_runs"),
     pytest.mark.asyncio(loop_scope="module"),
     pytest.mark.timeout(600),
 ]

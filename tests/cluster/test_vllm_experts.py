@@ -36,7 +36,7 @@ References = Callable[[Iterable[WeightBucket]], list[Any]]
 pytestmark = [
     pytest.mark.cluster,
     pytest.mark.slow,
-    pytest.mark.usefixtures("forked_engines"),
+    pytest.mark.usefixtures("forked_runs"),
     pytest.mark.timeout(900),
 ]
 

@@ -23,7 +23,7 @@ from rayapp.testing.ports import free_port
 from rayapp.testing.stubs.e2b_stub import API_KEY
 
 ROOT = Path(__file__).parents[2]
-STAND_INS = ROOT / "tests" / "data" / "stand_ins"
+STAND_INS, FORKS = ROOT / "tests" / "data" / "stand_ins", ROOT / "tests" / "data" / "forks"
 SCRIPTED = ROOT / "tests" / "data" / "with_scripted_servers.py"
 PR_SET_CHILD_SUBREAPER = 36
 KEYS = {"E2B_API_KEY": API_KEY, "JUDGE_KEY": "sk-of-the-judge-5678", "RAYAPP_MCP_API_KEY": "key-of-the-tools"}
@@ -295,7 +295,7 @@ def start_ray() -> Callable[..., AbstractContextManager[RunningRay]]:
 def standing_ray(tmp_path_factory: pytest.TempPathFactory, forks: dict[str, str]) -> Iterator[RunningRay]:
     """One Ray for all runs whose servers are scripted, one after the other: its workers are forked, and none finds
     vLLM. Its processes have the keys of the E2B stub, of judges and of tools."""
-    path, variables = (STAND_INS, ROOT), KEYS | forks
+    path, variables = (STAND_INS, FORKS, ROOT), KEYS | forks
     with started_ray(tmp_path_factory.mktemp("ray"), (str(SCRIPTED), "train"), path, **variables) as ray:
         yield ray
 
