@@ -1,6 +1,6 @@
 """Processes of tests are forked from one that has imported what they do, instead of started: Ray's workers, vLLM's
-engines and servers, vLLM's look at a model's class. Ray, PyTorch, transformers and vLLM are one to twelve seconds of the
-processor, for each of hundreds in `make test`.
+engines and servers, vLLM's look at a model's class. Ray, PyTorch, transformers and vLLM are one to twelve seconds of
+the processor, for each of hundreds in `make test`.
 
 `python forked_processes.py SOCKET [--with-vllm]` is that process, which does nothing but import and fork, so it has no
 threads. Whoever wants a process goes on to start one: `forks/sitecustomize.py`, in its first moment, asks for a fork

@@ -52,7 +52,6 @@ def our_processes(running: dict[int, str]) -> list[str]:
         "ray::DashboardAgent",
         "ray::RuntimeEnvAgent",
         "default_worker",
-        "forked_processes",
     )
     return [line for line in running.values() if not any(name in line for name in ray_itself)]
 

@@ -226,10 +226,15 @@ GOES_ON = ("eval.every_steps=3", "checkpoint.every_steps=2", "cluster.dashboard=
 
 @pytest.fixture(scope="module")
 def interrupted(
-    config_file: Path, killed: Killed, descendants: Callable[[], dict[int, str]], settled: Callable[..., dict[int, str]]
+    config_file: Path,
+    killed: Killed,
+    forked_runs: None,
+    descendants: Callable[[], dict[int, str]],
+    settled: Callable[..., dict[int, str]],
 ) -> Interrupted:
     """The killed run, started again in a terminal: it goes on behind step SAVED, and Ctrl-C is pressed inside step
-    NUM_STEPS + 1 or later."""
+    NUM_STEPS + 1 or later. From here on the file's runs are of forked processes: the first one was started as a user's
+    is, and these must do what it did."""
     folder = killed.folder
     terminal = Terminal([sys.executable, "-m", "rayapp", "train", str(config_file), "run.name=killed", *GOES_ON])
     try:
