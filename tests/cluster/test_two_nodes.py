@@ -19,7 +19,13 @@ import yaml
 
 from rayapp.testing.ports import free_port
 
-pytestmark = [pytest.mark.cluster, pytest.mark.long, pytest.mark.slow, pytest.mark.timeout(1800)]
+pytestmark = [
+    pytest.mark.usefixtures("forked_runs"),
+    pytest.mark.cluster,
+    pytest.mark.long,
+    pytest.mark.slow,
+    pytest.mark.timeout(1800),
+]
 ROOT = Path(__file__).parents[2]
 DEADLINE_S = 800.0
 FREE_CPUS = 0.35
@@ -54,7 +60,8 @@ print(json.dumps({g["name"]: sorted({address[node] for node in g["bundles_to_nod
 def environment(**changes: str) -> dict[str, str]:
     kept = {key: value for key, value in os.environ.items() if not key.startswith("RAY_")}
     own = {"RAY_worker_niceness": "0", "RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "disabled"}
-    return kept | own | {"RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0", "PYTHONPATH": str(ROOT)} | changes
+    path = os.pathsep.join(filter(None, (os.environ.get("PYTHONPATH"), str(ROOT))))
+    return kept | own | {"RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0", "PYTHONPATH": path} | changes
 
 
 def python(code: str, *arguments: str) -> str:

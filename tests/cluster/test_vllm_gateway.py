@@ -19,7 +19,13 @@ from rayapp.rollout.gateway.server import Gateway
 from rayapp.rollout.gateway.session import SessionLimits
 from rayapp.testing.learners import save_llama
 
-pytestmark = [pytest.mark.cluster, pytest.mark.long, pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [
+    pytest.mark.usefixtures("forked_runs"),
+    pytest.mark.cluster,
+    pytest.mark.long,
+    pytest.mark.slow,
+    pytest.mark.timeout(900),
+]
 
 MAX_LOG_PROB_DIFFERENCE = 0.05
 """As in test_vllm_server.py: two orders of summation in bfloat16."""

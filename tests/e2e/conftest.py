@@ -308,5 +308,6 @@ def running_ray(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPat
     if request.param == "scripted":
         yield request.getfixturevalue("standing_ray")
         return
-    with started_ray(tmp_path_factory.mktemp("ray"), ("-m", "rayapp", "train"), (ROOT,), **KEYS) as ray:
+    path, variables = (FORKS, ROOT), KEYS | request.getfixturevalue("vllm_forks")
+    with started_ray(tmp_path_factory.mktemp("ray"), ("-m", "rayapp", "train"), path, **variables) as ray:
         yield ray

@@ -19,7 +19,13 @@ import yaml
 from rayapp.core.types import RolloutStatus
 from rayapp.runs.trajectories import read_groups
 
-pytestmark = [pytest.mark.e2e, pytest.mark.long, pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [
+    pytest.mark.usefixtures("forked_runs"),
+    pytest.mark.e2e,
+    pytest.mark.long,
+    pytest.mark.slow,
+    pytest.mark.timeout(900),
+]
 DEADLINE_S = 600.0
 NUM_STEPS = 3
 AGENT = """

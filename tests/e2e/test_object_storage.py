@@ -25,7 +25,13 @@ from rayapp.storage.settings import settings_from_environment
 from rayapp.testing.storage.moto_server import KEY, REGION, SECRET, MotoServer
 from rayapp.testing.storage.threads import make_bucket
 
-pytestmark = [pytest.mark.e2e, pytest.mark.long, pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [
+    pytest.mark.usefixtures("forked_runs"),
+    pytest.mark.e2e,
+    pytest.mark.long,
+    pytest.mark.slow,
+    pytest.mark.timeout(900),
+]
 pytest.importorskip("moto", reason="needs the development package moto[server]")
 
 BUCKET = "runs"

@@ -20,7 +20,13 @@ from typing import Any
 import pytest
 import yaml
 
-pytestmark = [pytest.mark.e2e, pytest.mark.long, pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [
+    pytest.mark.usefixtures("forked_runs"),
+    pytest.mark.e2e,
+    pytest.mark.long,
+    pytest.mark.slow,
+    pytest.mark.timeout(900),
+]
 
 NUM_STEPS = 5
 CHECKPOINT_EVERY = 2
