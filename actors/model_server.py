@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import os
 import signal
 import subprocess
@@ -24,7 +25,7 @@ from rayapp.config.model_servers import ModelServerSection
 from rayapp.core.errors import EngineDeadError, EngineError
 from rayapp.core.logs import label_logs
 from rayapp.core.programs.kept import kept
-from rayapp.engine.vllm_arguments import set_process_environment
+from rayapp.engine.vllm_arguments import WHOLE_GIB_OF_CACHE, set_process_environment
 from rayapp.engine.vllm_output import EngineOutput
 
 log = logging.getLogger(__name__)
@@ -87,6 +88,7 @@ class ModelServer(Restartable):
             raise EngineError(f"{self!r} was at {host}, a node that is gone. Start the run again: it goes on.")
         local = await asyncio.to_thread(with_local_model, alone(self._config, self._section))
         set_process_environment(local)
+        os.environ[WHOLE_GIB_OF_CACHE] = str(math.ceil(local.server.kv_cache_gib))
         await self.close()
         self._output, self._errors = EngineOutput(), EngineOutput(descriptor=2)
         command = self._command(self._section, local.model.path, host, port)

@@ -183,7 +183,8 @@ def host_lines(shape: ModelShape, config: Config, plan: HostPlan, have: int) -> 
     yield f"{shape.num_parameters / 1e6:.1f}M parameters in {shape.num_layers} layers, on this machine's CPU"
     section, server = config.learner, config.server
     yield f"  {section.num_learners} learners        {_gib(plan.learners):>8} GiB, at the peak of a step"
-    yield f"  {server.num_servers} servers         {_gib(plan.servers):>8} GiB, {server.kv_cache_gib} each of KV cache"
+    cache = f"{server.kv_cache_gib:g} each of KV cache"
+    yield f"  {server.num_servers} servers         {_gib(plan.servers):>8} GiB, {cache}"
     yield f"  object store      {_gib(plan.object_store):>8} GiB"
     yield f"  together          {_gib(plan.total):>8} GiB of {_gib(have)} that are available"
     if plan.total > have:

@@ -132,8 +132,8 @@ class ServerSection(FrozenModel):
     dtype: Dtype = "bfloat16"
     gpu_memory_utilization: float = Field(0.85, gt=0.0, le=1.0)
     """Share of the GPU's memory that vLLM takes; unused on CPU."""
-    kv_cache_gib: int = Field(2, ge=1)
-    """KV cache on CPU; unused on GPU."""
+    kv_cache_gib: float = Field(2.0, gt=0.0, allow_inf_nan=False)
+    """KV cache of a rank on CPU, in fractions too: zeroing a GiB takes seconds of each start. Unused on GPU."""
     kv_block_tokens: Literal[0, 16, 32, 64, 128] = 0
     """Tokens of one block of the KV cache. Only whole blocks of a prompt are computed once for a group. 0 is vLLM's
     choice: on CPU 128, which is more than many prompts have."""

@@ -13,13 +13,17 @@ from rayapp.core.machine import share_of_cores
 from rayapp.engine.vllm_adapter import adapter_args
 from rayapp.engine.weights.transfer_plan import choose_transport
 
+WHOLE_GIB_OF_CACHE = "VLLM_CPU_KVCACHE_SPACE"
+"""The variable by which vLLM on a CPU is given whole GiB of KV cache."""
+
 
 def set_process_environment(config: Config) -> None:
     """Set the variables that vLLM reads when it is imported; the engine's processes inherit them."""
     threads = config.server.cpu_threads or share_of_cores(
         config.server.num_servers, is_synchronous=config.train.max_staleness == 0
     )
-    os.environ["VLLM_CPU_KVCACHE_SPACE"] = str(config.server.kv_cache_gib)
+    # It would come before `kv_cache_memory_bytes` of the arguments.
+    os.environ.pop(WHOLE_GIB_OF_CACHE, None)
     # Ray sets this to the actor's num_cpus, which is a share for scheduling, not the number of cores to compute on.
     os.environ["OMP_NUM_THREADS"] = str(threads)
     tp = config.server.tensor_parallel_size
@@ -42,6 +46,7 @@ def vllm_args(config: Config) -> dict[str, Any]:
         "tensor_parallel_size": server.tensor_parallel_size,
         "distributed_executor_backend": "mp" if server.tensor_parallel_size > 1 else "uni",
         "gpu_memory_utilization": server.gpu_memory_utilization,
+        "kv_cache_memory_bytes": None if _is_on_gpu(config) else int(server.kv_cache_gib * 2**30),
         "block_size": server.kv_block_tokens or None,
         "max_num_seqs": server.max_num_seqs,
         "enforce_eager": server.enforce_eager,
@@ -73,7 +78,7 @@ def as_vllm_reads_it(architecture: Any) -> Any:
 
 
 def _transfer_args(config: Config) -> dict[str, Any]:
-    transport = choose_transport(config, on_gpu=config.cluster.device != "cpu" and _has_gpu())
+    transport = choose_transport(config, on_gpu=_is_on_gpu(config))
     if transport == "object_store":
         return {}
     from vllm.config.weight_transfer import WeightTransferConfig
@@ -82,6 +87,10 @@ def _transfer_args(config: Config) -> dict[str, Any]:
         # vLLM must pickle: handles of GPU memory are no plain data. Only our own processes talk on this channel.
         os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
     return {"weight_transfer_config": WeightTransferConfig(backend=transport)}
+
+
+def _is_on_gpu(config: Config) -> bool:
+    return config.cluster.device != "cpu" and _has_gpu()
 
 
 def _has_gpu() -> bool:

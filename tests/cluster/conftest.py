@@ -188,7 +188,7 @@ def tiny_run(tiny_model: Path, letter_tasks: list[str]) -> Callable[[str, Path],
         "rollout": {"group_size": 4, "max_prompt_tokens": 32, "max_completion_tokens": 16},
         "train": {"num_steps": 5000, "groups_per_step": 2},
         "learner": {"max_tokens_per_microbatch": 256, "compute_dtype": "float32", "cpu_threads": 1},
-        "server": {"kv_cache_gib": 1, "cpu_threads": 1},
+        "server": {"kv_cache_gib": 0.1, "cpu_threads": 1},
         "checkpoint": {"every_steps": 0},
     }
 

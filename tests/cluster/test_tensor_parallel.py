@@ -42,7 +42,7 @@ def config(model: Path) -> Config:
             "cluster": {"device": "cpu"},
             "rollout": {"max_prompt_tokens": 64, "max_completion_tokens": 32},
             "learner": {"max_tokens_per_microbatch": 256},
-            "server": {"kv_cache_gib": 1, "tensor_parallel_size": 2},
+            "server": {"kv_cache_gib": 0.1, "tensor_parallel_size": 2},
         }
     )
 

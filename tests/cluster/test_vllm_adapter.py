@@ -45,7 +45,7 @@ def make_config(tiny_model: Path) -> Config:
                 "lora": {"rank": 4, "alpha": 16},
                 "optimizer": {"lr": 3e-2},
             },
-            "server": {"cpu_threads": 1, "kv_cache_gib": 1},
+            "server": {"cpu_threads": 1, "kv_cache_gib": 0.1},
         }
     )
 

@@ -72,7 +72,7 @@ def config_of(model: Path) -> Config:
     return Config.model_validate(
         {
             "model": {"path": str(model)}, "cluster": {"device": "cpu"}, "rollout": rollout, "learner": learner,
-            "server": {"cpu_threads": 1, "kv_cache_gib": 1},
+            "server": {"cpu_threads": 1, "kv_cache_gib": 0.1},
         }
     )  # fmt: skip
 

@@ -44,7 +44,7 @@ async def test_turns_and_forks_have_the_log_probs_that_the_engine_gives_their_pa
         "model": {"path": str(model)},
         "cluster": {"device": "cpu"},
         "rollout": {"max_prompt_tokens": 1000, "max_completion_tokens": 500},
-        "server": {"kv_cache_gib": 1, "kv_block_tokens": 32},
+        "server": {"kv_cache_gib": 0.1, "kv_block_tokens": 32},
     }
     server, gateway = VllmServer(Config.model_validate(values), 0), Gateway(formats_of(chat_tokenizer))
     limits = SessionLimits(max_tokens=1500, max_turns=20)

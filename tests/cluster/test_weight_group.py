@@ -63,7 +63,7 @@ def config(model: Path) -> Config:
             "rollout": {"max_prompt_tokens": 64, "max_completion_tokens": 32},
             "learner": {"max_tokens_per_microbatch": 256, "cpu_threads": 1},
             # Several buckets for the tiny model, too.
-            "server": {"cpu_threads": 1, "kv_cache_gib": 1, "weight_transport": "gloo", "weight_bucket_mib": 1},
+            "server": {"cpu_threads": 1, "kv_cache_gib": 0.1, "weight_transport": "gloo", "weight_bucket_mib": 1},
         }
     )
 

@@ -49,7 +49,7 @@ def short_run(tiny_model: Path, letter_tasks: list[str]) -> Callable[..., dict[s
                 "optimizer": {"lr": 3e-3},
                 "cpu_threads": 1,
             },
-            "server": {"kv_cache_gib": 1, "cpu_threads": 1},
+            "server": {"kv_cache_gib": 0.1, "cpu_threads": 1},
             "checkpoint": {"every_steps": 2},
         }
         return config | {name: config.get(name, {}) | changes for name, changes in sections.items()}

@@ -48,7 +48,7 @@ def write_config(tmp_path: Path, tiny_model: Path, tasks: list[str]) -> Path:
         "cluster": {"device": "cpu"},
         "rollout": {"group_size": 2, "max_prompt_tokens": 32, "max_completion_tokens": 8},
         "train": {"num_steps": 1, "groups_per_step": 1},
-        "server": {"kv_cache_gib": 1},
+        "server": {"kv_cache_gib": 0.1},
     }
     file = tmp_path / "config.yaml"
     file.write_text(yaml.safe_dump(config))

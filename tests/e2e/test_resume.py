@@ -97,7 +97,7 @@ def config_file(tiny_model: Path, letter_tasks: list[str], tmp_path_factory: pyt
         "rollout": {"group_size": 4, "max_prompt_tokens": 32, "max_completion_tokens": 16},
         "train": {"num_steps": MANY_STEPS, "groups_per_step": 2},
         "learner": {"max_tokens_per_microbatch": 256, "compute_dtype": "float32", "optimizer": {"lr": 3e-3}},
-        "server": {"kv_cache_gib": 1},
+        "server": {"kv_cache_gib": 0.1},
         "checkpoint": {"every_steps": SAVED, "keep_last": 100},
         "eval": {"samples_per_task": 3, "every_steps": 2},
     }

@@ -117,7 +117,7 @@ def config_file(calling_model: Path, data_file: Path, tmp_path_factory: pytest.T
                 "optimizer": {"lr": 1e-6},
                 "cpu_threads": 1,
             },
-            "server": {"kv_cache_gib": 1, "cpu_threads": 1},
+            "server": {"kv_cache_gib": 0.1, "cpu_threads": 1},
             "checkpoint": {"every_steps": 0},
         }
         merged = config | {name: config.get(name, {}) | changes for name, changes in sections.items()}

@@ -92,7 +92,7 @@ def trial_config(folder: Path, *, server: Mapping[str, Any] = NOTHING, **learner
             "cluster": {"device": "cpu"},
             "rollout": rollout,
             "learner": section | learner,
-            "server": {"kv_cache_gib": 1, "dtype": "float32", "cpu_threads": 1, "max_num_seqs": 8, **server},
+            "server": {"kv_cache_gib": 0.1, "dtype": "float32", "cpu_threads": 1, "max_num_seqs": 8, **server},
         }
     )
 

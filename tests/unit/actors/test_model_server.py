@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from actors.model_server import ModelServer, vllm_serve
-from rayapp.config.config import Config
+from rayapp.config.config import Config, with_values
 from rayapp.config.model_servers import ModelServerSection
 from rayapp.core.errors import EngineDeadError
 
@@ -70,6 +70,17 @@ async def test_a_server_that_died_is_missed_and_answers_where_it_did_when_it_is_
     assert await server.start(address) == address
 
     assert await server.ping()
+
+
+async def test_its_cache_is_of_whole_gib_where_a_server_of_the_policy_takes_a_part(
+    server: ModelServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "40")
+    server._config = with_values(server._config, server={"kv_cache_gib": 1.1})
+    await server.start()
+    (program,) = the_keeper().children()
+
+    assert program.environ()["VLLM_CPU_KVCACHE_SPACE"] == "2"
 
 
 async def test_all_that_a_server_started_ends_with_it(server: ModelServer) -> None:

@@ -31,6 +31,7 @@ def test_a_config_for_cpu_is_planned_for_this_machines_memory(
     assert run(["plan", "configs/coding_cpu.yaml", "--model-config", SMALL]) == 0
     printed = capsys.readouterr().out
     assert "494.0M parameters in 24 layers, on this machine's CPU" in printed
+    assert "GiB, 2 each of KV cache" in printed
     assert "h200" in printed.splitlines()[-1]
     monkeypatch.setattr("rayapp.cli.plan.available_memory", lambda: 4 << 30)
     assert run(["plan", "configs/coding_cpu.yaml", "--model-config", SMALL]) == 1

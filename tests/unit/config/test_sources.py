@@ -130,3 +130,16 @@ def test_a_run_of_a_version_without_a_key_goes_on_with_that_keys_default(tmp_pat
     check_same_training(config, tmp_path / "stored.yaml")
     with pytest.raises(RunFolderError, match=r"algorithm\.curriculum\.enabled: False before, True now"):
         check_same_training(load_config(None, ["algorithm.curriculum.enabled=true"]), tmp_path / "stored.yaml")
+
+
+def test_a_run_of_a_version_with_whole_gib_of_cache_goes_on_without_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = load_config(None, ["server.kv_cache_gib=3"])
+    before = config.model_dump(mode="json")
+    before["server"]["kv_cache_gib"] = 3
+    (tmp_path / "stored.yaml").write_text(yaml.safe_dump(before))
+
+    check_same_training(config, tmp_path / "stored.yaml")
+
+    assert not caplog.records
