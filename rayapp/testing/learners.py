@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 import multiprocessing
-from collections.abc import Callable, Iterator
+import signal
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from importlib import import_module
 from multiprocessing.connection import wait
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
-from numpy.typing import ArrayLike
+from numpy.typing import ArrayLike, NDArray
 
 from rayapp.core.imports import large_imports
 from rayapp.core.types import Reward, RolloutStatus, Trajectory
+from rayapp.sandbox.local.levels import kernel
 from rayapp.testing.ports import free_port
 
 if TYPE_CHECKING:
     from multiprocessing.queues import SimpleQueue
+
+    from torch.distributed.tensor import DTensor
 
     from rayapp.config.config import Config
     from rayapp.learner.distributed import Ranks
@@ -54,8 +58,11 @@ def import_learner(*families: str) -> None:
         from rayapp.learner.state import export  # noqa: F401
 
 
-def fork_ranks(world_size: int, run: Callable[[int, int, Callable[[], int]], None]) -> None:
-    """A world of learners, each in a fork of this process.
+Run = Callable[[int, int, Callable[[], int]], None]
+
+
+def fork_ranks(world_size: int, run: Run) -> None:
+    """A world of learners, each in a fork of this process, with which it ends.
 
     Args:
         run: called in each with the world's size, its rank, and a function that gives the port of the next store that
@@ -75,7 +82,10 @@ def fork_ranks(world_size: int, run: Callable[[int, int, Callable[[], int]], Non
                 queue.put(port)
         return ports[rank].get()
 
-    ranks = [fork.Process(target=run, args=(world_size, rank, partial(next_port, rank))) for rank in range(world_size)]
+    ranks = [
+        fork.Process(target=_run_rank, args=(run, world_size, rank, partial(next_port, rank)))
+        for rank in range(world_size)
+    ]
     for process in ranks:
         process.start()
     while running := [process for process in ranks if process.exitcode is None]:
@@ -85,6 +95,27 @@ def fork_ranks(world_size: int, run: Callable[[int, int, Callable[[], int]], Non
                 for other in running:
                     other.kill()
                 raise SystemExit(f"rank {rank} of {world_size} ended with status {process.exitcode}")
+
+
+def _run_rank(run: Run, world_size: int, rank: int, next_port: Callable[[], int]) -> None:
+    kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)
+    run(world_size, rank, next_port)
+
+
+def whole_weights(learner: PolicyLearner) -> dict[str, NDArray[np.float32]]:
+    """Copies, by name. All ranks call it, and each has all of them."""
+    parameters = cast("Iterable[tuple[str, DTensor]]", learner.model.named_parameters())
+    return {name: parameter.full_tensor().detach().numpy().copy() for name, parameter in parameters}
+
+
+def take_sgd(learner: PolicyLearner) -> None:
+    """From now on a step moves the weights by their gradient: plain SGD at a rate of 1."""
+    import torch
+
+    learner.optimizer = torch.optim.SGD(learner.model.parameters(), lr=1.0)  # type: ignore[assignment]
+    section = learner.config.learner
+    section = section.model_copy(update={"optimizer": section.optimizer.model_copy(update={"lr": 1.0})})
+    learner.config = learner.config.model_copy(update={"learner": section})
 
 
 SHAPE = {

@@ -304,6 +304,18 @@ def moved_model(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> P
     return folder
 
 
+@pytest.fixture(scope="session")
+def run_ranks() -> Callable[..., None]:
+    """Call it with the text of a program that forks learners' ranks, and its arguments: it runs to its end."""
+
+    def run(program: str, *arguments: object, timeout_s: float = 800.0) -> None:
+        command = [sys.executable, "-c", program, *map(str, arguments)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=False, cwd=ROOT)
+        assert done.returncode == 0, done.stdout + done.stderr
+
+    return run
+
+
 @pytest.fixture(scope="module")
 def write_groups(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     """Call it with a seed: a file of three groups of four trajectories each, of random tokens and rewards."""

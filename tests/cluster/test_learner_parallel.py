@@ -7,8 +7,6 @@ there are, each reads its own part of the model, and writes its own part of an e
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,7 +20,6 @@ pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(900)]
 
 MAX_ERROR = 2e-6
 """Of the gradient's largest entry, as in tests/unit/learner/test_exactness.py."""
-ROOT = Path(__file__).parents[2]
 
 RANKS = '''
 """Imports once and forks the ranks of each world. Every rank goes through all cases of its world."""
@@ -32,7 +29,6 @@ from functools import partial
 from pathlib import Path
 
 import numpy as np
-import torch
 import rayapp.learner.state.export as export
 import rayapp.learner.state.hf_folder as hf_folder
 from actors.learner import Learner
@@ -40,7 +36,7 @@ from rayapp.config.config import Config
 from rayapp.core.summaries import summarize_group
 from rayapp.learner.shares import deal
 from rayapp.runs.trajectories import read_groups
-from rayapp.testing.learners import fork_ranks, import_learner
+from rayapp.testing.learners import fork_ranks, import_learner, take_sgd, whole_weights
 
 import_learner("gemma2", "glm4_moe", "gpt_oss")
 models, trajectories, out = json.loads(sys.argv[1]), sys.argv[2], Path(sys.argv[3])
@@ -87,23 +83,10 @@ def config_of(world, model, changes):
     })
 
 
-def whole(learner):
-    named = learner._learner.model.named_parameters()
-    return {name: p.full_tensor().detach().numpy().copy() for name, p in named}
-
-
 def train(learner, config, world, rank, step):
     shares = deal(summaries, config, world // config.learner.sequence_parallel)
     mine = shares[rank // config.learner.sequence_parallel]
     return learner.train_step(step, summaries, shares, *(groups[share.position] for share in mine))
-
-
-def sgd(learner):
-    """With plain SGD at a rate of 1, a step moves the weights by their gradient."""
-    learner._learner.optimizer = torch.optim.SGD(learner._learner.model.parameters(), lr=1.0)
-    section = learner._learner.config.learner
-    section = section.model_copy(update={"optimizer": section.optimizer.model_copy(update={"lr": 1.0})})
-    learner._learner.config = learner._learner.config.model_copy(update={"learner": section})
 
 
 def run(world, rank, next_port):
@@ -122,21 +105,21 @@ def run(world, rank, next_port):
         config = config_of(world, model, changes)
         learner = Learner(config, rank, world, "127.0.0.1", next_port())
         name, facts = f"{model}-{case}-{world}", {}
-        before = whole(learner)
+        before = whole_weights(learner._learner)
         if case == "resumed":
             assert learner.load_checkpoint(str(out / "checkpoint" / "learner")) == 1
-            after = whole(learner)
+            after = whole_weights(learner._learner)
         elif case == "saved":
             train(learner, config, world, rank, 1)
-            after = whole(learner)
+            after = whole_weights(learner._learner)
             learner.begin_checkpoint(str(out / "checkpoint" / "learner"), 1)
             while not learner.checkpoint_done():
                 time.sleep(0.01)
         else:
             facts["log_probs"] = [row.tolist() for row in learner.log_probs_of(groups[0])]
-            sgd(learner)
+            take_sgd(learner._learner)
             facts["metrics"] = train(learner, config, world, rank, 1)
-            after = whole(learner)
+            after = whole_weights(learner._learner)
             rows = tuple(t for group in groups[:2] for t in group.trajectories)
             size = config.learner.sequence_parallel
             mine = rows[rank // size :: world // size]
@@ -175,7 +158,10 @@ BY_RANKS = [("tiny", "two", 2), ("experts", "two", 2), ("experts", "four", 4)]
 
 @pytest.fixture(scope="module")
 def found(
-    tiny_model: Path, write_groups: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
+    tiny_model: Path,
+    write_groups: Callable[..., Path],
+    run_ranks: Callable[..., None],
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> dict[str, Any]:
     """By case: weights before and after rank 0's step, and each rank's facts."""
     out = tmp_path_factory.mktemp("parallel")
@@ -187,9 +173,7 @@ def found(
         "gemma2": saved_family(out / "gemma2"),
     }
     paths = json.dumps({name: str(path) for name, path in models.items()})
-    command = [sys.executable, "-c", RANKS, paths, str(write_groups(seed=5)), str(out)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=800, check=False, cwd=ROOT)
-    assert done.returncode == 0, done.stdout + done.stderr
+    run_ranks(RANKS, paths, write_groups(seed=5), out)
     cases: dict[str, Any] = {"folder": out, "models": models}
     for file in out.glob("*.npz"):
         world = int(file.stem.rpartition("-")[2])

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,8 +10,6 @@ import numpy as np
 import pytest
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(900)]
-
-ROOT = Path(__file__).parents[2]
 
 RANKS = '''
 """Imports once and forks the ranks of each world. Each goes through the modes of its world: two steps on the same
@@ -92,14 +88,16 @@ WriteGroups = Callable[..., Path]
 
 
 @pytest.fixture(scope="module")
-def found(tiny_model: Path, write_groups: WriteGroups, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def found(
+    tiny_model: Path,
+    write_groups: WriteGroups,
+    run_ranks: Callable[..., None],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> dict[str, Any]:
     """What two ranks came to, and one that goes on from their checkpoint: `MODE-WORLD`."""
     folder = tmp_path_factory.mktemp("ranks")
     # Three groups: with two ranks one of them gets more.
-    paths = [tiny_model, write_groups(seed=5), folder / "checkpoint", folder]
-    command = [sys.executable, "-c", RANKS, *map(str, paths)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=800, check=False, cwd=ROOT)
-    assert done.returncode == 0, done.stdout + done.stderr
+    run_ranks(RANKS, tiny_model, write_groups(seed=5), folder / "checkpoint", folder)
     return {file.stem: dict(np.load(file)) for file in folder.glob("*.npz")}
 
 

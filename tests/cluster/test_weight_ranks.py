@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,6 @@ pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(400)]
 SYNC_TIMEOUT_S = 120.0
 USABLE_AFTER_S = 20.0
 """On a busy machine; the deadline, which nothing may wait for, is far above it."""
-ROOT = Path(__file__).parents[2]
 
 RANKS = '''
 """Imports once and forks the ranks: an import of vLLM costs more than everything that they do."""
@@ -146,12 +144,12 @@ for world in (2, 4):
 
 
 @pytest.fixture(scope="module")
-def results(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[dict[str, Any]]]:
+def results(
+    tiny_model: Path, run_ranks: Callable[..., None], tmp_path_factory: pytest.TempPathFactory
+) -> dict[int, list[dict[str, Any]]]:
     """By number of learners, what each rank saw. Two keep their parameters in host memory (`learner.cpu_offload`)."""
     out = tmp_path_factory.mktemp("ranks")
-    command = [sys.executable, "-c", RANKS, str(tiny_model), str(out), str(SYNC_TIMEOUT_S)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=350, check=False, cwd=ROOT)
-    assert done.returncode == 0, done.stdout + done.stderr
+    run_ranks(RANKS, tiny_model, out, SYNC_TIMEOUT_S, timeout_s=350)
     return {
         world: [json.loads((out / f"{world}-{rank}.json").read_text()) for rank in range(world)] for world in (2, 4)
     }

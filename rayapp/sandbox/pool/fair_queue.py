@@ -13,7 +13,7 @@ T = TypeVar("T")
 
 
 class FairQueue(Generic[T]):
-    """Items by holder; `pop` goes round the holders. Every operation takes constant time."""
+    """Items by holder; `pop` goes round the holders. Every operation takes constant time, `remove_all` one for each."""
 
     def __init__(self) -> None:
         # A dict as an ordered set: a caller that gives up leaves from the middle.
@@ -64,3 +64,11 @@ class FairQueue(Generic[T]):
         if not items:
             del self._waiting[holder]
         return True
+
+    def remove_all(self, holder: str) -> list[T]:
+        """Take all of a holder's out of turn. Returns them."""
+        items = self._waiting.pop(holder, None)
+        if items is None:
+            return []
+        self._size -= len(items)
+        return [*items.values()]

@@ -196,16 +196,26 @@ class LeasePool:
         expired = [*itertools.takewhile(lambda held: held.lease.expires_at <= now, self._leases.values())]
         return self._reclaim([held.lease.lease_id for held in expired])
 
-    def reclaim_of(self, holder: str) -> int:
-        """Take back every lease of a caller that is gone. Returns how many."""
-        self._heard_of.pop(holder, None)
-        return self._reclaim([held.lease.lease_id for held in self._leases.values() if held.lease.holder == holder])
+    def reclaim_of(self, *holders: str) -> int:
+        """Take back every lease of callers that are gone, and their places in the queue. Returns how many leases."""
+        for holder in holders:
+            # All before the first lease is free: it would be granted to the dead.
+            self._heard_of.pop(holder, None)
+            self._withdraw_all(holder)
+        return self._reclaim([held.lease.lease_id for held in self._leases.values() if held.lease.holder in holders])
+
+    def _withdraw_all(self, holder: str) -> None:
+        for lane in self._lanes.values():
+            gone = lane.queue.remove_all(holder)
+            self._num_waiting -= len(gone)
+            for _, lease_id, turn in gone:
+                if not turn.done():
+                    turn.set_exception(SandboxUnavailableError(f"{holder}, who waits for lease {lease_id}, is gone"))
 
     def reclaim_silent(self) -> int:
         """Take back the leases of holders not heard of for too long. Returns how many."""
         oldest = self.clock() - self.holder_timeout_s
-        silent = [holder for holder, heard_at in self._heard_of.items() if heard_at <= oldest]
-        return sum(self.reclaim_of(holder) for holder in silent)
+        return self.reclaim_of(*(holder for holder, heard_at in self._heard_of.items() if heard_at <= oldest))
 
     def _reclaim(self, lease_ids: list[int]) -> int:
         self._stats.num_reclaimed += len(lease_ids)
@@ -330,8 +340,8 @@ class LeasePool:
 
     def tend(self) -> None:
         """Housekeeping, every few seconds: dead holders, old leases, sandboxes to extend or to end."""
+        self.reclaim_silent()  # first: what expired would be granted to the dead
         self.reclaim_expired()
-        self.reclaim_silent()
         self._forget_unused_lanes()
         for source in self.sources:
             if source.keeper is not None:
