@@ -105,8 +105,8 @@ class WeightUpdateExtension:
         server = os.pidfd_open(server_pid)
         # With tensor parallelism this worker was made by the engine core; else it is the engine core. Its parent is not
         # asked: of an orphan that is whoever adopted it, such as a user's systemd.
-        maker = parent_process()
-        engine_core = os.pidfd_open(maker.pid) if maker and maker.pid != server_pid else None
+        maker = getattr(parent_process(), "pid", server_pid)
+        engine_core = None if maker == server_pid else os.pidfd_open(maker)
         threading.Thread(target=_end_engine_after, args=(server, engine_core), daemon=True).start()
 
 
