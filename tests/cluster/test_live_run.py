@@ -17,7 +17,7 @@ import sys
 import tempfile
 import threading
 import urllib.parse
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,7 @@ import yaml
 from PIL import Image
 
 from rayapp.testing.stubs.e2b_stub import API_KEY, E2BStub
+from rayapp.testing.stubs.faults import Faults
 from scripts.monitoring.dashboard import ROWS, queries
 
 pytestmark = [pytest.mark.cluster, pytest.mark.long, pytest.mark.slow, pytest.mark.timeout(1800)]
@@ -36,6 +37,14 @@ pytestmark = [pytest.mark.cluster, pytest.mark.long, pytest.mark.slow, pytest.ma
 PAGE_TIMEOUT_S = 300.0
 ROOT = Path(__file__).parents[2]
 RAY = Path(sys.executable).with_name("ray")
+
+
+class SlowToRun(Faults):
+    """Whatever runs in a sandbox takes seconds longer: the run spends its time waiting, as a large one does, and not
+    the processor of the tests that look at it."""
+
+    def choose(self, call: str, kinds: Sequence[str]) -> str:
+        return "slow" if call == "start" else super().choose(call, kinds)
 
 
 @dataclass(frozen=True)
@@ -111,7 +120,7 @@ def remote_sandboxes(url: str) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def sandboxes() -> Iterator[E2BStub]:
-    stub = E2BStub()
+    stub = E2BStub(faults=SlowToRun(slow_s=2.0))
     with running(stub):
         yield stub
 
