@@ -36,7 +36,7 @@ from rayapp.engine.token_versions import TokenVersions
 from rayapp.engine.vllm_adapter import adapter_request, is_adapter
 from rayapp.engine.vllm_arguments import set_process_environment, vllm_args
 from rayapp.engine.vllm_completions import vllm_sampling_params, whole_completion
-from rayapp.engine.vllm_output import EngineOutput
+from rayapp.engine.vllm_output import EngineOutput, way_out
 from rayapp.engine.vllm_stats import EngineLoad
 from rayapp.engine.weights.buckets import TensorEntry
 from rayapp.storage.models.prefetch import with_local_model
@@ -107,9 +107,8 @@ class VllmEngine:
                 engine = AsyncLLM.from_engine_args(args, stat_loggers=[load.factory])
             await engine.collective_rpc("die_with", args=(os.getpid(),))
         except Exception as error:  # boundary: vLLM raises whatever its dependencies raise
-            raise EngineError(
-                f"vLLM did not start with {config.model.path}: {type(error).__name__}: {error}{output.cause()}"
-            ) from error
+            why = f"{type(error).__name__}: {error}{output.cause()}"
+            raise EngineError(f"vLLM did not start with {config.model.path}: {why}{way_out(why)}") from error
         return cls(engine, load, gate, in_hand, output, config.recovery.stall_replace_s / 2)
 
     def load(self) -> dict[str, float]:

@@ -60,7 +60,7 @@ def vllm_args(config: Config) -> dict[str, Any]:
         "disable_log_stats": False,
         "hf_overrides": as_vllm_reads_it,
         "enable_return_routed_experts": config.learner.router_replay,
-        "enable_sleep_mode": config.cluster.placement == "colocated" and _has_gpu(),
+        "enable_sleep_mode": config.cluster.placement == "colocated" and _is_on_gpu(config),
         **_transfer_args(config),
         **adapter_args(config),
     }

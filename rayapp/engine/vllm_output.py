@@ -13,6 +13,7 @@ from pathlib import Path
 _PROCESS = rb"^\((?:EngineCore|Worker)[^)]*\) ERROR [^\]]*\] "
 _CAUSE = re.compile(_PROCESS + rb"([A-Za-z_][\w.]*(?:Error|Exception|Interrupt)\b.*)", re.MULTILINE)
 """The last line of a traceback, which alone is not indented."""
+_CACHE = re.compile(r"\bkv\b|\bcache\b", re.IGNORECASE)
 _MOST_READ = 1 << 20
 _MOST_CHARS = 500
 
@@ -44,6 +45,11 @@ class EngineOutput:
         with self._path.open("rb") as output:
             output.seek(self._start)
             return output.read(_MOST_READ)
+
+
+def way_out(why: str) -> str:
+    """What to set, where vLLM says that its KV cache is too small or too large: it names none of a run's keys."""
+    return " The KV cache is server.kv_cache_gib, on a GPU server.gpu_memory_utilization." if _CACHE.search(why) else ""
 
 
 def _because(line: bytes) -> str:

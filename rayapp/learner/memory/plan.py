@@ -425,10 +425,11 @@ def plan_host(shape: ModelShape, config: Config, have: int) -> HostPlan:
     shards = MASTER * (shape.num_parameters + frozen) + (ADAM + FLOAT32) * shape.num_trained
     each = LEARNER_BYTES + element * (shape.num_parameters + frozen + shape.num_trained)
     batch = kept_bytes(shape, config) + working_bytes(shape, config) + head_bytes(shape, config)
-    serving = ELEMENT_BYTES[server.dtype] * shape.num_parameters + int(server.kv_cache_gib * GIB)
+    rank = SERVER_BYTES + int(server.kv_cache_gib * GIB)
+    serving = ELEMENT_BYTES[server.dtype] * shape.num_parameters + server.tensor_parallel_size * rank
     return HostPlan(
         learners=shards + section.num_learners * (each + batch),
         activations=section.num_learners * batch,
-        servers=server.num_servers * (serving + server.tensor_parallel_size * SERVER_BYTES),
+        servers=server.num_servers * serving,
         object_store=config.cluster.object_store_mib << 20,
     )

@@ -102,6 +102,13 @@ def test_config_that_needs_more_memory_than_there_is_shows_its_parts(model: Path
     assert "server.kv_cache_gib" in found["memory"].cure
 
 
+def test_each_rank_of_a_server_on_a_cpu_has_a_cache_of_its_own(model: Path) -> None:
+    config = {"cluster": {"device": "cpu"}, "server": {"kv_cache_gib": 50_000, "tensor_parallel_size": 2}}
+    found = problems(config | {"model": {"path": str(model)}})
+
+    assert "servers 100004.2" in found["memory"].detail
+
+
 def test_a_peak_that_does_not_fit_is_no_obstacle_where_shorter_micro_batches_do(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

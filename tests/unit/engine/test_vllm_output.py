@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from rayapp.engine.vllm_output import EngineOutput
+from rayapp.engine.vllm_output import EngineOutput, way_out
 
 OF_BEFORE = b"(EngineCore pid=1) ERROR 11-22 14:06:22 [core.py:1368] RuntimeError: of an engine before\n"
 FATAL = b"""WARNING 11-22 14:05:22 [arg_utils.py:1812] ValueError: is no error of an engine
@@ -38,3 +38,15 @@ def test_of_a_pipe_nothing_is_read() -> None:
     assert os.read(reading, 1 << 16) == FATAL
     os.close(reading)
     os.close(writing)
+
+
+@pytest.mark.parametrize(
+    "why",
+    [
+        "ValueError: No available memory for the cache blocks. Try increasing `gpu_memory_utilization`",
+        "ValueError: Available memory on node 0 (22.1/23.4 GiB) is less than requested memory for kv (9.0 GiB)",
+    ],
+)
+def test_where_vllm_speaks_of_its_cache_the_key_is_named(why: str) -> None:
+    assert "server.kv_cache_gib" in way_out(why)
+    assert way_out("RuntimeError: cached property of a model") == ""
