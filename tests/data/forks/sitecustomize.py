@@ -68,8 +68,8 @@ def be_a_fork(arguments, variables):
             try:
                 answer = forks.recv(1)
             except TimeoutError:
-                # What Ray started ends with Ray.
-                if arguments[0].endswith("/default_worker.py") and os.getppid() != parent:
+                if os.getppid() != parent:
+                    # A worker ends with Ray. And who ends an engine ends what is below it, which a fork is not.
                     os._exit(0)
                 continue
             except ConnectionResetError:
