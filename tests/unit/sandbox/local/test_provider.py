@@ -285,10 +285,10 @@ async def test_sleeping_is_the_codes_time_whatever_the_neighbours_do(sandbox: Lo
     code = "import os, time\ndef f(core):\n    os.sched_setaffinity(0, {core})\n    time.sleep(60)"
 
     with busy_core() as core:
-        report = await sandbox.call_function(code, "f", [[core]], timeout_s=0.3)
+        report = await sandbox.call_function(code, "f", [[core]], timeout_s=1.0)
 
     assert report.exec.stopped_for is StopCause.TIMEOUT
-    assert report.exec.duration_s < 2
+    assert report.exec.duration_s < 5
 
 
 async def test_processes_share_the_time_of_their_execution(sandbox: LocalSandbox) -> None:
