@@ -7,8 +7,10 @@ not take finished groups with it.
 
 from __future__ import annotations
 
+import asyncio
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 
 from actors.calls import Restartable
@@ -36,6 +38,8 @@ from rayapp.sandbox.providers.table import local_provider, remote_providers
 log = logging.getLogger(__name__)
 LATE_S = 60.0
 """Past its own deadline, until a group that has not ended means that this process does not get on."""
+CLOSE_WAIT_S = 5.0
+"""For groups that are cancelled to give back what they hold."""
 
 
 class RolloutWorker(Restartable):
@@ -64,6 +68,7 @@ class RolloutWorker(Restartable):
         self._servers = servers
         self._groups: RunGroups | None = None
         self._in_hand = InHand()
+        self._running: set[asyncio.Task[object]] = set()
         self._reporter = Reporter(config.run.name)
         self._sandboxes = PoolClient(
             pool,
@@ -134,7 +139,7 @@ class RolloutWorker(Restartable):
         self, request: GroupRequest, config: Config, *, num_samples: int, temperature: float, seed: int
     ) -> tuple[Group, GroupSummary]:
         groups = self._ready_groups()
-        with self._in_hand.one():
+        with self._in_hand.one(), self._ended_by_close():
             return await run_group(
                 request,
                 await groups.assignment(request, seed=seed),
@@ -144,6 +149,16 @@ class RolloutWorker(Restartable):
                 seed=seed,
                 deadline_s=config.rollout.group_deadline_s,
             )
+
+    @contextmanager
+    def _ended_by_close(self) -> Iterator[None]:
+        task = asyncio.current_task()
+        assert task is not None
+        self._running.add(task)
+        try:
+            yield
+        finally:
+            self._running.discard(task)
 
     def _ready_groups(self) -> RunGroups:
         if self._groups is None:
@@ -162,9 +177,14 @@ class RolloutWorker(Restartable):
         self._reporter.observe("rl_sandbox_exec_seconds", seconds, provider=provider)
 
     async def close(self) -> None:
-        """End what tools hold, and give every sandbox back."""
+        """End the groups in hand, what tools hold, and give every sandbox back."""
         groups, self._groups = self._groups, None
         try:
+            # First: they would go on in sandboxes that are gone, and fail where nobody waits for them any more.
+            if running := [*self._running]:
+                for task in running:
+                    task.cancel()
+                await asyncio.wait(running, timeout=CLOSE_WAIT_S)
             if groups is not None:
                 await groups.close()
         finally:

@@ -1,0 +1,47 @@
+"""What a rollout worker does when it is told to end. No Ray is started."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from actors.rollout_worker import RolloutWorker
+from rayapp.config.config import Config
+from rayapp.rollout.order import GroupRequest
+
+
+class Groups:
+    """A run's groups, of which each waits for ever."""
+
+    def __init__(self) -> None:
+        self.begun, self.ended = asyncio.Event(), list[str]()
+
+    def config_of(self, request: GroupRequest) -> Config:
+        return Config()
+
+    async def assignment(self, request: GroupRequest, *, seed: int) -> Any:
+        self.begun.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            await asyncio.sleep(0.01)  # as long as it takes to give a sandbox back
+            self.ended.append("group")
+
+    async def close(self) -> None:
+        self.ended.append("tools")
+
+
+async def test_a_worker_that_ends_cancels_its_groups_before_it_takes_away_what_they_use() -> None:
+    worker: Any = RolloutWorker(Config(), 0, (), pool=None)  # type: ignore[arg-type]
+    worker._groups = groups = Groups()
+    request = GroupRequest(group_id=0, policy_version=0, server=0)
+    running = asyncio.create_task(worker.run_group(request))
+    await groups.begun.wait()
+
+    await worker.close()
+
+    assert groups.ended == ["group", "tools"]
+    with pytest.raises(asyncio.CancelledError):
+        await running
