@@ -111,7 +111,9 @@ async def run(config: Config, faults: Faults) -> tuple[Cluster, list[str]]:
     return await run_while(config, sending(lambda: config.run_folder / "metrics.jsonl", faults))
 
 
-async def run_while(config: Config, strike: Callable[[], Awaitable[None]]) -> tuple[Cluster, list[str]]:
+async def run_while(
+    config: Config, strike: Callable[[], Awaitable[None]], *, completion_s: float = 0.4
+) -> tuple[Cluster, list[str]]:
     """Train while `strike` does its worst."""
     notes: list[str] = []
 
@@ -120,7 +122,9 @@ async def run_while(config: Config, strike: Callable[[], Awaitable[None]]) -> tu
         print(note)
 
     with RunFolder.open(config) as folder, make_trackers(config, folder) as tracker:
-        async with open_cluster(config, report=hear, stand_ins=StandIns(completion_s=0.4, step_s=0.1)) as cluster:
+        async with open_cluster(
+            config, report=hear, stand_ins=StandIns(completion_s=completion_s, step_s=0.1)
+        ) as cluster:
             striking = asyncio.ensure_future(strike())
             try:
                 await train_through_losses(config, cluster, folder, tracker)
@@ -253,8 +257,9 @@ async def test_a_learner_dies_and_then_a_whole_node_is_lost_and_all_go_on_from_t
         node = next(n for n in nodes.list_all_nodes() if n.node_id == lost)
         await asyncio.to_thread(nodes.remove_node, node, allow_graceful=False)
 
-    # The stand-in refuses a step that does not follow its state's: it must be that of the checkpoint.
-    cluster, notes = await run_while(config, kill_a_learner_and_lose_its_node)
+    # The stand-in refuses a step that does not follow its state's: it must be that of the checkpoint. And the last step
+    # takes longer than it takes to lose a node.
+    cluster, notes = await run_while(config, kill_a_learner_and_lose_its_node, completion_s=1.5)
 
     # Servers and learners are packed on one node: all of them went with it, and with the groups in its memory.
     assert_whole(config)

@@ -64,7 +64,7 @@ def be_a_fork(arguments, variables):
                 signal.signal(number, lambda number, _: pass_on(fork, number))
         status = b""
         while True:
-            forks.settimeout(1.0)
+            forks.settimeout(0.2)
             try:
                 answer = forks.recv(1)
             except TimeoutError:
