@@ -8,7 +8,6 @@ import json
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -128,7 +127,7 @@ def started_head(auth: str, home: Path, variables: Mapping[str, str] | None = No
 
 
 def launch_head(environment: dict[str, str], folder: str) -> tuple[Head, subprocess.Popen[bytes], Path]:
-    gcs, dashboard, metrics, client, agent = free_ports(5)
+    gcs, dashboard, metrics, client, agent = (free_port() for _ in range(5))
     command = [
         str(RAY), "start", "--head", "--block", f"--port={gcs}", f"--dashboard-port={dashboard}",
         f"--metrics-export-port={metrics}", f"--ray-client-server-port={client}",
@@ -159,14 +158,6 @@ def end(process: subprocess.Popen[bytes], folder: str) -> None:
         with contextlib.suppress(OSError, ValueError):
             if folder.encode() in (entry / "cmdline").read_bytes():
                 os.kill(int(entry.name), signal.SIGKILL)
-
-
-def free_ports(count: int) -> list[int]:
-    with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for each in sockets:
-            each.bind(("127.0.0.1", 0))
-        return [each.getsockname()[1] for each in sockets]
 
 
 def is_ready(head: Head) -> bool:
