@@ -205,9 +205,14 @@ def _run(arguments: list[str]) -> None:
 
 
 def _receive(source: socket.socket) -> tuple[Request, list[int]] | None:
-    """With open files; None from who has ended."""
+    """With open files; None from who has ended, or ended while it asked."""
     size, files, *_ = socket.recv_fds(source, 8, _MAX_FILES)
-    return (Request(*json.loads(source.recv(int.from_bytes(size), socket.MSG_WAITALL))), files) if size else None
+    text = source.recv(int.from_bytes(size), socket.MSG_WAITALL) if size else b""
+    if not text or len(text) < int.from_bytes(size):
+        for each in files:
+            os.close(each)
+        return None
+    return Request(*json.loads(text)), files
 
 
 def _send(target: socket.socket, asked: Asked) -> None:
