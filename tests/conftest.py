@@ -54,6 +54,8 @@ LONGEST_FIRST = (
     "vllm",
     "cluster/test_vllm_families.py",
     "unit/test_memory_simulation.py",
+    "unit/test_gpu_check.py",
+    "unit/test_environments.py",
     "e2e/test_resume.py",
     "cluster/test_recovery.py",
     "cluster/test_jobs.py",
