@@ -4,7 +4,7 @@
 # make test-fast   tests/unit without those marked slow: a minute, to run after every change
 # make docs        the site of docs/, in build/site
 # make test JOBS=1 ARGS="-x tests/unit"   one after the other, and only these
-# make test ARGS="-m long"                those that take twenty minutes more
+# make test ARGS="-m long"                those that take half an hour more
 # make bench BENCH=grpo_step ARGS="--rounds 2"   one of docs/results.md, with arguments of its own
 # Variables: CONFIG=configs/coding_warmup_cpu.yaml  ARGS="train.num_steps=50"  DEVICE=cpu|gpu  INSTALLER=auto|uv|pip  PYTHON=python3.12
 
