@@ -63,8 +63,8 @@ def be_a_fork(arguments, variables):
             if signal.getsignal(number) is not signal.SIG_IGN:
                 signal.signal(number, lambda number, _: pass_on(fork, number))
         status = b""
+        forks.settimeout(0.2)
         while True:
-            forks.settimeout(0.2)
             try:
                 answer = forks.recv(1)
             except TimeoutError:
